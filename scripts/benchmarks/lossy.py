@@ -18,6 +18,7 @@ from decode.verification.rules import RULES
 from distill.commands.score import score
 from distill.config.read import checked_options
 from distill.options import ScoreCommandOptions
+from distill.report.tables import markdown
 from distill.utils.atomic_files import put
 
 
@@ -65,7 +66,7 @@ def page(card: Scorecard, rules: Sequence[str]) -> str:
         rows = [row for row in _changing(card) if row.temperature == temperature]
         head = ["plan", "tau", "speedup", *QUALITY_HEAD]
         lines = [_line(row) for row in rows]
-        parts.append("\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines]))
+        parts.append(markdown([head, *lines]))
     parts += [f"## {rule}\n\n![speedup and tau over what changes]({rule}.svg)" for rule in rules]
     return "\n\n".join(parts) + "\n"
 

@@ -13,6 +13,7 @@ from scipy import stats
 from benchmarks.drafter_table.arms import Run
 from decode.evaluation.scorecard import Row, Scorecard
 from distill.report.compare import draft_ms
+from distill.report.tables import markdown
 
 LEVELS = 4
 TEMPERATURES = (0.0, 1.0)
@@ -92,12 +93,6 @@ def grouped(results: Sequence[Result]) -> list[Line]:
 def table(lines: Sequence[Line]) -> str:
     """The table of all lines."""
     return markdown([HEAD, *map(_cells, lines)])
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as a Markdown table, the first its head."""
-    rule = ["---"] * len(rows[0])
-    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rule, *rows[1:]])
 
 
 def _mean(values: Sequence[float]) -> Estimate:

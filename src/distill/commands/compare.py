@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from distill.report.compare import Choice, read, table
+from distill.report.field import field_page
 from distill.report.readme_results import as_text, insert, results
 from distill.utils.atomic_files import put
 
@@ -32,6 +33,12 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as text")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the table and plots")
+    parser.add_argument(
+        "--field",
+        type=Path,
+        metavar="FILE",
+        help="write a Markdown page of one target: all drafters, the bound above them, which to take when",
+    )
     parser.add_argument("--results", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument(
         "--readme",
@@ -50,6 +57,8 @@ def main() -> None:
         from distill.report.compare_page import page_of  # imports plotly
 
         put(arguments.html, page_of(scored, choice))
+    if arguments.field:
+        put(arguments.field, field_page(scored, choice))
     if arguments.results or arguments.readme:
         values = results(scored, choice)
         if arguments.results:

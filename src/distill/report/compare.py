@@ -85,6 +85,11 @@ class Scored(NamedTuple):
             )
         return rows_of_plan
 
+    def lossy(self, temperature: float, batch: int) -> list[Row]:
+        """Rows at a setting that change the text."""
+        rows = [row for row in self.card.rows if row.lossy]
+        return [row for row in rows if (row.temperature, row.batch_size) == (temperature, batch)]
+
     def by_batch(self, temperature: float, decode: str = "") -> dict[int, Row]:
         """The fastest lossless row at each batch size that was scored, of one plan or of any draft."""
         by_size: dict[int, list[Row]] = {}

@@ -134,6 +134,12 @@ def _cells(card: Scorecard, row: Row, there: Sequence[str]) -> list[str]:
     ]
 
 
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as a Markdown table, the first its head."""
+    rule = ["---"] * len(rows[0])
+    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rule, *rows[1:]])
+
+
 def grid(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Cells in right-aligned columns."""
     widths = [max(len(row[i]) for row in [head, *lines]) for i in range(len(head))]

@@ -1,0 +1,216 @@
+"""foredraft compare --field: a page of all drafters of one target, their bound, and which to take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from decode.errors import UserError
+from decode.evaluation.bootstrap import central_interval, ratio, resampled_sums
+from decode.evaluation.scorecard import Row
+from distill.report.compare import (
+    Choice,
+    Scored,
+    draft_ms,
+    fastest,
+    in_order,
+    machines,
+    minutes,
+    target_labels,
+    tau_cell,
+)
+from distill.report.tables import markdown
+from distill.scoring.paired import Estimate, speedup_text
+
+SLIGHT = 0.01  # share of changed tokens, or nats a token, up to which a lossy row is recommended
+HEAD = ["drafter", "decode", "tau", "speedup", "draft, ms", "trained", "parameters", "KV a token", "text"]
+
+
+class Bound(NamedTuple):
+    """What the best drafter for each prompt would reach, if it were known.
+
+    Attributes:
+        tau: with the fewest rounds for each prompt.
+        speedup: with the least time for each prompt; None where nothing was timed.
+        shares: name of a drafter -> share of prompts on which it is the fastest.
+        prompts: number of answers.
+    """
+
+    tau: Estimate
+    speedup: float | None
+    shares: dict[str, float]
+    prompts: int
+
+
+def field_page(scored: Sequence[Scored], choice: Choice) -> str:
+    """The page.
+
+    Raises:
+        UserError: drafters of different targets, or a run that was not scored at this choice.
+    """
+    if targets := target_labels(scored):
+        several = ", ".join(dict.fromkeys(targets.values()))
+        raise UserError(f"--field is a page of one target; these runs have several: {several}")
+    choice = choice._replace(by="tau")
+    ordered = in_order(scored, choice)
+    first = ordered[0]
+    parts = [
+        f"# All drafters of {first.card.checkpoint.target or 'one target'}",
+        "tau: tokens a target pass, with its 95 % interval; replayed on stored answers, or counted by the "
+        "decoder (~). Speedup over plain decoding of the same code, interleaved in one process. LOSSY rows "
+        "change the text, and what they change stands beside them: they are no better drafters.",
+    ]
+    for temperature in choice.temperatures:
+        at = choice._replace(temperatures=[temperature])
+        parts += [f"## T={temperature:g}", *_section(in_order(scored, at), at)]
+    return "\n\n".join([*parts, "; ".join(machines([s.card for s in ordered]))]) + "\n"
+
+
+def _section(ordered: Sequence[Scored], choice: Choice) -> list[str]:
+    """Table, bound and advice at one temperature."""
+    (temperature,) = choice.temperatures
+    pairs = [(one, one.rows(choice)[0]) for one in ordered]
+    lines = [_line(one, row) for one, row in pairs]
+    for one in ordered:
+        lines += [_line(one, row) for row in one.lossy(temperature, choice.batch)]
+    found = bound(pairs)
+    parts = [markdown([HEAD, *lines])]
+    if found:
+        parts.append(_about(found))
+    return [*parts, markdown([["when", "take", "because"], *advice(ordered, choice)])]
+
+
+def _line(scored: Scored, row: Row) -> list[str]:
+    checkpoint = scored.card.checkpoint
+    text = f"lossless to the {checkpoint.lossless_to}"
+    if drift := checkpoint.target_drift:
+        text += f": KL {drift.kl:.2g}, likeliest token the same at {drift.top1_agreement:.1%}"
+    if row.lossy:
+        text = _changes(row)
+    return [
+        scored.name,
+        row.decode,
+        tau_cell(row),
+        speedup_text(row),
+        "-" if row.speedup is None else f"{draft_ms(row):.1f}",
+        minutes(checkpoint.train_seconds),
+        f"{checkpoint.parameters / 1e6:.2f} M" if checkpoint.parameters else "-",
+        f"{checkpoint.drafter_kv_bytes_per_token} B",
+        text,
+    ]
+
+
+def _changes(row: Row) -> str:
+    """What a lossy row does to the text."""
+    if (quality := row.quality) is None:
+        return "LOSSY, by how much was not measured"
+    likelihood, kl, changed, judged = quality.cells()
+    parts = [f"log p {likelihood}"]
+    parts += [f"KL {kl}"] if quality.kl is not None else []
+    parts += [f"{changed} of tokens changed"] if quality.changed is not None else []
+    parts += [f"judge {judged}"] if quality.judge is not None else []
+    return "LOSSY: " + ", ".join(parts)
+
+
+# -- the bound -----------------------------------------------------------------------------------
+
+
+def bound(pairs: Sequence[tuple[Scored, Row]]) -> Bound | None:
+    """The best drafter for each prompt, of those that answered the same prompts with the same text.
+
+    A drafter's round takes tau / speedup plain passes on average. None with fewer than two such drafters.
+    """
+    named = [
+        (one.name, row) for one, row in pairs if row.counts.tokens and not one.card.checkpoint.target_drift
+    ]
+    if not named:
+        return None
+    tokens = named[0][1].counts.tokens
+    named = [(name, row) for name, row in named if row.counts.tokens == tokens]
+    if len(named) < 2:
+        return None
+    rounds = np.array([row.counts.rounds for _, row in named])  # (drafters, prompts)
+    sums = resampled_sums([list(tokens), rounds.min(0).tolist()]).T
+    tau = Estimate(sum(tokens) / float(rounds.min(0).sum()), central_interval(ratio(*sums)))
+    timed = [i for i, (_, row) in enumerate(named) if row.speedup]
+    if not timed:
+        return Bound(tau, None, {}, len(tokens))
+    price = np.array([named[i][1].tau / named[i][1].speed for i in timed])  # (timed,) plain passes
+    passes = rounds[timed] * price[:, None]
+    passes = np.concatenate([passes, np.array(tokens, float)[None]])  # plain decoding is a choice, too
+    names = [*(named[i][0] for i in timed), "plain decoding"]
+    winner = np.bincount(passes.argmin(0), minlength=len(names)) / len(tokens)
+    shares = {name: float(share) for name, share in zip(names, winner, strict=True) if share}
+    return Bound(tau, sum(tokens) / float(passes.min(0).sum()), shares, len(tokens))
+
+
+def _about(found: Bound) -> str:
+    text = (
+        f"**Bound.** Who knew the best drafter for each of the {found.prompts} prompts would reach tau "
+        f"{found.tau.text('{:.2f}')}"
+    )
+    if found.speedup is None:
+        return text + "."
+    shares = sorted(found.shares.items(), key=lambda item: -item[1])
+    by = ", ".join(f"{name} on {share:.0%}" for name, share in shares)
+    return (
+        f"{text}, and with the fastest for each, by the average cost of its rounds, {found.speedup:.2f}x: "
+        f"{by}. Choosing anew in every round has a higher bound (`foredraft advise`)."
+    )
+
+
+# -- which one ------------------------------------------------------------------------------------
+
+
+def advice(ordered: Sequence[Scored], choice: Choice) -> list[list[str]]:
+    """Lines of what to take when: the situation, the drafter, the numbers that speak for it."""
+    (temperature,) = choice.temperatures
+    there = [one for one in ordered if not one.card.checkpoint.target_drift]
+    pairs = [(one, one.rows(choice)[0]) for one in there]
+    quick = [(one, fastest(one.at(temperature, choice.batch, choice.decode))) for one in there]
+    quick = [(one, row) for one, row in quick if row.speedup]
+    untrained = [(one, row) for one, row in pairs if not one.card.checkpoint.step]
+    stateless = [(one, row) for one, row in pairs if not one.card.checkpoint.drafter_kv_bytes_per_token]
+    lines = _best("passes of the target count (a GPU, a large target)", pairs, _tau)
+    if quick and max(row.speed for _, row in quick) <= 1:
+        lines.append(["this machine, as it is", "plain decoding", "no draft was faster"])
+    else:
+        lines += _best("this machine, as it is", quick, _speed)
+    lines += _best("nothing may be trained", untrained, _tau)
+    lines += _best("the drafter may keep no cache", stateless, _tau)
+    times = sorted(one.card.checkpoint.train_seconds or 0.0 for one in there if one.card.checkpoint.step)
+    if times:
+        limit = times[(len(times) - 1) // 2]
+        short = [(one, row) for one, row in pairs if (one.card.checkpoint.train_seconds or 0.0) <= limit]
+        lines += _best(f"at most {limit / 60:.1f} minutes of training", short, _tau)
+    lossy = [(one, row) for one in there for row in one.lossy(temperature, choice.batch)]
+    what = f"a divergence of {SLIGHT:g} nats a token" if temperature else f"{SLIGHT:.0%} of the tokens"
+    return lines + _best(
+        f"{what} may change (LOSSY)", [pair for pair in lossy if _is_slight(pair[1])], _speed
+    )
+
+
+def _best(what: str, among: Sequence[tuple[Scored, Row]], by: Callable[[Row], float]) -> list[list[str]]:
+    """A line of the best one; none where there is none."""
+    if not among:
+        return []
+    one, row = max(among, key=lambda pair: by(pair[1]))
+    return [[what, f"{one.name}, {row.decode}", f"tau {tau_cell(row)}, {speedup_text(row)}"]]
+
+
+def _tau(row: Row) -> float:
+    return row.acceptance.tau
+
+
+def _speed(row: Row) -> float:
+    return row.speed
+
+
+def _is_slight(row: Row) -> bool:
+    """Whether a lossy row changes next to nothing."""
+    if row.quality is None:
+        return False
+    change = row.quality.kl if row.temperature else row.quality.changed
+    return change is not None and change <= SLIGHT

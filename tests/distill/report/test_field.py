@@ -1,0 +1,101 @@
+"""The page of a whole field: every drafter, the bound above them, and what to take when."""
+
+from __future__ import annotations
+
+import pytest
+from compared import FAST, SLOW, TOKENS, card, row
+from workbench import foredraft
+
+from decode.errors import UserError
+from distill.report.compare import Choice, read
+from distill.report.field import advice, bound, field_page
+
+COLD = Choice([0.0], by="tau")
+DRIFT = {"kl": 0.02, "reverse_kl": 0, "top1_agreement": 0.97, "greedy_prefix": 1, "prompts": 6, "tokens": 90}
+LOOKUP = {"step": 0, "drafter_kv_bytes_per_token": 0}
+ODD = [12.0, 7.0, 20.0, 4.0, 9.0, 14.0]
+QUALITY = {"log_likelihood": -1.2, "plain_log_likelihood": -0.9, "kl": None, "changed": 0.008, "judge": None}
+QUALITY |= {"plain_judge": None}
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A long and dear one, a cheap one that is better on some prompts, a slow one."""
+    lossy = row(FAST, lossy=True, rule="topk", decode="chain-2 topk LOSSY", speedup=1.9, replay=None, tau=8.0)
+    return [
+        card(tmp_path / "a", [row(FAST, speedup=1.2, tau=2.5), {**lossy, "quality": QUALITY}], "eagle"),
+        card(
+            tmp_path / "b", [row(ODD, speedup=1.6, tau=2.4)], "suffix", step=0, drafter_kv_bytes_per_token=0
+        ),
+        card(tmp_path / "c", [row(SLOW, speedup=0.9, tau=1.5)], "medusa", train_seconds=30.0),
+    ]
+
+
+def pairs(runs):
+    scored = read(runs)
+    return scored, [(one, one.rows(COLD)[0]) for one in scored]
+
+
+def test_the_bound_takes_the_best_drafter_for_each_prompt(runs):
+    found = bound(pairs(runs)[1])
+    assert found.prompts == len(TOKENS)
+    least = [min(column) for column in zip(FAST, ODD, SLOW, strict=True)]
+    assert found.tau.value == pytest.approx(sum(TOKENS) / sum(least))
+    low, high = found.tau.interval
+    assert low < found.tau.value < high
+    prices = [2.5 / 1.2, 2.4 / 1.6, 1.5 / 0.9]  # passes of plain decoding that a round costs
+    costs = [[r * c for r in rounds] for rounds, c in zip([FAST, ODD, SLOW], prices, strict=True)]
+    passes = [min(*column) for column in zip(*costs, TOKENS, strict=True)]
+    assert found.speedup == pytest.approx(sum(TOKENS) / sum(passes))
+    assert sum(found.shares.values()) == pytest.approx(1)
+    assert found.shares["suffix"] > 0.5
+
+
+def test_the_bound_is_of_the_same_text_alone(tmp_path, runs):
+    other = card(tmp_path / "d", [row(FAST, tokens=[9] * 6)], "lyanna")
+    tuned = card(tmp_path / "e", [row([1.0] * 6)], "medusa2", target_drift=DRIFT)
+    assert bound(pairs([*runs, other, tuned])[1]) == bound(pairs(runs)[1])
+    assert bound(pairs([runs[0], other, tuned])[1]) is None
+
+
+def test_what_to_take_when(runs):
+    lines = {line[0]: line[1] for line in advice(read(runs), COLD)}
+    assert lines == {
+        "passes of the target count (a GPU, a large target)": "eagle, chain-2",
+        "this machine, as it is": "suffix, chain-2",
+        "nothing may be trained": "suffix, chain-2",
+        "the drafter may keep no cache": "suffix, chain-2",
+        "at most 0.5 minutes of training": "medusa, chain-2",
+        "1% of the tokens may change (LOSSY)": "eagle, chain-2 topk LOSSY",
+    }
+
+
+def test_where_no_draft_pays_the_page_says_so(tmp_path):
+    runs = [
+        card(tmp_path / "a", [row(FAST, speedup=0.8)]),
+        card(tmp_path / "b", [row(SLOW, speedup=0.7)], "mlp"),
+    ]
+    assert ["this machine, as it is", "plain decoding", "no draft was faster"] in advice(read(runs), COLD)
+
+
+def test_every_drafter_is_on_the_page_and_lossy_rows_are_marked(runs, tmp_path):
+    tuned = card(tmp_path / "e", [row([9.0] * 6)], "medusa2", target_drift=DRIFT, lossless_to="tuned target")
+    page = field_page(read([*runs, tuned]), COLD)
+    lines = [line for line in page.splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[0] for line in lines[2:6]] == ["| medusa2", "| eagle", "| suffix", "| medusa"]
+    assert lines[2].endswith("lossless to the tuned target: KL 0.02, likeliest token the same at 97.0% |")
+    assert lines[3].endswith("lossless to the target |")
+    assert "| chain-2 topk LOSSY | 8.00~" in lines[6]
+    assert lines[6].endswith("LOSSY: log p -1.20 (-0.90), 0.8% of tokens changed |")
+    assert "**Bound.** Who knew the best drafter for each of the 6 prompts" in page
+
+
+def test_targets_are_not_mixed(tmp_path, runs):
+    other = card(tmp_path / "d", [row(FAST)], "lyanna", target="user/other")
+    with pytest.raises(UserError, match="--field is a page of one target; these runs have several"):
+        field_page(read([*runs, other]), COLD)
+
+
+def test_the_command_writes_it(runs, tmp_path):
+    foredraft("compare", *runs, "--field", str(tmp_path / "field.md")).succeeded()
+    assert (tmp_path / "field.md").read_text() == field_page(read(runs), Choice([0.0]))
