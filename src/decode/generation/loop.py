@@ -179,7 +179,7 @@ class Loop:
             padded[row, : len(prompt)] = prompt
         tokens = upload(padded, device)
         # Cache capacity: prompt, new tokens, and the slots of one draft that are read but not kept.
-        slack = 1 + (self.plan.nodes if self.drafter else 0)
+        slack = target.slots(1 + self.plan.nodes) if self.drafter else 1
         longest = max(len(p) + n for p, n in zip(self.prompts, self.limits, strict=True))
         target.start(len(prompts), longest + slack)
         self.cache = target.cache

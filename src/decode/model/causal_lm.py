@@ -180,10 +180,14 @@ class CausalLM:
         Returns:
             (B, n, D) input of the head.
         """
-        mask = self._bias([0] * len(tokens), block, tokens.shape[1], positions)
+        mask = self.additive_mask([0] * len(tokens), block, tokens.shape[1], positions)
         return self.base(
             input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False
         ).last_hidden_state
+
+    def layer_input(self, tokens: Tensor) -> dict[str, Tensor]:
+        """What the decoder is given for (B, n) tokens: `input_ids`, or `inputs_embeds` (B, n, D)."""
+        return {"input_ids": tokens}
 
     def _body(
         self,
@@ -195,10 +199,10 @@ class CausalLM:
         """Decoder layers and final norm, fused or by transformers."""
         if self._fused is not None:
             assert not isinstance(mask, dict)
-            return self._fused(tokens, positions, mask, self.cache.store, inputs)
+            return self._fused(positions, mask, self.cache.store, inputs, **self.layer_input(tokens))
         with record_inputs(self.layers, inputs), fast_linears(self.head.weight):
             return self.base(
-                input_ids=tokens,
+                **self.layer_input(tokens),
                 attention_mask=mask,
                 position_ids=positions,
                 past_key_values=self.cache,
@@ -236,9 +240,9 @@ class CausalLM:
             unsettled = store.width - max(store.lengths)
             block = torch.ones(1, new, unsettled, dtype=torch.bool, device=tokens.device)
             block = block.tril(unsettled - new)
-        return self._bias(store.lengths, block, store.width, self._unsettled)
+        return self.additive_mask(store.lengths, block, store.width, self._unsettled)
 
-    def _bias(
+    def additive_mask(
         self, lengths: Sequence[int], block: Tensor, width: int, positions: Tensor | None
     ) -> Tensor | dict[str, Tensor]:
         """`attention_mask`, additive, within the window of each layer type if there are several."""

@@ -297,7 +297,7 @@ def _outputs(fused: Fused, compiled: CompiledPass | None) -> Tensor:
         store.begin(new)
         positions = torch.arange(start, start + new).expand(2, -1)
         mask = torch.full((2, 1, new, start + new), torch.finfo(dtype).min, dtype=dtype).triu(start + 1)
-        outputs.append(fused(tokens[:, start : start + new], positions, mask, store, {}))
+        outputs.append(fused(positions, mask, store, {}, input_ids=tokens[:, start : start + new]))
         store.keep([new, new])
         start += new
     fused.compiled = None

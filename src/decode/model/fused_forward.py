@@ -188,29 +188,32 @@ class Fused:
 
     def __call__(
         self,
-        tokens: Tensor,
         positions: Tensor,
         mask: Tensor | None,
         store: RowStore,
         inputs: dict[int, Tensor],
+        *,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """Run (B, n) tokens and write their keys and values to the cache.
+        """Run n new slots and write their keys and values to the cache.
 
         Args:
-            tokens: (B, n).
             positions: (B, n).
             mask: (B, 1, n, width) additive; None: causal.
             store: after `begin`.
             inputs: dict with layer ids as keys; filled with the (B, n, D) inputs of these layers.
+            input_ids: (B, n) tokens.
+            inputs_embeds: (B, n, D) in place of the tokens' embeddings.
 
         Returns:
             (B, n, D) output of the final norm.
         """
-        x = self.embed(tokens)
+        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         angles = self._table(store.width, x)[positions]  # (B, n, 2, 1, dim)
-        compiled, slots = self.compiled, tokens.shape[1]
+        compiled, (rows, slots) = self.compiled, x.shape[:2]
         causal = mask is None and slots > 1
-        if compiled and slots <= COMPILED_SLOTS and tokens.numel() <= compiled.most and not causal:
+        if compiled and slots <= COMPILED_SLOTS and rows * slots <= compiled.most and not causal:
             return compiled(x, angles, mask, store, inputs)
         for index, layer in enumerate(self.layers):
             if index in inputs:

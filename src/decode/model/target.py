@@ -137,6 +137,10 @@ class Target(CausalLM):
 
     # -- with the KV cache: decoding ---------------------------------------------------------
 
+    def slots(self, draft: int) -> int:
+        """Slots that `extend` reads for a draft of so many, root included."""
+        return draft
+
     def extend(self, tokens: Tensor, draft: Draft | None = None) -> TargetOutput:
         """Run new tokens after each row's settled ones. Call `keep` to settle them.
 
