@@ -118,9 +118,10 @@ def _race(
     options |= {"stop": stop_tokens(target), "max_new_tokens": new}
 
     def decode(runner: Runner, part: Sequence[list[int]]) -> tuple[int, float]:
-        target.tap(runner.drafter.taps)
+        verifier = runner.drafter.verifier(target)
+        verifier.tap(runner.drafter.taps)
         begun = time.process_time()
-        outputs = generate(target, runner.drafter, part, plan=runner.plan, **options).outputs
+        outputs = generate(verifier, runner.drafter, part, plan=runner.plan, **options).outputs
         return sum(len(o.tokens) for o in outputs), time.process_time() - begun
 
     for runner in runners:

@@ -93,6 +93,7 @@ def _read(cfg: DictConfig) -> tuple[Target, Drafter, list[Ids], list[Plan]]:
     plans = [Plan(**shape) for shape in cfg.plans.values()]
     target, chat, _, held = load_inputs(cfg)
     drafter = load_drafter(cfg.checkpoint, target)
+    target = drafter.verifier(target)
     target.tap(drafter.taps)
     return target, drafter, encode(chat, held[: cfg.score.prompts]), plans
 

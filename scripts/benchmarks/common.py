@@ -54,7 +54,7 @@ def load_drafter(checkpoint: str, target: Target) -> Drafter:
         UserError: there is none, or it has a tuned target.
     """
     drafter = hub.load(hub.fetch(checkpoint), target)
-    only_untuned(target, drafter.verifier(target), "checkpoint")
+    only_untuned(drafter, "checkpoint")
     return drafter
 
 

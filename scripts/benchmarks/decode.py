@@ -123,7 +123,7 @@ def _contenders(cfg: DictConfig, target: Target, draft: DraftLM | None) -> list[
     if cfg.checkpoint:
         trained = load_drafter(cfg.checkpoint, target)
         for name, plan in plans.items():
-            decode = ours(target, trained, plan, **law, taps=trained.taps, seed=cfg.seed)
+            decode = ours(trained.verifier(target), trained, plan, **law, taps=trained.taps, seed=cfg.seed)
             contenders.append(Contender(f"ours-{short_name(trained)}-{name}", decode))
     return contenders
 

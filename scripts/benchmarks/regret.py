@@ -52,6 +52,7 @@ def regrets(cfg: DictConfig, folder: Path) -> float:
     options = cfg.score
     target, chat, _, held = load_inputs(cfg)
     drafter = load_drafter(cfg.checkpoint, target)
+    target = drafter.verifier(target)
     target.tap(drafter.taps)
     if len(held) <= options.prompts:
         raise UserError(

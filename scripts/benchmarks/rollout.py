@@ -87,7 +87,10 @@ def _engines(cfg: DictConfig, target: Target) -> dict[Setting, InProcess]:
         drafter = load_drafter(cfg.checkpoint, target)
         for plan in (instantiate(cfg.decode), HELPING):
             name = f"{short_name(drafter)}, {plan.name if isinstance(plan, Plan) else 'auto'}"
-            engines |= {Setting(name, *s): InProcess(target, s[0], cfg.seed, drafter, plan) for s in settings}
+            engines |= {
+                Setting(name, *s): InProcess(drafter.verifier(target), s[0], cfg.seed, drafter, plan)
+                for s in settings
+            }
     return engines
 
 

@@ -160,6 +160,8 @@ class Drafter(nn.Module, ABC):
         int8: whether its weights are rounded to int8.
         former_settings: names in checkpoints of older versions, which have no meaning any more.
         sizes_vocabulary: `fit` chooses the size of the draft vocabulary, too, in place of `draft_vocab_size`.
+        tunes_target: `verifier` has other weights, so that its output is not the original target's.
+        drafts_in_verification: the pass that verifies a draft also computes the next one, in slots of its own.
     """
 
     taps: tuple[Tap, ...] = ()
@@ -173,6 +175,8 @@ class Drafter(nn.Module, ABC):
     int8 = False
     former_settings: tuple[str, ...] = ()
     sizes_vocabulary = False
+    tunes_target = False
+    drafts_in_verification = False
     settings: dict[str, Any]
     d2t: Tensor | None
     scored: Tensor | None
@@ -364,7 +368,7 @@ class Drafter(nn.Module, ABC):
     # -- decoding: implements decode.generation.types.Proposer -----------------------------------
 
     def verifier(self, target: Target) -> Target:
-        """The model that decoding is lossless to: the target, or a tuned copy of it."""
+        """The model that verifies, to which decoding is lossless: the target, one of its weights, or a tuned one."""
         return target
 
     def check(self, plan: Plan) -> None:

@@ -105,7 +105,7 @@ def _drafters(options: AdviseOptions, target: Target) -> list[tuple[str, Drafter
     if not drafters:
         raise UserError("advise: give checkpoint=<folder or hub id>, or drafter=ngram")
     for source, drafter in drafters:
-        only_untuned(target, drafter.verifier(target), source)
+        only_untuned(drafter, source)
     kinds = [hub.short_name(drafter) for _, drafter in drafters]
     duplicates = {kind for kind in kinds if kinds.count(kind) > 1}
     return [
@@ -155,6 +155,7 @@ def _profile(
         plans = supported_plans(
             drafter, candidates(options.chains, options.trees, options.widths, options.confidences, proposals)
         )
+    target = drafter.verifier(target)
     target.tap(drafter.taps)
     common: dict[str, Any] = {"max_new_tokens": options.score.max_new_tokens, "seed": options.seed}
     what = f"{name}, T={sampler.temperature:g}"

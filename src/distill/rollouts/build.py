@@ -96,7 +96,8 @@ def in_process(
     drafter = hub.load(hub.fetch(str(helper)), target, same_weights=False)
     if drafter.origin and drafter.origin.fingerprint not in target.fingerprints():
         say(f"rollouts: {helper} was trained for other weights; fewer of its drafts may be accepted")
-    return InProcess(target, plan.batch_size, plan.seed, drafter, helping_plan(options, drafter))
+    helping = helping_plan(options, drafter)
+    return InProcess(drafter.verifier(target), plan.batch_size, plan.seed, drafter, helping)
 
 
 def helping_plan(options: AnswerOptions, drafter: Drafter) -> Plan | Auto:
@@ -109,7 +110,7 @@ def helping_plan(options: AnswerOptions, drafter: Drafter) -> Plan | Auto:
         UserError: the plan is lossy, or the drafter does not support it.
     """
     decode = options.decode
-    if type(drafter).verifier is not Drafter.verifier:
+    if drafter.tunes_target:
         raise UserError("rollout: a drafter that has tuned its target would change the answers it helps with")
     if options.rollout.decode == "auto" or isinstance(decode, Auto):
         return HELPING

@@ -183,7 +183,7 @@ class Scorer:
         if self.control == "shuffled_taps":
             ShuffledTaps(target, self.ids, self.seed)
         self.prepare()
-        answers = self.rollouts if target is self.target else self._answers(target)
+        answers = self._answers(target) if drafter.tunes_target else self.rollouts
         with ExitStack() as stack:
             stack.enter_context(threads(options.threads))
             progress_bar = stack.enter_context(bar(1, f"scoring step {step}", "batches", leave=False))
@@ -230,7 +230,7 @@ class Scorer:
 
     def _checkpoint(self, target: Target, drafter: Drafter, step: int) -> Checkpoint:
         """What was scored."""
-        tuned = target is not self.target
+        tuned = drafter.tunes_target
         return Checkpoint(
             drafter=short_name(drafter),
             step=step,

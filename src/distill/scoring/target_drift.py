@@ -11,6 +11,7 @@ from decode.errors import UserError
 from decode.evaluation.replay import Rollout
 from decode.evaluation.scorecard import Checkpoint, TargetDrift
 from decode.model.target import Target
+from drafters.base import Drafter
 
 ROWS = 64  # tokens whose distributions over the vocabulary are in memory at one time
 
@@ -74,13 +75,13 @@ def describe(checkpoint: Checkpoint) -> str:
     )
 
 
-def only_untuned(target: Target, tuned: Target, what: str) -> None:
+def only_untuned(drafter: Drafter, what: str) -> None:
     """Refuse a drafter that has a tuned target, where it would be compared with others on the original.
 
     Raises:
         UserError: it has a tuned target.
     """
-    if tuned is not target:
+    if drafter.tunes_target:
         raise UserError(
             f"{what}: this drafter decodes with a target of its own, so its text and speed are not to be "
             "compared with the original's; use foredraft score"

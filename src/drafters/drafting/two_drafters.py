@@ -29,6 +29,7 @@ class TwoDrafters(Drafter, Generic[Second]):
         UserError: a first drafter that is made of two itself.
     """
 
+    tunes_target = True  # of the class, since its first drafter may
     first: Any
     second: Second
 
@@ -40,6 +41,11 @@ class TwoDrafters(Drafter, Generic[Second]):
                 f"drafter.first={short_name(first)}: it is made of two drafters; choose one that is no union "
                 "and no cascade"
             )
+        if first.drafts_in_verification:
+            raise UserError(
+                f"drafter.first={short_name(first)}: its drafts come from the pass that verified its last one, "
+                "which two drafters do not leave to it alone; choose another"
+            )
         self.settings = {  # the same objects: counting changes sizes
             "first": {"drafter": short_name(first), "settings": first.settings},
             "second": {"drafter": short_name(second), "settings": second.settings},
@@ -47,6 +53,7 @@ class TwoDrafters(Drafter, Generic[Second]):
         }
         self.taps, self.proposals = first.taps, first.proposals
         self.depth_invariant, self.max_depth = first.depth_invariant, first.max_depth
+        self.tunes_target = first.tunes_target
         self.aux_weights, self.warm_starts_from = first.aux_weights, short_name(first)
         self.confidence = first.confidence
         self._counted = first.origin is not None  # counts of a trained drafter belong to its weights

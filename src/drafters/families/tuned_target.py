@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
@@ -25,6 +25,7 @@ from decode.errors import UserError
 from decode.kernels.half_products import product_dtype
 from decode.model.causal_lm import CausalLM
 from decode.model.target import Target
+from drafters.base import ParamGroup
 from drafters.families.hf_build import BASE, DOWN, UP, add_lora, checkpoint_layers, merge_lora
 from drafters.families.lora_files import locate_base, split_adapters, write_adapters
 
@@ -74,7 +75,7 @@ class Lora(nn.Module):
         Raises:
             UserError: a target does not exist, or is not a linear module before the head.
         """
-        _check_movable(target)
+        check_copied(target)
         model = _copy(target.model)
         shapes = add_lora(model, r, alpha, targets)
         head = target.model.get_output_embeddings()
@@ -95,23 +96,18 @@ class Lora(nn.Module):
 
         In the target's dtype, or in fp32 where a CPU multiplies that slowly.
         """
-        return self._adapted(target).base(input_ids=tokens, use_cache=False).last_hidden_state
+        return self.adapted(target).base(input_ids=tokens, use_cache=False).last_hidden_state
 
-    def _adapted(self, target: Target) -> CausalLM:
+    def adapted(self, target: Target) -> CausalLM:
         """A model with the target's weights, shared where their dtype stays, and the factors as adapters."""
-        model, adapted = _ADAPTED.get(self, (None, None))
-        if model is not target.model or adapted is None:
-            twin = _differentiable(target.model)
-            add_lora(twin, self.r, self.alpha, list(self.shapes))
-            for name, pair in self._named():
-                layer: Any = twin.get_submodule(name)
-                # Assign modules, not weights, so that FSDP wrapping of the drafter applies here too.
-                layer.lora_A["default"], layer.lora_B["default"] = pair.down, pair.up
-            adapted = CausalLM(twin)
-            if self.checkpointing:
-                checkpoint_layers(adapted)
-            _ADAPTED[self] = target.model, adapted
-        return adapted
+        return twin_of(target, self, self.checkpointing, self._adapt)
+
+    def _adapt(self, twin: PreTrainedModel) -> None:
+        add_lora(twin, self.r, self.alpha, list(self.shapes))
+        for name, pair in self._named():
+            layer: Any = twin.get_submodule(name)
+            # Assign modules, not weights, so that FSDP wrapping of the drafter applies here too.
+            layer.lora_A["default"], layer.lora_B["default"] = pair.down, pair.up
 
     @torch.no_grad()
     def merge(self, target: Target) -> Target:
@@ -122,7 +118,7 @@ class Lora(nn.Module):
         """
         if isinstance(target, TunedTarget):
             raise ValueError("a target would be tuned twice")
-        _check_movable(target)
+        check_copied(target)
         model = _copy(target.model, {id(weight) for weight in target.layers.parameters()})
         for name, pair in self._named():
             layer: Any = model.get_submodule(name)
@@ -131,6 +127,13 @@ class Lora(nn.Module):
             weight = whole[name + ".weight"].to(layer.weight.dtype)
             layer.weight = nn.Parameter(weight, requires_grad=False)
         return TunedTarget(model, target, self._digest())
+
+    def apart(self, group: ParamGroup, rate: Callable[[float], float]) -> list[ParamGroup]:
+        """A group of parameters without the factors, and the factors with a rate of their own."""
+        tuned = [weight for weight in self.parameters() if weight.requires_grad]
+        ids = {id(weight) for weight in tuned}
+        rest = [weight for weight in group.weights if id(weight) not in ids]
+        return [group._replace(weights=rest), ParamGroup(tuned, rate)]
 
     def export(self, target: Target, folder: Path) -> None:
         """Write the tuned target as a Hugging Face folder, without a tokenizer."""
@@ -174,15 +177,43 @@ class TunedTarget(Target):
 
 
 # A cache outside the module: attributes would be copied, moved and saved with it.
-_ADAPTED: WeakKeyDictionary[Lora, tuple[PreTrainedModel, CausalLM]] = WeakKeyDictionary()
+_TWINS: WeakKeyDictionary[nn.Module, tuple[PreTrainedModel, CausalLM]] = WeakKeyDictionary()
 
 
-def _check_movable(target: Target) -> None:
-    target.abilities.check_decode("drafter: the target that it would tune")
+def twin_of(
+    target: Target,
+    owner: nn.Module,
+    checkpointing: bool,
+    change: Callable[[PreTrainedModel], None] = lambda twin: None,
+) -> CausalLM:
+    """A copy of a target's modules through which gradients flow; made once for its owner.
+
+    Args:
+        target: unchanged; its tensors are shared where their dtype stays.
+        owner: with which the copy goes.
+        checkpointing: of its layers.
+        change: applied to the new copy.
+    """
+    model, twin = _TWINS.get(owner, (None, None))
+    if model is not target.model or twin is None:
+        copied = _differentiable(target.model)
+        change(copied)
+        twin = CausalLM(copied)
+        if checkpointing:
+            checkpoint_layers(twin)
+        _TWINS[owner] = target.model, twin
+    return twin
+
+
+def check_copied(target: Target) -> None:
+    """Check that copies of a target's modules can be read.
+
+    Raises:
+        UserError: they cannot.
+    """
+    target.abilities.check_decode("drafter: the target, of which it reads copies,")
     if not target.movable:
-        raise UserError(
-            "drafter: one that tunes its target reads copies of it; use target.placement=replicated"
-        )
+        raise UserError("drafter: this one reads copies of the target; use target.placement=replicated")
 
 
 def _differentiable(model: PreTrainedModel) -> PreTrainedModel:

@@ -142,6 +142,8 @@ class Medusa2(Medusa):
         UserError: see `Medusa`; a number out of range.
     """
 
+    tunes_target = True
+
     def __init__(
         self, lora: dict[str, Any], heads: float, warmup: float, lora_lr: float, **options: Any
     ) -> None:
@@ -177,13 +179,8 @@ class Medusa2(Medusa):
 
     @override
     def param_groups(self) -> list[ParamGroup]:
-        tuned = [weight for weight in self.lora.parameters() if weight.requires_grad]
-        ids = {id(weight) for weight in tuned}
         (group,) = super().param_groups()
-        return [
-            group._replace(weights=[weight for weight in group.weights if id(weight) not in ids]),
-            ParamGroup(tuned, self._lora_rate),
-        ]
+        return self.lora.apart(group, self._lora_rate)
 
     def _lora_rate(self, progress: float) -> float:
         warmed_up = min(1.0, max(0.0, progress / self.warmup - 1)) if self.warmup else 1.0

@@ -320,7 +320,7 @@ def test_layers_on_the_host_compute_on_the_gpu(tmp_path):
         ),
         (
             ["target.placement=device_map", "drafter=medusa2"],
-            "drafter: one that tunes its target reads copies",
+            "drafter: this one reads copies of the target",
         ),
     ],
 )
