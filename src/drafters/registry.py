@@ -31,8 +31,10 @@ CLASSES = {
     "ngram": "drafters.models.ngram:Ngram",
     "p_eagle": "drafters.models.p_eagle:PEagle",
     "prism": "drafters.models.prism:Prism",
+    "prompt": "drafters.models.prompt:Prompt",
     "recycle": "drafters.models.recycle:Recycle",
     "suffix": "drafters.models.suffix:Suffix",
+    "tidar": "drafters.models.tidar:Tidar",
     "union": "drafters.models.union:Union",
 }
 

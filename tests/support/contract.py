@@ -46,6 +46,7 @@ from drafters.families.block import BlockDrafter
 from drafters.models.hf_dllm import Dllm
 from drafters.models.medusa import Medusa, Medusa2
 from drafters.models.p_eagle import PEagle
+from drafters.models.prompt import Prompt
 from drafters.models.recycle import Recycle
 from drafters.models.union import Union
 
@@ -377,7 +378,7 @@ def test_the_gradient_of_training_is_the_derivative_of_its_loss(pair):
     drafter.double().train()
     # transformers' norms compute in fp32, whose rounding a longer difference has to exceed.
     rounds = any(type(module).__module__.startswith("transformers") for module in drafter.modules())
-    length, error = (3e-4, 2e-4) if rounds else (1e-5, 1e-6)
+    length, error = (3e-4, 2e-4) if rounds else (1e-6, 1e-6)
     drafter.detach = False  # of HASS and of diffusion, which leave a part of it out
     batch = batch_of(target, random_texts())
     weights = [weight for weight in drafter.parameters() if weight.requires_grad]
@@ -501,11 +502,11 @@ def test_an_anchor_leaves_at_its_first_unsupervised_depth():
 def test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair):
     """Perturb one position: what may not see it does not change, what is nearest to it does.
 
-    Medusa's heads look at the feature alone, and Medusa-2's make it themselves, from tokens up to t. A
-    drafter of masks knows the root, and at no depth a token behind it, unless a bias tells it.
+    Medusa's heads look at the feature alone; Medusa-2's, and prompts, make it themselves, from tokens up to
+    t. A drafter of masks knows the root, and at no depth a token behind it, unless a bias tells it.
     """
     target, drafter = taught(pair)
-    heads, makes = isinstance(drafter, Medusa), isinstance(drafter, Medusa2)
+    heads, makes = isinstance(drafter, (Medusa, Prompt)), isinstance(drafter, (Medusa2, Prompt))
     blind = isinstance(drafter, (BlockDrafter, Dllm, PEagle)) and getattr(drafter, "info", None) is None
     texts = random_texts(rows=1, length=12)
     batch = batch_of(target, texts)
@@ -545,7 +546,8 @@ def test_an_untrained_drafter_is_hardly_ever_right(pocket, make_drafter, drafter
     if "sampled" not in drafter.proposals or isinstance(drafter, (Recycle, Union)):
         pytest.skip("copies what the target wrote or expected, which needs no training")
     prompts = [[5 + 7 * i, 300 + i, 41, 1000 - i] for i in range(4)]
-    run = generate(pocket, drafter, prompts, max_new_tokens=10, sampler=Sampler(0.0), plan=plan)
+    verifier = drafter.verifier(pocket)
+    run = generate(verifier, drafter, prompts, max_new_tokens=10, sampler=Sampler(0.0), plan=plan)
     rounds = sum(len(o.emitted) for o in run.outputs)
     assert 1 <= sum(sum(o.emitted) for o in run.outputs) / rounds < 1.1
 

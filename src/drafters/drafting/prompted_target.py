@@ -1,0 +1,186 @@
+"""A target that also reads learned prompts, whose outputs predict tokens further ahead.
+
+Behind a token at position t stand K prompts, at positions t + 1 to t + K. Prompt j sees the tokens up to t and
+the prompts 1 to j, so that its output predicts the token at t + 1 + j. No token sees a prompt, and none is kept
+in the cache: what the target predicts after its tokens is what it predicts without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+from typing_extensions import override
+
+from decode.draft import Draft
+from decode.kernels.packed_linear import fast_linears
+from decode.model.causal_lm import CausalLM
+from decode.model.target import Target, TargetOutput
+
+READ_TOGETHER = 512  # prompts in one pass over a text that has been read: its mask has (512, T + 512) entries
+
+
+class PromptedTarget(Target):
+    """A target whose outputs have the prompts' hidden states as taps: (B, n, K, D), of the prompts behind each slot.
+
+    It shares all weights, and what was compiled for them, with the target that it is made of. A pass over a draft
+    of S slots reads S (1 + K); one without a draft, as in a prefill and in plain decoding, reads tokens alone, has
+    no taps (L = 0), and may be followed by `look_ahead`.
+
+    Args:
+        source: all of whose weights are in this process, on one device.
+        prompts: (K, D) input of the first layer in place of embeddings.
+    """
+
+    def __init__(self, source: Target, prompts: Tensor) -> None:
+        super().__init__(source.model)
+        self.source, self.abilities = source.source, source.abilities
+        self._fingerprints = source.fingerprints()
+        self.prompts = prompts.detach().to(self.head.weight)  # (K, D)
+
+    @override
+    def fingerprints(self) -> list[str]:
+        return self._fingerprints
+
+    @override
+    def slots(self, draft: int) -> int:
+        return draft * (1 + len(self.prompts))
+
+    @override
+    def layer_input(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Ids from V on are prompts."""
+        number = tokens - self.vocab_size
+        words = self.embed(tokens.clamp_max(self.vocab_size - 1))
+        prompts = self.prompts[number.clamp_min(0)]
+        return {"inputs_embeds": torch.where((number >= 0)[..., None], prompts, words)}
+
+    @override
+    def extend(self, tokens: Tensor, draft: Draft | None = None) -> TargetOutput:
+        if draft is None or not draft.depth:
+            return super().extend(tokens)
+        tokens = torch.cat([tokens, draft.tokens.clamp_min(0)], 1)  # (B, S)
+        slots, count, device = tokens.shape[1], len(self.prompts), tokens.device
+        path = draft.ancestors().expand(len(tokens), -1, -1)  # (B, S, S)
+        own = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+        own = torch.block_diag(*[own] * slots).bool().expand(len(tokens), -1, -1)  # (B, S K, S K)
+        sees = torch.cat([path.repeat_interleave(count, 1), own], 2)  # (B, S K, S + S K)
+        block = torch.cat([torch.nn.functional.pad(path, (0, slots * count)), sees], 1)
+        last = self.forward(torch.cat([tokens, self._ids(slots).expand(len(tokens), -1)], 1), block)
+        return TargetOutput(last[:, :slots], last[:, slots:].unflatten(1, (slots, count)))
+
+    def look_ahead(self) -> Tensor:
+        """(B, K, D) outputs of the prompts behind each row's newest settled token; nothing is kept."""
+        return self.forward(self._ids(1).expand(len(self.lengths), -1))
+
+    @override
+    @torch.no_grad()
+    def read(self, tokens: Tensor, lengths: Sequence[int] | None = None) -> TargetOutput:
+        """As `Target.read`, with padding, and with prompts behind every token."""
+        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        with fast_linears(self.head.weight):
+            return TargetOutput(*read_with_prompts(self, self.prompts, tokens, places))
+
+    def _ids(self, slots: int) -> Tensor:
+        """(1, slots K) ids of the prompts behind so many slots."""
+        count = len(self.prompts)
+        ids = torch.arange(self.vocab_size, self.vocab_size + count, device=self.prompts.device)
+        return ids.repeat(slots)[None]
+
+
+def read_with_prompts(
+    lm: CausalLM, prompts: Tensor, tokens: Tensor, places: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Read texts, and prompts behind some of their tokens; gradients reach prompts and weights that need them.
+
+    A text is read once, by itself, and all its prompts after it.
+
+    Args:
+        lm: model without prompts.
+        prompts: (K, D) input of its first layer.
+        tokens: (B, T) right-padded.
+        places: (B, A) of tokens.
+
+    Returns:
+        Head inputs (B, T, D) of the tokens, and (B, A, K, D) of the prompts behind the places.
+    """
+    text = [_ReadText() for _ in lm.layers]
+    read = lm.base(input_ids=tokens, past_key_values=Cache(layers=text), use_cache=True)
+    together = max(1, READ_TOGETHER // len(prompts))
+    ahead = [_read_behind(lm, prompts, text, part) for part in places.split(together, 1)]
+    return read.last_hidden_state, torch.cat(ahead, 1)
+
+
+def _read_behind(lm: CausalLM, prompts: Tensor, text: Sequence[_ReadText], places: Tensor) -> Tensor:
+    """(B, A, K, D) outputs of the prompts behind (B, A) places of texts that were read."""
+    (rows, anchors), count, device = places.shape, len(prompts), places.device
+    place = torch.arange(text[0].length, device=device)  # (T,)
+    number = torch.arange(count, device=device)
+    own = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+    own = torch.block_diag(*[own] * anchors).bool().expand(rows, -1, -1)  # (B, A K, A K)
+    block = torch.cat([(place <= places[..., None]).repeat_interleave(count, 1), own], 2)  # (B, A K, T + A K)
+    positions = (places[..., None] + 1 + number).flatten(1)  # (B, A K)
+    if lm.max_positions is not None:
+        positions = positions.clamp_max(lm.max_positions - 1)
+    every = torch.cat([place.expand(rows, -1), positions], 1)  # (B, T + A K)
+    read = lm.base(
+        inputs_embeds=prompts.to(lm.dtype).expand(rows, anchors, -1, -1).flatten(1, 2),
+        attention_mask=lm.additive_mask([0] * rows, block, block.shape[2], every),
+        position_ids=positions,
+        past_key_values=Cache(layers=[_Behind(layer) for layer in text]),
+        use_cache=True,
+    )
+    return read.last_hidden_state.unflatten(1, (anchors, count))
+
+
+class _Layer(CacheLayerMixin):
+    """A layer of a cache that is used once, so that a pass can be computed again for its gradient."""
+
+    is_sliding = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing."""
+
+    def get_max_length(self) -> int:
+        """Unlimited."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Width and offset of a mask built by transformers."""
+        return self.get_seq_length() + query_length, 0
+
+
+class _ReadText(_Layer):
+    """Takes the keys and values of a text."""
+
+    length = 0
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.keys, self.values, self.length = key_states, value_states, key_states.shape[2]
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Nothing is before a text."""
+        return 0
+
+
+class _Behind(_Layer):
+    """Puts the keys and values of a text before those of prompts."""
+
+    def __init__(self, text: _ReadText) -> None:
+        super().__init__()
+        self._text, self.is_initialized = text, True
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        text = self._text
+        assert text.keys is not None
+        assert text.values is not None
+        return torch.cat([text.keys, key_states], 2), torch.cat([text.values, value_states], 2)
+
+    def get_seq_length(self) -> int:
+        """Tokens of the text."""
+        return self._text.length

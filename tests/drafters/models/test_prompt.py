@@ -1,0 +1,302 @@
+"""Prompts in the verifying pass: no token sees them, none is kept, and their outputs are the next draft."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from exact import EXACT, check_lossless
+from faces import V, batch_of, random_texts
+from workbench import final
+
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.generation.generate import generate
+from decode.generation.loop import Loop
+from decode.model.fused_forward import Fused
+from decode.model.load import load_target
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.rng import KeyedCoin
+from decode.sampling import Sampler
+from drafters.drafting.prompted_target import PromptedTarget
+from drafters.models.ngram import Ngram
+from drafters.models.union import Union
+
+PARENTS = torch.tensor([[-1, -1, 0, 2, 1], [-1, 0, 0, 1, 1]])
+TEXTS = [[5, 9, 2, 7, 3], [4, 6]]
+GREEDY = Sampler(0.0)
+
+
+@pytest.fixture(params=["prompt", "tidar"])
+def name(request):
+    """Drafters whose drafts come out of the pass that verifies."""
+    return request.param
+
+
+@pytest.fixture
+def pair(tiny_target, make_drafter, name):
+    target = tiny_target(vocab=V, layers=3, hidden=16)
+    return target, make_drafter(name, target)
+
+
+def drafts():
+    tokens = torch.tensor([[12, 13, 14, 15, 16], [17, 18, 19, 20, 21]])
+    return {"tree": Draft(tokens, PARENTS, depth=3), "chain": Draft.chain(tokens[:, :3])}
+
+
+def read_ahead(target, draft):
+    """What a target makes of a draft behind texts of unlike lengths."""
+    target.start(2, 40)
+    tokens = torch.tensor([TEXTS[0], TEXTS[1] + [0] * 3])
+    target.extend(tokens)
+    target.keep([5, 2])
+    return target.extend(torch.tensor([[22], [23]]), draft)
+
+
+# -- the target's own distributions stay what they are -----------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_what_the_target_says_of_a_draft_is_what_it_says_without_prompts(
+    tiny_target, make_drafter, name, window, shape
+):
+    """By the fused pass and, where windows slide, by transformers' code."""
+    target = tiny_target(vocab=V, layers=3, hidden=16, window=window)
+    verifier = make_drafter(name, target).verifier(target)
+    draft = drafts()[shape]
+    plain = Target(verifier.model)  # of the same weights
+    got, want = read_ahead(verifier, draft), read_ahead(plain, draft)
+    torch.testing.assert_close(got.last, want.last, rtol=0, atol=EXACT)
+    for one in (verifier, plain):
+        one.keep([3, 2], torch.tensor([[0, 1, 3], [0, 1, 2]]))
+    after = torch.tensor([[7, 8], [9, 10]])
+    torch.testing.assert_close(verifier.extend(after).last, plain.extend(after).last, rtol=0, atol=EXACT)
+
+
+def test_what_it_says_of_texts_is_what_it_says_without_prompts(pair):
+    target, drafter = pair
+    verifier, texts = drafter.verifier(target), random_texts()
+    assert torch.equal(verifier.read(texts).last, Target(verifier.model).read(texts).last)
+
+
+ENUMERATED = {
+    "chain": Plan(depth=2),
+    "tree": Plan(depth=2, width=2, nodes=4),
+    "sampled chain": Plan(depth=2, proposal="sampled"),
+    "siblings": Plan(tree=((0,), (1,), (0, 0)), proposal="sampled"),
+    "hybrid, traversal": Plan(tree=((0,), (1,), (0, 0)), proposal="hybrid", rule="traversal"),
+}
+
+
+@pytest.mark.parametrize("plan", ENUMERATED)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.covering
+def test_decoding_is_lossless(tiny_target, make_drafter, name, plan, temperature):
+    """The production loop with all of the drafter, every outcome of every coin."""
+    target = tiny_target(vocab=4 if plan == "siblings" else 3)
+    drafter = make_drafter(name, target, depth=2)
+    sampler = Sampler(temperature)
+    check_lossless(drafter.verifier(target), drafter, ENUMERATED[plan], sampler, rows=[0], abreast=256)
+
+
+# -- what prompts say ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+def test_prompts_behind_a_draft_say_what_they_say_behind_the_text(
+    tiny_target, make_drafter, name, window, shape
+):
+    """Behind every node that of the text that leads to it."""
+    target = tiny_target(vocab=V, layers=3, hidden=16, window=window)
+    verifier, draft = make_drafter(name, target).verifier(target), drafts()[shape]
+    got = read_ahead(verifier, draft).taps  # (B, S, K, D)
+    tokens = torch.cat([torch.tensor([[22], [23]]), draft.tokens], 1)
+    for row, text in enumerate(TEXTS):
+        for slot, seen in enumerate(draft.ancestors().expand(2, -1, -1)[row]):
+            path = torch.tensor([text + tokens[row, seen].tolist()])
+            want = verifier.read(path).taps[0, -1]
+            torch.testing.assert_close(got[row, slot], want, rtol=0, atol=EXACT)
+
+
+def test_prompts_behind_a_prefill_are_read_once_and_not_kept(pair):
+    target, drafter = pair
+    verifier = drafter.verifier(target)
+    verifier.start(2, 40)
+    tokens = torch.tensor([TEXTS[0], TEXTS[1] + [0] * 3])
+    assert verifier.extend(tokens).taps.shape[2] == 0
+    verifier.keep([5, 2])
+    ahead = verifier.look_ahead()
+    assert verifier.lengths == [5, 2]
+    for row, text in enumerate(TEXTS):
+        want = verifier.read(torch.tensor([text])).taps[0, -1]
+        torch.testing.assert_close(ahead[row], want, rtol=0, atol=EXACT)
+
+
+def test_long_texts_are_read_with_their_prompts_a_part_at_a_time(pair, monkeypatch):
+    target, drafter = pair
+    verifier, texts = drafter.verifier(target), random_texts()
+    whole = verifier.read(texts).taps
+    monkeypatch.setattr("drafters.drafting.prompted_target.READ_TOGETHER", 7)
+    torch.testing.assert_close(verifier.read(texts).taps, whole, rtol=0, atol=EXACT)
+
+
+# -- what a round costs ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [Plan(depth=2), Plan(depth=2, width=2, nodes=5)], ids=lambda p: p.name)
+def test_a_round_is_one_pass_over_a_drafts_slots_and_their_prompts(pair, plan, monkeypatch):
+    target, drafter = pair
+    verifier = drafter.verifier(target)
+    sizes, forward = [], verifier.forward
+    monkeypatch.setattr(
+        verifier, "forward", lambda tokens, *more, **named: sizes.append(tokens.shape[1]) or forward(tokens, *more, **named)
+    )
+    run = generate(verifier, drafter, [TEXTS[0]], max_new_tokens=12, sampler=GREEDY, plan=plan)
+    rounds, slots = len(run.outputs[0].emitted), (1 + plan.nodes) * (1 + 3)
+    assert sizes == [len(TEXTS[0]), 3, *[slots] * rounds]
+    assert verifier.slots(1 + plan.nodes) == slots
+    assert verifier.cache.store.capacity == len(TEXTS[0]) + 12 + slots, "it did not grow"
+
+
+def test_plain_decoding_reads_no_prompts(pair, monkeypatch):
+    target, drafter = pair
+    verifier = drafter.verifier(target)
+    sizes, forward = [], verifier.forward
+    monkeypatch.setattr(
+        verifier, "forward", lambda tokens, *more, **named: sizes.append(tokens.shape[1]) or forward(tokens, *more, **named)
+    )
+    generate(verifier, None, [TEXTS[0]], max_new_tokens=4, sampler=GREEDY)
+    assert sizes == [5, 1, 1, 1]
+
+
+def test_rounds_without_a_draft_do_not_lose_the_next_one(pair):
+    """As where rounds of several plans are timed in turns: prompts that were not read are read late."""
+    target, drafter = pair
+    verifier, plan = drafter.verifier(target), Plan(depth=2, width=2, nodes=4)
+    parts = [30, 30], GREEDY, plan, KeyedCoin(1, range(2)), (), None
+    loop, drafted = Loop(verifier, drafter, TEXTS, *parts), []
+    loop.on_round = lambda seen: drafted.append(seen.draft)
+    loop.admit()
+    for turn in range(4):
+        loop.plan = Plan() if turn % 2 else plan
+        state = loop.state.ahead
+        for row, output in enumerate(loop.outputs):
+            text = TEXTS[row] + output.tokens[:-1]
+            want = verifier.read(torch.tensor([text])).taps[0, -1]
+            torch.testing.assert_close(state[row], want, rtol=0, atol=EXACT)
+        loop.round()
+    assert [draft.depth for draft in drafted] == [0, 2, 0, 2, 0]
+
+
+def test_rows_that_join_decode_as_alone(pair):
+    target, drafter = pair
+    verifier = drafter.verifier(target)
+    prompts = [[5, 9, 2, 7, 3], [4, 6], [17, 4, 21], [3, 3]]
+    options = {"max_new_tokens": 10, "sampler": GREEDY, "plan": Plan(depth=2, width=2, nodes=4)}
+    batched = generate(verifier, drafter, prompts, batch_size=2, **options).outputs
+    for prompt, output in zip(prompts, batched, strict=True):
+        alone = generate(verifier, drafter, [prompt], **options).outputs[0]
+        assert (output.tokens, output.emitted) == (alone.tokens, alone.emitted)
+
+
+# -- one model in two places -------------------------------------------------------------------------
+
+
+def test_weights_are_shared_and_so_is_what_was_made_of_them(tiny_target, make_drafter):
+    target = tiny_target(vocab=V, layers=3, hidden=16)
+    drafter = make_drafter("prompt", target)
+    verifier = drafter.verifier(target)
+    assert isinstance(verifier, PromptedTarget)
+    assert verifier.model is target.model
+    assert verifier.fingerprints() == target.fingerprints()
+    fused = Fused.of(target.base, target.layers, target.config)
+    assert fused is not None
+    assert Fused.of(verifier.base, verifier.layers, verifier.config) is fused
+
+
+def test_the_original_target_is_refused_where_it_would_verify(pair):
+    target, drafter = pair
+    with pytest.raises(UserError, match=r"decode with that"):
+        generate(target, drafter, [[1, 2]], max_new_tokens=4, sampler=GREEDY, plan=Plan(depth=2))
+
+
+def test_two_targets_are_not_put_into_one_another(pair):
+    target, drafter = pair
+    with pytest.raises(ValueError, match="twice"):
+        drafter.verifier(drafter.verifier(target))
+
+
+def test_a_union_is_refused(pair):
+    _, drafter = pair
+    with pytest.raises(UserError, match=r"drafter\.first="):
+        Union(drafter, Ngram(1, 3))
+
+
+@pytest.mark.parametrize("changes", [{"depth": 0}, {"anchors": -1}], ids=str)
+def test_numbers_out_of_range_are_refused(tiny_target, make_drafter, name, changes):
+    with pytest.raises(UserError, match=f"{next(iter(changes))}="):
+        make_drafter(name, tiny_target(vocab=V, layers=3, hidden=16), **changes)
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def test_a_sample_of_anchors_stands_for_all(pair):
+    target, drafter = pair
+    batch = batch_of(target, random_texts(rows=3))
+    every = {step.depth: step for step in drafter.eval().unroll(batch, target)}
+    drafter.train().anchors = 4
+    for step in drafter.unroll(batch._replace(seed=5), target):
+        if not step.depth:
+            continue
+        whole = every[step.depth]
+        where = torch.searchsorted(whole.anchor, step.anchor)
+        torch.testing.assert_close(step.hidden, whole.hidden[where], rtol=0, atol=EXACT)
+        assert len(step.anchor) <= 12
+        assert step.weight == pytest.approx(len(every[1].anchor) / 12)
+
+
+def test_gradients_are_those_of_a_pass_that_keeps_everything(pair):
+    """With layers that are computed again for the backward pass."""
+    target, drafter = pair
+    batch, found = batch_of(target, random_texts()), []
+    for again in (False, True):
+        drafter.zero_grad()
+        if again:
+            fresh = type(drafter)(**drafter.settings).to(torch.float64).eval()
+            fresh.load_state_dict(drafter.state_dict())
+            fresh.checkpoint_gradients()
+        else:
+            fresh = drafter
+        loss = sum(step.head(step.hidden).log_softmax(-1)[:, 0].sum() for step in fresh.unroll(batch, target))
+        loss.backward()
+        found.append([weight.grad.clone() for weight in fresh.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+
+
+def test_a_target_in_a_slow_dtype_is_read_in_fp32(tiny_target, make_drafter, monkeypatch):
+    monkeypatch.setattr("drafters.families.tuned_target.product_dtype", lambda dtype, device: torch.float32)
+    target = tiny_target(vocab=V, layers=3, hidden=16, dtype=torch.bfloat16)
+    drafter = make_drafter("prompt", target).float()
+    steps = list(drafter.unroll(batch_of(target, random_texts()), target))
+    assert all(step.hidden.dtype == torch.float32 for step in steps)
+    assert drafter.verifier(target).read(random_texts()).taps.dtype == torch.bfloat16
+
+
+def test_a_run_is_scored_on_the_targets_own_answers(bench):
+    done = bench.train("drafter=prompt", "score.temperatures=[0.0,1.0]").succeeded()
+    original = load_target(str(bench.target))
+    held = (bench.root / "outputs" / "heldout").rglob("manifest.json")
+    assert {json.loads(path.read_text())["plan"]["target"] for path in held} == {original.fingerprint()}
+    for step in ("3", "6"):
+        card = json.loads((done.folder / "checkpoints" / step / "score.json").read_text())
+        assert (card["lossless_to"], card["target_drift"]) == ("target", None)
+        assert card["audit_passed"]
+        assert card["replay_agrees"]
+    weights = final(done.folder)
+    assert set(weights) == {"prompts"}
