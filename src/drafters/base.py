@@ -161,7 +161,7 @@ class Drafter(nn.Module, ABC):
         former_settings: names in checkpoints of older versions, which have no meaning any more.
         sizes_vocabulary: `fit` chooses the size of the draft vocabulary, too, in place of `draft_vocab_size`.
         tunes_target: `verifier` has other weights, so that its output is not the original target's.
-        drafts_in_verification: the pass that verifies a draft also computes the next one, in slots of its own.
+        drafts_in_verification: the pass that verifies a draft also computes the next one.
     """
 
     taps: tuple[Tap, ...] = ()
@@ -368,7 +368,7 @@ class Drafter(nn.Module, ABC):
     # -- decoding: implements decode.generation.types.Proposer -----------------------------------
 
     def verifier(self, target: Target) -> Target:
-        """The model that verifies, to which decoding is lossless: the target, one of its weights, or a tuned one."""
+        """The model that verifies, to which decoding is lossless: the target, or a tuned copy of it."""
         return target
 
     def check(self, plan: Plan) -> None:

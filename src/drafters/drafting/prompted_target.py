@@ -1,8 +1,8 @@
 """A target that also reads learned prompts, whose outputs predict tokens further ahead.
 
-Behind a token at position t stand K prompts, at positions t + 1 to t + K. Prompt j sees the tokens up to t and
-the prompts 1 to j, so that its output predicts the token at t + 1 + j. No token sees a prompt, and none is kept
-in the cache: what the target predicts after its tokens is what it predicts without them.
+Behind a token at position t stand K prompts, at positions t + 1 to t + K. Prompt j sees the tokens up to t
+and the prompts 1 to j, so that its output predicts the token at t + 1 + j. No token sees a prompt, and none
+is kept in the cache: what the target predicts after its tokens is what it predicts without them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ READ_TOGETHER = 512  # prompts in one pass over a text that has been read: its m
 
 
 class PromptedTarget(Target):
-    """A target whose outputs have the prompts' hidden states as taps: (B, n, K, D), of the prompts behind each slot.
+    """A target whose taps are the outputs of the prompts behind each slot, (B, n, K, D).
 
-    It shares all weights, and what was compiled for them, with the target that it is made of. A pass over a draft
-    of S slots reads S (1 + K); one without a draft, as in a prefill and in plain decoding, reads tokens alone, has
-    no taps (L = 0), and may be followed by `look_ahead`.
+    It shares all weights, and what was compiled for them, with the target that it is made of. A pass over a
+    draft of S slots reads S (1 + K). One without a draft, as in a prefill and in plain decoding, reads tokens
+    alone and has no taps (B, n, 0, D); `look_ahead` may follow it.
 
     Args:
         source: all of whose weights are in this process, on one device.
@@ -90,12 +90,11 @@ class PromptedTarget(Target):
         return ids.repeat(slots)[None]
 
 
-def read_with_prompts(
-    lm: CausalLM, prompts: Tensor, tokens: Tensor, places: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Read texts, and prompts behind some of their tokens; gradients reach prompts and weights that need them.
+def read_with_prompts(lm: CausalLM, prompts: Tensor, tokens: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Read texts, and prompts behind some of their tokens, with gradients.
 
-    A text is read once, by itself, and all its prompts after it.
+    A text is read once, by itself, and its prompts after it. Where no weight trains, gradients are computed
+    for the prompts alone.
 
     Args:
         lm: model without prompts.
@@ -107,7 +106,7 @@ def read_with_prompts(
         Head inputs (B, T, D) of the tokens, and (B, A, K, D) of the prompts behind the places.
     """
     text = [_ReadText() for _ in lm.layers]
-    read = lm.base(input_ids=tokens, past_key_values=Cache(layers=text), use_cache=True)
+    read = lm.base(input_ids=tokens, past_key_values=Cache(layers=[*text]), use_cache=True)
     together = max(1, READ_TOGETHER // len(prompts))
     ahead = [_read_behind(lm, prompts, text, part) for part in places.split(together, 1)]
     return read.last_hidden_state, torch.cat(ahead, 1)

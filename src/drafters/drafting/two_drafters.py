@@ -43,8 +43,8 @@ class TwoDrafters(Drafter, Generic[Second]):
             )
         if first.drafts_in_verification:
             raise UserError(
-                f"drafter.first={short_name(first)}: its drafts come from the pass that verified its last one, "
-                "which two drafters do not leave to it alone; choose another"
+                f"drafter.first={short_name(first)}: it drafts in the pass that verifies its own draft, and "
+                "not one that is made of two; choose another"
             )
         self.settings = {  # the same objects: counting changes sizes
             "first": {"drafter": short_name(first), "settings": first.settings},

@@ -184,7 +184,7 @@ def twin_of(
     target: Target,
     owner: nn.Module,
     checkpointing: bool,
-    change: Callable[[PreTrainedModel], None] = lambda twin: None,
+    change: Callable[[PreTrainedModel], None] | None = None,
 ) -> CausalLM:
     """A copy of a target's modules through which gradients flow; made once for its owner.
 
@@ -192,12 +192,13 @@ def twin_of(
         target: unchanged; its tensors are shared where their dtype stays.
         owner: with which the copy goes.
         checkpointing: of its layers.
-        change: applied to the new copy.
+        change: adds adapters to a new copy.
     """
     model, twin = _TWINS.get(owner, (None, None))
     if model is not target.model or twin is None:
         copied = _differentiable(target.model)
-        change(copied)
+        if change:
+            change(copied)
         twin = CausalLM(copied)
         if checkpointing:
             checkpoint_layers(twin)

@@ -1,4 +1,4 @@
-"""Learned prompts in the verifying pass (PaSS, Monea et al., arXiv:2311.13581; PPD, Chen et al., arXiv:2405.18628)."""
+"""Learned prompts in the verifying pass: PaSS (arXiv:2311.13581), PPD (Chen et al., arXiv:2405.18628)."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class AheadState:
 
 
 class Prompt(TokenBiasDrafter):
-    """K learned vectors that the target reads behind every slot of a draft; their outputs are the next draft.
+    """K learned vectors that the target reads behind every slot; their outputs are the next draft.
 
     Prompt j behind x_t stands in the place of x_{t+j} and predicts x_{t+1+j}, depth j of the draft below the
     root x_{t+1}, with the target's frozen head. So there is no pass for drafting but the first of a text, and
-    the target's own distributions stay what they are (`PromptedTarget`). As Medusa's heads the prompts know no
-    token behind x_t, not even the root: the logits of all depths are there at once.
+    the target's own distributions stay what they are (`PromptedTarget`). As Medusa's heads, the prompts know
+    no token behind x_t, not even the root: the logits of all depths are there at once.
 
     Args:
         hidden_size: D of the target.
@@ -108,7 +108,7 @@ class Prompt(TokenBiasDrafter):
 
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        """Read the texts with prompts behind all sampled anchors, then yield their supervised rows by depth."""
+        """Read texts with prompts behind all sampled anchors, then yield their supervised rows by depth."""
         chosen, weight = self.sample(batch)
         _, ahead = self.read(batch, target, chosen)
         yield from self.depths(ahead, chosen, weight, batch, target)
@@ -136,7 +136,7 @@ class Prompt(TokenBiasDrafter):
     def depths(
         self, ahead: Tensor, chosen: Tensor, weight: float, batch: Batch, target: Target
     ) -> Iterator[DraftStep]:
-        """Supervised rows by depth, of (A, K, D) outputs behind (A,) anchors, each of which has this weight."""
+        """Supervised rows by depth, of (A, K, D) outputs behind (A,) anchors that have this weight."""
         mask, device = batch.loss_mask.cpu(), batch.tokens.device
         teaching, head = TeacherForcedBias(self.info, batch.tokens), self.biased_head(target.head)
         for depth in range(1, self.depth + 1):

@@ -20,8 +20,8 @@ from drafters.models.prompt import Prompt
 class Tidar(Prompt):
     """Prompts, and a LoRA of the target that is trained together with them.
 
-    The prompts are the paper's masks: the LoRA teaches the target to fill them in, and to go on predicting the
-    next token behind the text. The original is the teacher of both (the paper's is the text):
+    The prompts are the paper's masks: the LoRA teaches the target to fill them in, and to go on predicting
+    what follows a token. The original is the teacher of both (the paper's is the text):
 
         loss = divergence(original, tuned) + drafts * sum_j w_j divergence(original, prompt j).
 

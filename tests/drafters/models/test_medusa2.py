@@ -40,7 +40,6 @@ from distill.scoring.target_drift import target_drift as how_far
 from distill.training.optim import warm_up_and_decay
 from drafters.checkpoint import io as hub
 from drafters.families import tuned_target as tuned
-from drafters.models.medusa import Medusa2
 
 
 def weights_of(target):

@@ -147,14 +147,23 @@ def test_long_texts_are_read_with_their_prompts_a_part_at_a_time(pair, monkeypat
 # -- what a round costs ----------------------------------------------------------------------------
 
 
+def read_sizes(target, monkeypatch) -> list[int]:
+    """Slots of every pass from now on."""
+    sizes, forward = [], target.forward
+
+    def counted(tokens, *more, **named):
+        sizes.append(tokens.shape[1])
+        return forward(tokens, *more, **named)
+
+    monkeypatch.setattr(target, "forward", counted)
+    return sizes
+
+
 @pytest.mark.parametrize("plan", [Plan(depth=2), Plan(depth=2, width=2, nodes=5)], ids=lambda p: p.name)
 def test_a_round_is_one_pass_over_a_drafts_slots_and_their_prompts(pair, plan, monkeypatch):
     target, drafter = pair
     verifier = drafter.verifier(target)
-    sizes, forward = [], verifier.forward
-    monkeypatch.setattr(
-        verifier, "forward", lambda tokens, *more, **named: sizes.append(tokens.shape[1]) or forward(tokens, *more, **named)
-    )
+    sizes = read_sizes(verifier, monkeypatch)
     run = generate(verifier, drafter, [TEXTS[0]], max_new_tokens=12, sampler=GREEDY, plan=plan)
     rounds, slots = len(run.outputs[0].emitted), (1 + plan.nodes) * (1 + 3)
     assert sizes == [len(TEXTS[0]), 3, *[slots] * rounds]
@@ -165,10 +174,7 @@ def test_a_round_is_one_pass_over_a_drafts_slots_and_their_prompts(pair, plan, m
 def test_plain_decoding_reads_no_prompts(pair, monkeypatch):
     target, drafter = pair
     verifier = drafter.verifier(target)
-    sizes, forward = [], verifier.forward
-    monkeypatch.setattr(
-        verifier, "forward", lambda tokens, *more, **named: sizes.append(tokens.shape[1]) or forward(tokens, *more, **named)
-    )
+    sizes = read_sizes(verifier, monkeypatch)
     generate(verifier, None, [TEXTS[0]], max_new_tokens=4, sampler=GREEDY)
     assert sizes == [5, 1, 1, 1]
 
