@@ -8,14 +8,17 @@ is kept in the cache: what the target predicts after its tokens is what it predi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 from typing_extensions import override
 
 from decode.draft import Draft
+from decode.errors import UserError
 from decode.kernels.packed_linear import fast_linears
 from decode.model.causal_lm import CausalLM
 from decode.model.target import Target, TargetOutput
@@ -62,13 +65,12 @@ class PromptedTarget(Target):
         if draft is None or not draft.depth:
             return super().extend(tokens)
         tokens = torch.cat([tokens, draft.tokens.clamp_min(0)], 1)  # (B, S)
-        slots, count, device = tokens.shape[1], len(self.prompts), tokens.device
-        path = draft.ancestors().expand(len(tokens), -1, -1)  # (B, S, S)
-        own = torch.ones(count, count, dtype=torch.bool, device=device).tril()
-        own = torch.block_diag(*[own] * slots).bool().expand(len(tokens), -1, -1)  # (B, S K, S K)
-        sees = torch.cat([path.repeat_interleave(count, 1), own], 2)  # (B, S K, S + S K)
-        block = torch.cat([torch.nn.functional.pad(path, (0, slots * count)), sees], 1)
-        last = self.forward(torch.cat([tokens, self._ids(slots).expand(len(tokens), -1)], 1), block)
+        (rows, slots), count = tokens.shape, len(self.prompts)
+        path = draft.ancestors().expand(rows, -1, -1)  # (B, S, S)
+        own = _own_prompts(slots, count, tokens.device).expand(rows, -1, -1)  # (B, S K, S K)
+        prompts_see = torch.cat([path.repeat_interleave(count, 1), own], 2)  # (B, S K, S + S K)
+        block = torch.cat([F.pad(path, (0, slots * count)), prompts_see], 1)
+        last = self.forward(torch.cat([tokens, self._ids(slots).expand(rows, -1)], 1), block)
         return TargetOutput(last[:, :slots], last[:, slots:].unflatten(1, (slots, count)))
 
     def look_ahead(self) -> Tensor:
@@ -117,8 +119,7 @@ def _read_behind(lm: CausalLM, prompts: Tensor, text: Sequence[_ReadText], place
     (rows, anchors), count, device = places.shape, len(prompts), places.device
     place = torch.arange(text[0].length, device=device)  # (T,)
     number = torch.arange(count, device=device)
-    own = torch.ones(count, count, dtype=torch.bool, device=device).tril()
-    own = torch.block_diag(*[own] * anchors).bool().expand(rows, -1, -1)  # (B, A K, A K)
+    own = _own_prompts(anchors, count, device).expand(rows, -1, -1)  # (B, A K, A K)
     block = torch.cat([(place <= places[..., None]).repeat_interleave(count, 1), own], 2)  # (B, A K, T + A K)
     positions = (places[..., None] + 1 + number).flatten(1)  # (B, A K)
     if lm.max_positions is not None:
@@ -132,6 +133,34 @@ def _read_behind(lm: CausalLM, prompts: Tensor, text: Sequence[_ReadText], place
         use_cache=True,
     )
     return read.last_hidden_state.unflatten(1, (anchors, count))
+
+
+@lru_cache(maxsize=16)
+def _own_prompts(slots: int, count: int, device: torch.device) -> Tensor:
+    """(1, S K, S K) bool: the prompts of the same slot that each prompt sees, itself included."""
+    with torch.inference_mode(False):  # cached, so it must be usable outside inference mode
+        own = torch.ones(count, count, device=device).tril()
+        return torch.eye(slots, device=device).kron(own).bool()[None]
+
+
+def check_embedded(target: Target) -> None:
+    """Check that a target makes of embeddings what it makes of their tokens.
+
+    Raises:
+        UserError: its layers read more of a token, so that prompts cannot take a token's place.
+    """
+    tokens = torch.arange(min(8, target.vocab_size), device=target.device)[None]
+    with torch.no_grad():
+        expected = target.base(input_ids=tokens, use_cache=False).last_hidden_state
+        try:
+            found = target.base(inputs_embeds=target.embed(tokens), use_cache=False).last_hidden_state
+        except (TypeError, ValueError, RuntimeError):
+            found = None
+    if found is None or not torch.allclose(found, expected):
+        raise UserError(
+            f"drafter: layers of a {type(target.model).__name__} read more than embeddings of its tokens, "
+            "so that prompts cannot stand beside them; choose another drafter"
+        )
 
 
 class _Layer(CacheLayerMixin):

@@ -25,7 +25,7 @@ from drafters.base import (
     sample_anchors,
     supervised_anchors,
 )
-from drafters.drafting.prompted_target import PromptedTarget, read_with_prompts
+from drafters.drafting.prompted_target import PromptedTarget, check_embedded, read_with_prompts
 from drafters.families.feature_heads import check_positive
 from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
 from drafters.families.tuned_target import check_copied, twin_of
@@ -82,17 +82,19 @@ class Prompt(TokenBiasDrafter):
             raise UserError(f"drafter.anchors={anchors}: must be at least 0")
         self.depth, self.anchors = depth, anchors
         self.checkpointing = False
-        self.prompts = nn.Parameter(torch.randn(depth, hidden_size))
+        self.prompts = nn.Embedding(depth, hidden_size)
         self.add_token_bias(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
 
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
         check_copied(target)
+        check_embedded(target)
         drafter = cls(hidden_size=target.hidden_size, vocab_size=target.vocab_size, **options)
         with torch.no_grad():  # begin with the mean embedding, and noise so that depths differ
             words = target.embed(torch.arange(target.vocab_size, device=target.device)).float()  # (V, D)
-            drafter.prompts.copy_(words.mean(0) + 0.1 * words.std() * drafter.prompts)
+            vectors = drafter.prompts.weight
+            vectors.copy_(words.mean(0) + 0.1 * words.std() * vectors)
         return drafter
 
     @property
@@ -130,7 +132,7 @@ class Prompt(TokenBiasDrafter):
         # A text with fewer anchors than another gets prompts behind its first token, which nobody reads.
         places = place.new_zeros(rows, max(1, int(counts.max()))).index_put((row, number), place)
         lm = self.trained_model(target)
-        last, ahead = read_with_prompts(lm, self.prompts, batch.tokens, places.to(device))
+        last, ahead = read_with_prompts(lm, self.prompts.weight, batch.tokens, places.to(device))
         return last, ahead[row.to(device), number.to(device)]
 
     def depths(
@@ -157,7 +159,7 @@ class Prompt(TokenBiasDrafter):
     def verifier(self, target: Target) -> Target:
         if isinstance(target, PromptedTarget):
             raise ValueError("a target would have prompts twice")
-        return PromptedTarget(self.verifying(target), self.prompts)
+        return PromptedTarget(self.verifying(target), self.prompts.weight)
 
     def verifying(self, target: Target) -> Target:
         """The target that gets the prompts."""

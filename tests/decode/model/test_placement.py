@@ -322,6 +322,10 @@ def test_layers_on_the_host_compute_on_the_gpu(tmp_path):
             ["target.placement=device_map", "drafter=medusa2"],
             "drafter: this one reads copies of the target",
         ),
+        (
+            ["target.placement=device_map", "drafter=prompt"],
+            "drafter: this one reads copies of the target",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line(bench, options, line):

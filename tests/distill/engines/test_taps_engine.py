@@ -291,6 +291,7 @@ def test_refusals_come_before_any_work(tmp_path):
     assert not (tmp_path / "outputs").exists() or not bench.runs()
 
 
-def test_a_drafter_that_needs_the_layers_is_refused(tmp_path, server):
+@pytest.mark.parametrize("name", ["medusa2", "prompt"])
+def test_a_drafter_that_needs_the_layers_is_refused(tmp_path, server, name):
     bench = Bench(tmp_path)
-    train(bench, server, "drafter=medusa2").refused("target")
+    train(bench, server, f"drafter={name}").refused("target")

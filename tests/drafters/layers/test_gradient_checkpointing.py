@@ -20,6 +20,8 @@ OPTIONS = {
     "hf_dllm with a prefix": {"prefix": "causal"},
     "hf_dllm with adapters": {"lora": {"r": 2, "alpha": 4}},
     "medusa2": {},
+    "prompt": {},
+    "tidar": {},
 }
 REFUSE = ["medusa", "hydra", "mlp", "lstm"]
 

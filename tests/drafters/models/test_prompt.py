@@ -20,6 +20,7 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
+from distill.training.optim import hidden_matrices
 from drafters.drafting.prompted_target import PromptedTarget
 from drafters.models.ngram import Ngram
 from drafters.models.union import Union
@@ -230,6 +231,21 @@ def test_the_original_target_is_refused_where_it_would_verify(pair):
         generate(target, drafter, [[1, 2]], max_new_tokens=4, sampler=GREEDY, plan=Plan(depth=2))
 
 
+def test_a_target_whose_layers_read_tokens_is_refused(tiny_target, make_drafter, name, monkeypatch):
+    """As Gemma 3n's, which have embeddings of their own."""
+    target = tiny_target(vocab=V, layers=3, hidden=16)
+    forward = target.base.forward
+
+    def with_more(input_ids=None, **named):
+        out = forward(input_ids=input_ids, **named)
+        out.last_hidden_state = out.last_hidden_state + (0 if input_ids is None else input_ids[..., None])
+        return out
+
+    monkeypatch.setattr(target.base, "forward", with_more)
+    with pytest.raises(UserError, match="read more than embeddings"):
+        make_drafter(name, target)
+
+
 def test_two_targets_are_not_put_into_one_another(pair):
     target, drafter = pair
     with pytest.raises(ValueError, match="twice"):
@@ -285,6 +301,12 @@ def test_gradients_are_those_of_a_pass_that_keeps_everything(pair):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
 
 
+def test_prompts_are_no_hidden_weights(pair):
+    """Which Muon would train."""
+    _, drafter = pair
+    assert not any(weight is drafter.prompts.weight for weight in hidden_matrices(drafter))
+
+
 def test_a_target_in_a_slow_dtype_is_read_in_fp32(tiny_target, make_drafter, monkeypatch):
     monkeypatch.setattr("drafters.families.tuned_target.product_dtype", lambda dtype, device: torch.float32)
     target = tiny_target(vocab=V, layers=3, hidden=16, dtype=torch.bfloat16)
@@ -305,4 +327,4 @@ def test_a_run_is_scored_on_the_targets_own_answers(bench):
         assert card["audit_passed"]
         assert card["replay_agrees"]
     weights = final(done.folder)
-    assert set(weights) == {"prompts"}
+    assert set(weights) == {"prompts.weight"}

@@ -183,8 +183,8 @@ def test_a_part_that_no_union_writes_is_refused(tiny_target, make_drafter, tmp_p
 
 @pytest.mark.ci("dflash", "eagle3", "lm", "lyanna", "medusa2")
 def test_every_drafter_may_be_the_first(tiny_target, make_drafter, drafter_name, tmp_path):
-    if drafter_name in ("cascade", "union", "ngram", "suffix"):
-        pytest.skip("two drafters or a lookup are refused as the first")
+    if drafter_name in ("cascade", "union", "ngram", "suffix", "prompt", "tidar"):
+        pytest.skip("two drafters, a lookup, or what drafts in verification are refused as the first")
     target, union = united(tiny_target, make_drafter, drafter_name)
     hub.save(union.requires_grad_(False), target, tmp_path)
     loaded = hub.load(tmp_path, target)
