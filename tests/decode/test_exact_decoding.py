@@ -387,7 +387,8 @@ def test_greedy_heeds_the_repetition_penalty(tiny_target):
 @pytest.mark.covering
 def test_match_with_a_drafter_is_lossless(tiny_target, make_drafter, drafter_name, plan, temperature):
     target = tiny_target()
-    check_lossless(target, make_drafter(drafter_name, target), plan, Sampler(temperature))
+    drafter = make_drafter(drafter_name, target)
+    check_lossless(drafter.verifier(target), drafter, plan, Sampler(temperature))
 
 
 @pytest.mark.parametrize("path", ["block", "siblings", "hybrid, traversal", "wide dynamic hybrid"])
@@ -395,7 +396,7 @@ def test_match_with_a_drafter_is_lossless(tiny_target, make_drafter, drafter_nam
 def test_every_rule_with_a_drafter_is_lossless(tiny_target, make_drafter, drafter_name, path):
     target = tiny_target()
     drafter = able(make_drafter(drafter_name, target), DRAWN[path])
-    check_lossless(target, drafter, DRAWN[path], Sampler(0.7), rows=[0])
+    check_lossless(drafter.verifier(target), drafter, DRAWN[path], Sampler(0.7), rows=[0])
 
 
 @pytest.mark.parametrize("path", ["block", "hybrid, traversal"])
@@ -404,7 +405,7 @@ def test_rows_that_join_with_a_drafter_are_lossless(tiny_target, make_drafter, d
     target = tiny_target()
     drafter = able(make_drafter(drafter_name, target), DRAWN[path])
     options = {"stop": [2], "abreast": 9, "batch_size": 3, "rows": [0]}
-    check_lossless(target, drafter, DRAWN[path], Sampler(0.7), **options)
+    check_lossless(drafter.verifier(target), drafter, DRAWN[path], Sampler(0.7), **options)
 
 
 @pytest.mark.parametrize("sampler", [Sampler(0.5), Sampler(1.0), WARPERS["all"]], ids=["0.5", "1", "all"])
@@ -412,7 +413,7 @@ def test_rows_that_join_with_a_drafter_are_lossless(tiny_target, make_drafter, d
 def test_token_with_a_drafter_is_lossless(tiny_target, make_drafter, drafter_name, sampler):
     target = tiny_target()
     drafter = able(make_drafter(drafter_name, target), SAMPLED)
-    check_lossless(target, drafter, SAMPLED, sampler, rows=[0])
+    check_lossless(drafter.verifier(target), drafter, SAMPLED, sampler, rows=[0])
 
 
 @pytest.mark.parametrize(
@@ -503,6 +504,7 @@ def test_matched_drafts_reproduce_plain_sampling_token_for_token(
     target = tiny_target(vocab=12)
     plan = Plan(3, proposal="sampled", drafts=3, rule=rule)
     drafter = able(make_drafter(drafter_name, target), plan)
+    target = drafter.verifier(target)
     prompts = [[1, 2, 0, 1], [2], [0, 4, 2], [3, 3]]
     options = {"max_new_tokens": 24, "sampler": Sampler(0.8), "seed": 5, "stop": [11]}
     plain = [o.tokens for o in generate(target, None, prompts, **options).outputs]

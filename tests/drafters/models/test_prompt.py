@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from exact import EXACT, check_lossless
+from exact import EXACT
 from faces import V, batch_of, random_texts
 from workbench import final
 
@@ -81,26 +81,6 @@ def test_what_it_says_of_texts_is_what_it_says_without_prompts(pair):
     target, drafter = pair
     verifier, texts = drafter.verifier(target), random_texts()
     assert torch.equal(verifier.read(texts).last, Target(verifier.model).read(texts).last)
-
-
-ENUMERATED = {
-    "chain": Plan(depth=2),
-    "tree": Plan(depth=2, width=2, nodes=4),
-    "sampled chain": Plan(depth=2, proposal="sampled"),
-    "siblings": Plan(tree=((0,), (1,), (0, 0)), proposal="sampled"),
-    "hybrid, traversal": Plan(tree=((0,), (1,), (0, 0)), proposal="hybrid", rule="traversal"),
-}
-
-
-@pytest.mark.parametrize("plan", ENUMERATED)
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.covering
-def test_decoding_is_lossless(tiny_target, make_drafter, name, plan, temperature):
-    """The production loop with all of the drafter, every outcome of every coin."""
-    target = tiny_target(vocab=4 if plan == "siblings" else 3)
-    drafter = make_drafter(name, target, depth=2)
-    sampler = Sampler(temperature)
-    check_lossless(drafter.verifier(target), drafter, ENUMERATED[plan], sampler, rows=[0], abreast=256)
 
 
 # -- what prompts say ------------------------------------------------------------------------------
