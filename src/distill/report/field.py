@@ -34,12 +34,14 @@ class Bound(NamedTuple):
     Attributes:
         tau: with the fewest rounds for each prompt.
         speedup: with the least time for each prompt; None where nothing was timed.
+        single: the fastest single drafter on these prompts, and its speedup by the same account; likewise.
         shares: name of a drafter -> share of prompts on which it is the fastest.
         prompts: number of answers.
     """
 
     tau: Estimate
     speedup: float | None
+    single: tuple[str, float] | None
     shares: dict[str, float]
     prompts: int
 
@@ -136,14 +138,16 @@ def bound(pairs: Sequence[tuple[Scored, Row]]) -> Bound | None:
     tau = Estimate(sum(tokens) / float(rounds.min(0).sum()), central_interval(ratio(*sums)))
     timed = [i for i, (_, row) in enumerate(named) if row.speedup]
     if not timed:
-        return Bound(tau, None, {}, len(tokens))
+        return Bound(tau, None, None, {}, len(tokens))
     price = np.array([named[i][1].tau / named[i][1].speed for i in timed])  # (timed,) plain passes
     passes = rounds[timed] * price[:, None]
     passes = np.concatenate([passes, np.array(tokens, float)[None]])  # plain decoding is a choice, too
     names = [*(named[i][0] for i in timed), "plain decoding"]
     winner = np.bincount(passes.argmin(0), minlength=len(names)) / len(tokens)
     shares = {name: float(share) for name, share in zip(names, winner, strict=True) if share}
-    return Bound(tau, sum(tokens) / float(passes.min(0).sum()), shares, len(tokens))
+    totals = passes.sum(1)  # (timed + 1,)
+    single = names[totals.argmin()], sum(tokens) / float(totals.min())
+    return Bound(tau, sum(tokens) / float(passes.min(0).sum()), single, shares, len(tokens))
 
 
 def _about(found: Bound) -> str:
@@ -151,13 +155,15 @@ def _about(found: Bound) -> str:
         f"**Bound.** Who knew the best drafter for each of the {found.prompts} prompts would reach tau "
         f"{found.tau.text('{:.2f}')}"
     )
-    if found.speedup is None:
+    if found.speedup is None or found.single is None:
         return text + "."
     shares = sorted(found.shares.items(), key=lambda item: -item[1])
     by = ", ".join(f"{name} on {share:.0%}" for name, share in shares)
+    name, alone = found.single
     return (
         f"{text}, and with the fastest for each, by the average cost of its rounds, {found.speedup:.2f}x: "
-        f"{by}. Choosing anew in every round has a higher bound (`foredraft advise`)."
+        f"{by}. The fastest alone, by the same account, is {name} with {alone:.2f}x. Choosing anew in every "
+        "round has a higher bound (`foredraft advise`)."
     )
 
 
@@ -171,14 +177,14 @@ def advice(ordered: Sequence[Scored], choice: Choice) -> list[list[str]]:
     pairs = [(one, one.rows(choice)[0]) for one in there]
     quick = [(one, fastest(one.at(temperature, choice.batch, choice.decode))) for one in there]
     quick = [(one, row) for one, row in quick if row.speedup]
-    untrained = [(one, row) for one, row in pairs if not one.card.checkpoint.step]
+    untrained = [(one, row) for one, row in pairs if not one.card.checkpoint.parameters]
     stateless = [(one, row) for one, row in pairs if not one.card.checkpoint.drafter_kv_bytes_per_token]
     lines = _best("passes of the target count (a GPU, a large target)", pairs, _tau)
     if quick and max(row.speed for _, row in quick) <= 1:
         lines.append(["this machine, as it is", "plain decoding", "no draft was faster"])
     else:
         lines += _best("this machine, as it is", quick, _speed)
-    lines += _best("nothing may be trained", untrained, _tau)
+    lines += _best("nothing may be trained, and there is no other model", untrained, _tau)
     lines += _best("the drafter may keep no cache", stateless, _tau)
     times = sorted(one.card.checkpoint.train_seconds or 0.0 for one in there if one.card.checkpoint.step)
     if times:

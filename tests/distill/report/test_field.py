@@ -12,7 +12,7 @@ from distill.report.field import advice, bound, field_page
 
 COLD = Choice([0.0], by="tau")
 DRIFT = {"kl": 0.02, "reverse_kl": 0, "top1_agreement": 0.97, "greedy_prefix": 1, "prompts": 6, "tokens": 90}
-LOOKUP = {"step": 0, "drafter_kv_bytes_per_token": 0}
+LOOKUP = {"step": 0, "parameters": 0, "drafter_kv_bytes_per_token": 0}
 ODD = [12.0, 7.0, 20.0, 4.0, 9.0, 14.0]
 QUALITY = {"log_likelihood": -1.2, "plain_log_likelihood": -0.9, "kl": None, "changed": 0.008, "judge": None}
 QUALITY |= {"plain_judge": None}
@@ -24,9 +24,7 @@ def runs(tmp_path):
     lossy = row(FAST, lossy=True, rule="topk", decode="chain-2 topk LOSSY", speedup=1.9, replay=None, tau=8.0)
     return [
         card(tmp_path / "a", [row(FAST, speedup=1.2, tau=2.5), {**lossy, "quality": QUALITY}], "eagle"),
-        card(
-            tmp_path / "b", [row(ODD, speedup=1.6, tau=2.4)], "suffix", step=0, drafter_kv_bytes_per_token=0
-        ),
+        card(tmp_path / "b", [row(ODD, speedup=1.6, tau=2.4)], "suffix", **LOOKUP),
         card(tmp_path / "c", [row(SLOW, speedup=0.9, tau=1.5)], "medusa", train_seconds=30.0),
     ]
 
@@ -47,6 +45,9 @@ def test_the_bound_takes_the_best_drafter_for_each_prompt(runs):
     costs = [[r * c for r in rounds] for rounds, c in zip([FAST, ODD, SLOW], prices, strict=True)]
     passes = [min(*column) for column in zip(*costs, TOKENS, strict=True)]
     assert found.speedup == pytest.approx(sum(TOKENS) / sum(passes))
+    name, alone = found.single
+    assert name == "suffix"
+    assert alone == pytest.approx(sum(TOKENS) / sum(costs[1]))
     assert sum(found.shares.values()) == pytest.approx(1)
     assert found.shares["suffix"] > 0.5
 
@@ -63,7 +64,7 @@ def test_what_to_take_when(runs):
     assert lines == {
         "passes of the target count (a GPU, a large target)": "eagle, chain-2",
         "this machine, as it is": "suffix, chain-2",
-        "nothing may be trained": "suffix, chain-2",
+        "nothing may be trained, and there is no other model": "suffix, chain-2",
         "the drafter may keep no cache": "suffix, chain-2",
         "at most 0.5 minutes of training": "medusa, chain-2",
         "1% of the tokens may change (LOSSY)": "eagle, chain-2 topk LOSSY",
