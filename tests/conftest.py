@@ -180,6 +180,8 @@ def _sizes(yaml: Any, target: Target, depth: int, draft_folder: Callable[[int], 
     if "draft_vocab_size" in yaml:  # a smaller one of any drafter is tested apart
         always = "norm_before_fc" in yaml  # EAGLE-3's, which has rows of its own
         sizes["draft_vocab_size"] = max(1, target.vocab_size // 4) if always else None
+    if "sublayers" in yaml:  # the search is tested apart
+        sizes["sublayers"] = ("ba-m" * len(target.layers))[: len(target.layers)]
     if "reuse" in yaml:  # a draft with memory is tested apart
         sizes["reuse"] = {**yaml.reuse, "mode": "none"}
     if yaml.get("path") or "mask_token" in yaml:

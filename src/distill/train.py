@@ -46,7 +46,7 @@ from distill.training.throughput import Throughput
 from distill.training.time_budget import Budget
 from distill.training.trainer import build_optimizer, build_trainer, fit
 from distill.utils.phase_log import PhaseLog
-from distill.utils.progress import say, switch
+from distill.utils.progress import bar, say, switch
 from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
@@ -268,7 +268,15 @@ def _warm_start(options: TrainOptions, drafter: Drafter, target: Target) -> bool
 def _fit(drafter: Drafter, store: RolloutStore, target: Target, has_counts: bool) -> None:
     """Fit what takes no gradient; what another run counted, a draft vocabulary, belongs to its weights."""
     if drafter.needs_fit and not has_counts:
-        say(f"drafter={short_name(drafter)}: {drafter.fit(store.texts(), target)}")
+        name = f"drafter={short_name(drafter)}"
+        with bar(1, f"fitting {name}", "steps", leave=False) as shown:
+
+            def progress(done: int, total: int) -> None:
+                shown.total = total
+                shown.update(done - shown.n)
+
+            line = drafter.fit(store.texts(), target, progress)
+        say(f"{name}: {line}")
     elif drafter.d2t is not None:
         drafter.choose_scored(TokenCounts.of(store.texts(), target))
 

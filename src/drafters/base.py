@@ -78,6 +78,9 @@ class ParamGroup(NamedTuple):
     rate: Callable[[float], float] = constant_rate  # completed share of the steps -> factor on optimizer.lr
 
 
+Progress = Callable[[int, int], None]  # called with (steps done, all steps)
+
+
 class Text(NamedTuple):
     """One stored rollout."""
 
@@ -162,6 +165,7 @@ class Drafter(nn.Module, ABC):
         sizes_vocabulary: `fit` chooses the size of the draft vocabulary, too, in place of `draft_vocab_size`.
         tunes_target: `verifier` has other weights, so that its output is not the original target's.
         drafts_in_verification: the pass that verifies a draft also computes the next one.
+        reads_cache: see `decode.generation.types.Proposer`.
     """
 
     taps: tuple[Tap, ...] = ()
@@ -177,6 +181,7 @@ class Drafter(nn.Module, ABC):
     sizes_vocabulary = False
     tunes_target = False
     drafts_in_verification = False
+    reads_cache = False
     settings: dict[str, Any]
     d2t: Tensor | None
     scored: Tensor | None
@@ -314,7 +319,7 @@ class Drafter(nn.Module, ABC):
             if isinstance(module, Drafter):
                 module.int8 = True
 
-    def fit(self, texts: Iterable[Text], target: Target) -> str:
+    def fit(self, texts: Iterable[Text], target: Target, progress: Progress | None = None) -> str:
         """Fit what takes no gradient (counts, vocabularies) before the first training step.
 
         A function of the rollouts only: a resumed run fits again. Sizes that follow from it go into
@@ -323,10 +328,12 @@ class Drafter(nn.Module, ABC):
         Args:
             texts: the training rollouts, read once; held-out prompts are not among them.
             target: of the drafter.
+            progress: told of steps, by a fit that may take more than a few seconds.
 
         Returns:
             One line that describes the result.
         """
+        del progress
         return self.choose_tokens(TokenCounts.of(texts, target), target)
 
     @torch.no_grad()

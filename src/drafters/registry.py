@@ -33,6 +33,7 @@ CLASSES = {
     "prism": "drafters.models.prism:Prism",
     "prompt": "drafters.models.prompt:Prompt",
     "recycle": "drafters.models.recycle:Recycle",
+    "skip": "drafters.models.skip:Skip",
     "suffix": "drafters.models.suffix:Suffix",
     "tidar": "drafters.models.tidar:Tidar",
     "union": "drafters.models.union:Union",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from self_drafts import self_drafted
 
 from decode.draft import PAD, Draft
 from decode.model.target import Target
@@ -84,6 +85,8 @@ def plainly(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]:
     """(row, anchor, depth) -> the law of token anchor + 1 + depth, from one pass without a cache."""
     if isinstance(drafter, Recycle):
         return recycled(drafter, target, texts)
+    if drafter.reads_cache:
+        return self_drafted(drafter, target, texts, K)
     if hasattr(drafter, "model"):
         rows = drafter.model(input_ids=texts, use_cache=False).logits.softmax(-1)
     else:
@@ -141,8 +144,17 @@ class Follower:
         self.taps = self.target.read(texts).taps
         self.state = drafter.new_state(len(texts))
         self.settled = [0] * len(texts)
+        self.cache = None  # the target's, as the loop has it at `advance` and `propose`
+        if drafter.reads_cache:
+            self.target.start(len(texts), 64)
+            self.cache = self.target.cache
         if counts:
             self.advance(counts)
+
+    def resume(self) -> None:
+        """Let the target go on with these texts: several followers share it."""
+        if self.cache:
+            self.target.resume(self.cache)
 
     @torch.no_grad()
     def advance(self, counts) -> None:
@@ -154,12 +166,18 @@ class Follower:
             start, end = self.settled[row], self.settled[row] + count
             tokens[row, :count], taps[row, :count] = self.texts[row, start:end], self.taps[row, start:end]
             root[row], self.settled[row] = self.texts[row, end], end
+        self.resume()
+        if self.cache:
+            self.target.extend(tokens)
+            self.target.keep(counts)
         self.drafter.advance(self.state, self.target, tokens, taps, list(counts), root)
 
     def select(self, rows) -> None:
         self.drafter.select(self.state, rows)
         self.texts, self.taps = self.texts[rows], self.taps[rows]
         self.settled = [self.settled[r] for r in rows]
+        if self.cache:
+            self.cache.store.select(rows)
 
     @torch.no_grad()
     def append(self, other: Follower) -> None:
@@ -167,6 +185,8 @@ class Follower:
         self.texts = torch.cat([self.texts, other.texts])
         self.taps = torch.cat([self.taps, other.taps])
         self.settled += other.settled
+        if self.cache:
+            self.cache.store.append(other.cache.store)
 
     @property
     def known(self) -> list[list[int]]:
@@ -183,6 +203,7 @@ class Follower:
         """A sampled chain is dictated the text that follows."""
         ahead = [self.texts[row, n + 1 : n + 1 + K] for row, n in enumerate(self.settled)]
         coin = Dictate(torch.stack(ahead))
+        self.resume()
         return self.drafter.propose(self.state, self.target, sampler, coin, plan)
 
 

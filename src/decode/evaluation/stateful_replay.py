@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.evaluation.teacher_forced import Rollout, TeacherForcedTexts
+from decode.evaluation.teacher_forced import Rollout, SettledCache, TeacherForcedTexts
 from decode.generation.adaptive import adapt_depth
 from decode.generation.types import Proposer
 from decode.model.target import Target
@@ -95,6 +95,7 @@ class _Walker:
         self.rows = list(range(len(rollouts)))
         self.place = [1] * len(rollouts)  # index of the next answer token to draft
         self.state = self.drafter.new_state(len(rollouts))
+        self.cache = SettledCache(target, drafter, *self.texts.tokens.shape)
         self._advance_drafter([0] * len(rollouts), self.begin)
 
     def _advance_drafter(self, first: Sequence[int], counts: Sequence[int]) -> None:
@@ -106,6 +107,7 @@ class _Walker:
         place = torch.tensor([self.place[r] for r in self.rows], device=device)
         root = self.texts.answers[rows[:, 0], place - 1]
         tokens, taps = self.texts.tokens[rows, at], self.texts.output.taps[rows, at]
+        self.cache.settle(tokens, counts)
         self.drafter.advance(self.state, self.target, tokens, taps, list(counts), root)
 
     def step(self, sampler: Sampler) -> Step:
@@ -130,6 +132,7 @@ class _Walker:
             self.place[row] += count + 1
         if len(running) < len(self.rows):
             self.drafter.select(self.state, running)
+            self.cache.select(running)
             self.rows = [self.rows[i] for i in running]
         if running:
             self._advance_drafter([first[i] for i in running], [accepted[i] + 1 for i in running])

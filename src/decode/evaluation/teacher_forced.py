@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decode.draft import PAD
-from decode.generation.types import Proposer
+from decode.generation.types import Proposer, reads_cache
 from decode.model.target import Target, TargetOutput
 from decode.rng import Key
 
@@ -29,8 +29,40 @@ class Start(NamedTuple):
     state: Any  # of the drafter, for these rows
 
 
+ROOM = 64  # slots of a draft; with more the cache grows
+
+
+class SettledCache:
+    """The target's cache of texts that are settled piece by piece, for a drafter that reads it.
+
+    For any other drafter nothing is run, since `TeacherForcedTexts` has what the target says.
+
+    Args:
+        target: its cache is replaced.
+        drafter: that is walked along the texts.
+        rows: number of texts.
+        longest: tokens of the longest text.
+    """
+
+    def __init__(self, target: Target, drafter: Proposer, rows: int, longest: int) -> None:
+        self._target = target if reads_cache(drafter) else None
+        if self._target:
+            self._target.start(rows, longest + ROOM)
+
+    def settle(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        """Run (B, n) right-padded tokens and settle `counts[b]` of them."""
+        if self._target:
+            self._target.extend(tokens)
+            self._target.keep(counts)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        if self._target:
+            self._target.select(rows)
+
+
 class TeacherForcedTexts:
-    """A batch of rollouts, run through the target once.
+    """A batch of rollouts, run through the target once; see `SettledCache` for drafters that read its cache.
 
     Args:
         target: the model that generated them.
@@ -60,11 +92,14 @@ class TeacherForcedTexts:
         counts = [len(r.prompt) for r in self.rollouts]
         begin = torch.tensor(counts, device=self.tokens.device)
         settled, taps = self.tokens[:, : max(counts)], self.output.taps[:, : max(counts)]
+        cache = SettledCache(self.target, drafter, *self.tokens.shape)
         for place in range(1, len(self.rollouts[0].answer)):
             rows = sum(len(r.answer) > place for r in self.rollouts)
             if rows < len(row):
                 drafter.select(state, list(range(rows)))
+                cache.select(list(range(rows)))
                 settled, taps, counts, row = settled[:rows], taps[:rows], counts[:rows], row[:rows]
+            cache.settle(settled, counts)
             drafter.advance(state, self.target, settled, taps, counts, self.answers[row, place - 1])
             yield Start(place, rows, state)
             at = (begin[row] + place - 1)[:, None]  # (B, 1) position of the root, which is settled next

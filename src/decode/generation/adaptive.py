@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decode.depth_policy import DepthPolicy
 from decode.draft import PAD, Draft, DraftProbs
-from decode.generation.types import Proposer
+from decode.generation.types import Proposer, reads_cache
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin, to_device
@@ -50,6 +50,7 @@ class AdaptiveDepth:
         self.drafter, self.policy = drafter, policy
         if hasattr(drafter, "observe"):
             self.observe = self._observe
+        self.reads_cache = reads_cache(drafter)
         self.per_row = plan.rule != "match" and plan.proposal != "fixed"
         self.plans = [replace(plan, depth=k, nodes=0, adapt=None) for k in range(plan.depth + 1)]
 

@@ -18,7 +18,16 @@ from decode.draft import PAD, Draft
 from decode.draft_check import FAULTS, draft_fault
 from decode.errors import UserError
 from decode.generation.adaptive import adapt_depth
-from decode.generation.types import Output, Piece, Proposer, Round, Times, Until, supported_proposals
+from decode.generation.types import (
+    Output,
+    Piece,
+    Proposer,
+    Round,
+    Times,
+    Until,
+    reads_cache,
+    supported_proposals,
+)
 from decode.model.cache import KVCache
 from decode.model.target import Target
 from decode.plan import Plan
@@ -180,6 +189,8 @@ class Loop:
         tokens = upload(padded, device)
         # Cache capacity: prompt, new tokens, and the slots of one draft that are read but not kept.
         slack = target.slots(1 + self.plan.nodes) if self.drafter else 1
+        if reads_cache(self.drafter):  # it may read the widest level of a tree at every depth
+            slack = max(slack, 1 + self.plan.width * (self.plan.depth - 1))
         longest = max(len(p) + n for p, n in zip(self.prompts, self.limits, strict=True))
         target.start(len(prompts), longest + slack)
         self.cache = target.cache

@@ -26,7 +26,9 @@ class Proposer(Protocol):
     rounds began and not on the text alone; an attribute `depends_on_batch: bool` if they may depend on
     the other rows of the batch; an attribute `proposals` if not all of `Plan.proposal` are supported; a
     method `observe(state, answers)`, which after every verification is given the target's most likely
-    tokens, at the root's slot and at every node's, row by row.
+    tokens, at the root's slot and at every node's, row by row; an attribute `reads_cache: bool` if it reads
+    the target's cache, which at `advance` and `propose` then holds the settled text. It may write behind
+    the settled slots, where verification writes next, and settles nothing.
     """
 
     def new_state(self, rows: int) -> Any:
@@ -64,6 +66,11 @@ class Proposer(Protocol):
 def supported_proposals(drafter: Proposer | None) -> Sequence[str]:
     """Values of `Plan.proposal` that a drafter supports."""
     return getattr(drafter, "proposals", tuple(AUTO_RULES))
+
+
+def reads_cache(drafter: Proposer | None) -> bool:
+    """Whether a drafter reads the target's cache."""
+    return getattr(drafter, "reads_cache", False)
 
 
 def depends_on_rounds(drafter: Proposer, plan: Plan) -> bool:

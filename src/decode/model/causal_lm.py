@@ -15,7 +15,7 @@ from decode.kernels.packed_linear import fast_linears, is_packed
 from decode.model.abilities import Abilities
 from decode.model.cache import KVCache, attention_mask
 from decode.model.compiled_forward import compiled_pass
-from decode.model.fused_forward import Fused
+from decode.model.fused_forward import Fused, Parts
 from decode.model.head import Head
 
 
@@ -88,7 +88,12 @@ class CausalLM:
     def start(self, rows: int, capacity: int) -> None:
         """Start new texts: an empty cache with room for `capacity` tokens in each of `rows` rows."""
         self._cache = KVCache(self._places, rows, capacity)
-        self._fused = Fused.of(self.base, self.layers, self.config)
+        self._fused = self.fused
+
+    @property
+    def fused(self) -> Fused | None:
+        """The fused forward pass; None where transformers' code has to run."""
+        return Fused.of(self.base, self.layers, self.config)
 
     def compile(self) -> str:
         """Compile passes over a few tokens, or find their code in the cache; see `compiled_forward`.
@@ -99,7 +104,7 @@ class CausalLM:
         Returns:
             Why passes stay as they are; "" if they are compiled.
         """
-        fused = Fused.of(self.base, self.layers, self.config)
+        fused = self.fused
         if fused is None:
             return f"{type(self.model).__name__} has no forward pass that can be compiled"
         fused.compiled, reason = compiled_pass(fused)
@@ -123,6 +128,7 @@ class CausalLM:
         scratch: int = 0,
         inputs: dict[int, Tensor] | None = None,
         offsets: Tensor | None = None,
+        parts: Sequence[Parts] | None = None,
     ) -> Tensor:
         """Run the model on tokens after each row's settled and scratch slots. Call `keep` to settle them.
 
@@ -134,6 +140,7 @@ class CausalLM:
             inputs: dict with layer ids as keys; filled with the (B, n, D) inputs of these layers.
             offsets: (n,) or (B, n), number of positions between the settled tokens and each new one; None:
                 of the unsettled slots that it sees.
+            parts: sublayers that run, of a model that is `fused`; None: all. Not to be settled.
 
         Returns:
             (B, n, D) input of the head. Entries at padding are undefined.
@@ -153,7 +160,8 @@ class CausalLM:
             earlier = [self._unsettled[:, :missing]] if missing and self._unsettled is not None else []
             self._unsettled = torch.cat([*earlier, positions], 1)
         positions = positions[:, -new:]
-        return self._body(tokens, positions, self._mask(block, tokens), {} if inputs is None else inputs)
+        read = {} if inputs is None else inputs
+        return self._body(tokens, positions, self._mask(block, tokens), read, parts)
 
     def read_text(self, tokens: Tensor, inputs: dict[int, Tensor] | None = None) -> Tensor:
         """`forward` for (B, n) tokens of a text, in chunks, so that masks do not grow as n * n."""
@@ -195,11 +203,14 @@ class CausalLM:
         positions: Tensor,
         mask: Tensor | dict[str, Tensor] | None,
         inputs: dict[int, Tensor],
+        parts: Sequence[Parts] | None,
     ) -> Tensor:
         """Decoder layers and final norm, fused or by transformers."""
         if self._fused is not None:
             assert not isinstance(mask, dict)
-            return self._fused(positions, mask, self.cache.store, inputs, **self.layer_input(tokens))
+            read = self.layer_input(tokens)
+            return self._fused(positions, mask, self.cache.store, inputs, parts, **read)
+        assert parts is None, "only a fused pass can leave out sublayers"
         with record_inputs(self.layers, inputs), fast_linears(self.head.weight):
             return self.base(
                 **self.layer_input(tokens),

@@ -111,7 +111,7 @@ class _Layers(nn.Module):
                 _written(part, values, index)[:, :width].unflatten(-1, (-1, layer.dim)).transpose(1, 2)
                 for part, values in zip(parts[2 * i : 2 * i + 2], new, strict=True)
             )  # (B, kv_heads, width, dim)
-            x = layer.finish(x, attend_folded(q, k, v, mask, layer.scale))
+            x = layer.add_mlp(layer.add_attention(x, attend_folded(q, k, v, mask, layer.scale)))
         return [self.norm(x), *inputs]
 
 

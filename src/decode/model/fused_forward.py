@@ -26,6 +26,16 @@ COMPILED_SLOTS = 64  # with more, products are large and calls do not matter
 STATIC_ROTARY = {"default", "linear", "llama3", "yarn"}  # angles that do not depend on the sequence length
 
 
+class Parts(NamedTuple):
+    """Which sublayers of a decoder layer run."""
+
+    attention: bool
+    mlp: bool
+
+
+WHOLE = Parts(attention=True, mlp=True)
+
+
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Apply rotary embedding: (..., heads, dim) with (..., 2, 1, dim) cosine and sine."""
     half = x.shape[-1] // 2
@@ -105,9 +115,12 @@ class LayerSteps:
         qk = rotate(qk, angles).transpose(1, 2)
         return qk[:, : self.heads], qk[:, self.heads :], v.transpose(1, 2)
 
-    def finish(self, x: Tensor, attention: Tensor) -> Tensor:
-        """(B, n, D) input and (B, heads, n, dim) attention output -> (B, n, D)."""
-        x = self.out.add(x, attention.transpose(1, 2).contiguous().flatten(2))
+    def add_attention(self, x: Tensor, attention: Tensor) -> Tensor:
+        """(B, n, D) input and (B, heads, n, dim) attention output -> (B, n, D) input of the MLP."""
+        return self.out.add(x, attention.transpose(1, 2).contiguous().flatten(2))
+
+    def add_mlp(self, x: Tensor) -> Tensor:
+        """(B, n, D) -> (B, n, D) output of the layer."""
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         return self.down.add(x, self.activation(gate) * up)
 
@@ -192,6 +205,7 @@ class Fused:
         mask: Tensor | None,
         store: RowStore,
         inputs: dict[int, Tensor],
+        parts: Sequence[Parts] | None = None,
         *,
         input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
@@ -203,6 +217,7 @@ class Fused:
             mask: (B, 1, n, width) additive; None: causal.
             store: after `begin`.
             inputs: dict with layer ids as keys; filled with the (B, n, D) inputs of these layers.
+            parts: of each layer; what is left out adds nothing, and has no keys. None: all.
             input_ids: (B, n) tokens.
             inputs_embeds: (B, n, D) in place of the tokens' embeddings.
 
@@ -213,14 +228,19 @@ class Fused:
         angles = self._table(store.width, x)[positions]  # (B, n, 2, 1, dim)
         compiled, (rows, slots) = self.compiled, x.shape[:2]
         causal = mask is None and slots > 1
-        if compiled and slots <= COMPILED_SLOTS and rows * slots <= compiled.most and not causal:
+        few = slots <= COMPILED_SLOTS and not causal and parts is None
+        if compiled and few and rows * slots <= compiled.most:
             return compiled(x, angles, mask, store, inputs)
         for index, layer in enumerate(self.layers):
+            part = WHOLE if parts is None else parts[index]
             if index in inputs:
                 inputs[index] = x
-            q, k, v = layer.project(x, angles)
-            k, v = store.write(index, k, v)
-            x = layer.finish(x, attend(q, k, v, mask, causal, layer.scale))
+            if part.attention:
+                q, k, v = layer.project(x, angles)
+                k, v = store.write(index, k, v)
+                x = layer.add_attention(x, attend(q, k, v, mask, causal, layer.scale))
+            if part.mlp:
+                x = layer.add_mlp(x)
         return self.norm(x)
 
     def _table(self, limit: int, like: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.base import Drafter, Text
+from drafters.base import Drafter, Progress, Text
 
 CHUNK = 1 << 20  # pairs that are counted at once
 
@@ -58,9 +58,11 @@ class PairTable(Drafter):
         return cls(target.vocab_size, **options)
 
     @override
-    def fit(self, texts: Iterable[Text], target: Target | None = None) -> str:
+    def fit(
+        self, texts: Iterable[Text], target: Target | None = None, progress: Progress | None = None
+    ) -> str:
         """Count pairs whose second token the target wrote."""
-        del target
+        del target, progress
         vocab = self.seen.shape[0]
         pairs, number = np.empty(0, np.int64), np.empty(0, np.int64)
         pending: list[np.ndarray] = []

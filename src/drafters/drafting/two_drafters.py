@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.base import Batch, Drafter, DraftStep, ParamGroup, Text
+from drafters.base import Batch, Drafter, DraftStep, ParamGroup, Progress, Text
 from drafters.registry import drafter_class, short_name
 
 STEM = "first."  # prefix of the first drafter's weights
@@ -55,7 +55,7 @@ class TwoDrafters(Drafter, Generic[Second]):
         self.depth_invariant, self.max_depth = first.depth_invariant, first.max_depth
         self.tunes_target = first.tunes_target
         self.aux_weights, self.warm_starts_from = first.aux_weights, short_name(first)
-        self.confidence = first.confidence
+        self.confidence, self.reads_cache = first.confidence, first.reads_cache
         self._counted = first.origin is not None  # counts of a trained drafter belong to its weights
 
     @override
@@ -144,10 +144,10 @@ class TwoDrafters(Drafter, Generic[Second]):
         return bool(self._uncounted)
 
     @override
-    def fit(self, texts: Iterable[Text], target: Target) -> str:
+    def fit(self, texts: Iterable[Text], target: Target, progress: Progress | None = None) -> str:
         parts = self._uncounted
         texts = list(texts) if len(parts) > 1 else texts
-        return "; ".join(f"{short_name(part)}: {part.fit(texts, target)}" for part in parts)
+        return "; ".join(f"{short_name(part)}: {part.fit(texts, target, progress)}" for part in parts)
 
     # -- decoding ------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from decode.errors import UserError
 from decode.kernels.packed_linear import Linear
 from decode.model.head import Head
 from decode.model.target import LAST, Target
-from drafters.base import Batch, Text, constructor_arguments
+from drafters.base import Batch, Progress, Text, constructor_arguments
 from drafters.families.mtp_weights import (
     FAMILIES,
     Arrangement,
@@ -224,7 +224,7 @@ class Mtp(RecurrentDrafter):
         return self.undecided or self.d2t is not None
 
     @override
-    def fit(self, texts: Iterable[Text], target: Target) -> str:
+    def fit(self, texts: Iterable[Text], target: Target, progress: Progress | None = None) -> str:
         """Choose the arrangement by the share of tokens that the head as read has right, teacher-forced."""
         texts = iter(texts)
         lines = []
@@ -233,7 +233,7 @@ class Mtp(RecurrentDrafter):
             texts = chain(first, texts)
             lines.append(self._decide(first, target))
         if self.d2t is not None:
-            lines.append(super().fit(texts, target))
+            lines.append(super().fit(texts, target, progress))
         return "; ".join(lines)
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from decode.rng import KeyedCoin
 from decode.row_state import append_rows, select_rows
 from decode.sampling import Sampler
 from decode.transfer import RowInts
-from drafters.base import Text
+from drafters.base import Progress, Text
 from drafters.drafting.pair_table import PairTable
 from drafters.drafting.tree import expand
 
@@ -125,8 +125,12 @@ class Recycle(PairTable):
         return self.settings["pairs"]
 
     @override
-    def fit(self, texts: Iterable[Text], target: Target | None = None) -> str:
-        return super().fit(texts, target) if self.settings["pairs"] else "nothing is counted or trained"
+    def fit(
+        self, texts: Iterable[Text], target: Target | None = None, progress: Progress | None = None
+    ) -> str:
+        if not self.settings["pairs"]:
+            return "nothing is counted or trained"
+        return super().fit(texts, target, progress)
 
     # -- decoding ----------------------------------------------------------------------------
 

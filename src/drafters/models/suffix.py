@@ -17,7 +17,7 @@ from decode.draft import PAD
 from decode.errors import UserError
 from decode.model.target import Target
 from decode.plan import Path, Plan
-from drafters.base import Text, constructor_arguments
+from drafters.base import Progress, Text, constructor_arguments
 from drafters.families.lookup import IndexedText, LookupDrafter, Node, best_tree
 from drafters.families.ngram_counts import NgramCounts, hashes
 
@@ -87,9 +87,11 @@ class Suffix(LookupDrafter):
         return cls(**options, vocab_size=target.vocab_size)
 
     @override
-    def fit(self, texts: Iterable[Text], target: Target | None = None) -> str:
+    def fit(
+        self, texts: Iterable[Text], target: Target | None = None, progress: Progress | None = None
+    ) -> str:
         """Store the newest rollouts: answers, with up to `longest` tokens of the prompt."""
-        del target
+        del target, progress
         texts_kept: deque[np.ndarray] = deque()
         size = total = rows = 0
         for text in texts:
