@@ -258,6 +258,26 @@ def test_a_text_may_come_in_any_pieces(pair):
         assert all(alike(drafts[0], row, drafts[1], row) for row in range(2))
 
 
+def test_proposing_changes_no_settled_slot_of_the_targets_cache(pair):
+    target, drafter = pair
+    if not drafter.reads_cache:
+        pytest.skip("does not read it")
+    follower = Follower(drafter, target, random_texts())
+    written = 0
+    for counts in CHUNKS:
+        follower.advance(counts)
+        store = follower.cache.store
+        for plan in plans_of(drafter):
+            lengths, before = list(store.lengths), [part.clone() for part in store._data.unbind(2)]
+            follower.propose(plan)
+            assert store.lengths == lengths
+            for row, length in enumerate(lengths):
+                old, new = before[row], store._data[:, :, row, : before[row].shape[2]]
+                assert torch.equal(new[:, :, :length], old[:, :, :length])
+                written += int((new[:, :, length:] != old[:, :, length:]).any())
+    assert written or drafter.kv_bytes_per_token(follower.state)  # else behind a cache of its own
+
+
 @pytest.mark.parametrize("rows", [[2, 0], [2, 1, 0]], ids=str)
 @pytest.mark.covering
 def test_select_keeps_these_rows_in_this_order(pair, rows):

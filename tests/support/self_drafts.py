@@ -63,7 +63,7 @@ def visible_places(drafter, target, texts, layer) -> torch.Tensor:
 
 
 def _projected(attention, rotary, x, places):
-    """(B, n, D) at (n,) places -> queries, keys and values, (B, heads, n, dim) each, keys of a group alike."""
+    """(B, n, D) at (n,) places -> (B, heads, n, dim) queries, keys and values, alike in a group."""
     q, k, v = (
         part(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
         for part in (attention.q_proj, attention.k_proj, attention.v_proj)

@@ -120,6 +120,7 @@ CHOICES = {
     "compile_objective": ("auto", "always", "never"),
     "audit": ("quick", "full"),
     "control": ("none", "shuffled_taps"),
+    "drafter.exit": ("none", "linear"),
     "score.quantize": ("none", "int8"),
     "score.engine": ("none", "vllm"),
     "case": ("speed", "memory"),

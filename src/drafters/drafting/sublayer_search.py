@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -79,7 +79,9 @@ class Agreement:
     def __init__(self, target: Target, texts: Iterable[Text]) -> None:
         kept = list(islice((text for text in texts if np.any(text.loss_mask[1:])), TEXTS))
         if not kept:
-            raise UserError("drafter.sublayers: there is no answer to search on; give them, or drafter.layers")
+            raise UserError(
+                "drafter.sublayers: there is no answer to search on; give them, or drafter.layers"
+            )
         spots = [_spread(np.flatnonzero(text.loss_mask[1:])) for text in kept]
         lengths, width = RowInts([len(text.tokens) for text in kept]), max(map(len, spots))
         tokens = np.zeros((len(kept), max(lengths)), np.int64)
@@ -160,7 +162,9 @@ def search(target: Target, texts: Iterable[Text], share: float, progress: Progre
     every = range(2 * layers)
     if not costs.filled(frozenset(), every, share):
         least = costs.share([min(every, key=costs.sublayers.__getitem__)])
-        raise UserError(f"drafter.cost={share}: the head and one sublayer cost {least:.2f}; give that or more")
+        raise UserError(
+            f"drafter.cost={share}: the head and one sublayer cost {least:.2f}; give that or more"
+        )
     agreement, known = Agreement(target, texts), dict[Chosen, float]()
 
     def score(chosen: Chosen) -> float:
@@ -187,7 +191,8 @@ def search(target: Target, texts: Iterable[Text], share: float, progress: Progre
     return Found(
         word_of(best, layers),
         f"sublayers {words[0]} of the target's likeliest tokens at {costs.share(best):.2f} of its cost "
-        f"({len(known)} tried on {agreement.places:,} places; early exit {words[1]}, evenly spaced {words[2]})",
+        f"({len(known)} tried on {agreement.places:,} places; early exit {words[1]}, evenly spaced "
+        f"{words[2]})",
     )
 
 

@@ -40,7 +40,9 @@ class Skip(SelfDrafter):
 
     depth_invariant = True  # of what is trained
 
-    def __init__(self, hidden_size: int, cost: float, sublayers: str | None = None, exit: str = "none") -> None:
+    def __init__(
+        self, hidden_size: int, cost: float, sublayers: str | None = None, exit: str = "none"
+    ) -> None:
         super().__init__()
         self.settings = {"hidden_size": hidden_size, "cost": cost, "sublayers": sublayers, "exit": exit}
         if not 0 < cost <= 1:
@@ -49,10 +51,10 @@ class Skip(SelfDrafter):
             raise UserError(f"drafter.exit={exit}: choose {' or '.join(EXITS)}")
         if sublayers is not None and (set(sublayers) - set(LETTERS) or not sublayers.strip("-")):
             raise UserError(
-                f"drafter.sublayers={sublayers}: give one letter a layer, b (both), a (attention), m (MLP) or "
-                "-, not all of them -"
+                f"drafter.sublayers={sublayers}: give one letter a layer, b (both), a (attention), m (MLP) "
+                "or -, not all of them -"
             )
-        self.exit: nn.Module | None = None
+        self.exit: Linear | None = None
         if exit == "linear":
             first = (sublayers or "").rstrip("-")
             if not first or set(first) != {"b"} or first == sublayers:
@@ -64,21 +66,15 @@ class Skip(SelfDrafter):
     @override
     @classmethod
     def for_target(
-        cls,
-        target: Target,
-        cost: float,
-        sublayers: str | None = None,
-        layers: int | None = None,
-        exit: str = "none",
+        cls, target: Target, sublayers: str | None = None, layers: int | None = None, **options: Any
     ) -> Self:
         """Build one that fits a target.
 
         Args:
             target: that drafts for itself.
-            cost: see the class.
             sublayers: see the class.
             layers: early exit behind the first `layers` layers, in place of `sublayers`.
-            exit: see the class.
+            **options: `cost` and `exit`, see the class.
 
         Raises:
             UserError: see the class; a target whose layers cannot be run one by one, or has other layers.
@@ -89,7 +85,7 @@ class Skip(SelfDrafter):
                     f"drafter.layers={layers}: give 1 to {len(target.layers) - 1}, and no drafter.sublayers"
                 )
             sublayers = "b" * layers + "-" * (len(target.layers) - layers)
-        drafter = cls(target.hidden_size, cost, sublayers, exit)
+        drafter = cls(target.hidden_size, sublayers=sublayers, **options)
         drafter.check_target(target)
         return drafter
 
@@ -98,7 +94,9 @@ class Skip(SelfDrafter):
         super().check_target(target)
         word, layers = self.settings["sublayers"], len(target.layers)
         if word is not None and len(word) != layers:
-            raise UserError(f"drafter.sublayers={word}: {len(word)} letters, and the target has {layers} layers")
+            raise UserError(
+                f"drafter.sublayers={word}: {len(word)} letters, and the target has {layers} layers"
+            )
 
     # -- before and in training ----------------------------------------------------------------
 

@@ -1,0 +1,240 @@
+"""A target without some of its sublayers: what it drafts, what a search finds, and a trained exit."""
+
+import numpy as np
+import pytest
+import torch
+from exact import check_lossless
+from faces import V, assert_faces_agree, batch_of, both, random_rollouts, random_texts
+from self_drafts import self_drafted
+
+from decode.errors import UserError
+from decode.evaluation.replay import Rollout, replay
+from decode.generation.generate import generate
+from decode.plan import Plan
+from decode.sampling import Sampler
+from drafters.base import Text
+from drafters.drafting import sublayer_search
+from drafters.drafting.sublayer_search import Agreement, Costs, search
+from drafters.models.skip import Skip
+
+CHAIN, SAMPLED, TREE = Plan(3), Plan(3, proposal="sampled"), Plan(3, 3, 8)
+
+
+def skipping(target, word, cost=0.5, exit="none"):
+    return Skip(target.hidden_size, cost, word, exit).to(target.dtype).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("plan", "temperature"), [(CHAIN, 0.0), (SAMPLED, 0.7), (SAMPLED, 1.0)], ids=["fixed", "warm", "drawn"]
+)
+def test_the_whole_target_is_its_own_perfect_drafter(tiny_target, plan, temperature):
+    """Every draft is accepted whole, at any temperature: for a drawn one p / q is 1 but for rounding."""
+    target = tiny_target(vocab=12, layers=3)
+    prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
+    options = {"max_new_tokens": 25, "sampler": Sampler(temperature), "seed": 3}
+    run = generate(target, skipping(target, "bbb"), prompts, plan=plan, **options)
+    whole = [a for o in run.outputs for a, e in zip(o.accepted, o.emitted, strict=True) if e == a + 1]
+    assert len(whole) > 12
+    assert set(whole) == {3}
+    less = generate(target, skipping(target, "b-b"), prompts, plan=plan, **options)
+    assert sum(len(o.emitted) for o in less.outputs) > sum(len(o.emitted) for o in run.outputs)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(2),
+        Plan(2, proposal="sampled"),
+        Plan(2, proposal="sampled", rule="block"),
+        Plan(2, 2, 5),
+        Plan(tree=((0,), (1,), (0, 0), (1, 0)), proposal="hybrid"),
+    ],
+    ids=lambda p: p.name,
+)
+@pytest.mark.covering
+def test_it_is_lossless_though_it_writes_into_the_targets_cache(tiny_target, plan, temperature):
+    target = tiny_target()
+    check_lossless(target, skipping(target, "bm"), plan, Sampler(temperature), length=3, rows=[0])
+
+
+def test_replay_knows_the_rounds_of_a_union_that_it_is_a_part_of(tiny_target, make_drafter):
+    target = tiny_target(vocab=12, layers=3)
+    drafter = make_drafter("union", target)
+    drafter = type(drafter)(
+        **{**drafter.settings, "first": skipping(target, "b-b"), "second": drafter.second}
+    )
+    drafter = drafter.to(target.dtype).eval()
+    target.tap(drafter.taps)
+    prompts, options = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]], {"max_new_tokens": 25, "sampler": Sampler(0.0)}
+    run = generate(target, drafter, prompts, plan=TREE, **options)
+    plain = generate(target, None, prompts, **options)
+    assert [o.tokens for o in run.outputs] == [o.tokens for o in plain.outputs]
+    rollouts = [Rollout(p, o.tokens) for p, o in zip(prompts, plain.outputs, strict=True)]
+    (one,) = replay(target, drafter, rollouts, [TREE], Sampler(0.0))
+    assert one.counts.rounds == [len(o.emitted) for o in run.outputs]
+
+
+def test_a_tree_has_room_behind_the_text(tiny_target):
+    """A cache that grows is copied, and has twice the size."""
+    target, plan = tiny_target(vocab=12, layers=2), Plan(4, 6, 7)
+    sizes = set()
+    generate(
+        target,
+        skipping(target, "b-"),
+        [[3, 1, 4, 1, 5]],
+        max_new_tokens=20,
+        plan=plan,
+        sampler=Sampler(0.0),
+        on_round=lambda _: sizes.add(target.cache.store.capacity),
+    )
+    assert sizes == {5 + 20 + 1 + 6 * 3}
+
+
+# -- search ------------------------------------------------------------------------------------
+
+
+def test_agreement_is_what_a_draft_of_one_token_has(tiny_target):
+    target, texts = tiny_target(vocab=V, layers=4, hidden=16), random_texts(3, 20)
+    rollouts = [Text(text.tolist(), [0] * (3 + row) + [1] * (17 - row)) for row, text in enumerate(texts)]
+    with torch.inference_mode():
+        agreement = Agreement(target, rollouts)
+        got = {word: agreement(word) for word in ("bbbb", "b-ab", "m--b")}
+    places = [(row, t) for row in range(3) for t in range(2 + row, 19)]
+    assert agreement.places == len(places)
+    best = target.head(target.read(texts).last).argmax(-1)
+    for word, share in got.items():
+        laws = self_drafted(skipping(target, word), target, torch.cat([texts, texts[:, :1]], 1), 1)
+        alike = [laws[row, t - 1, 1].argmax() == best[row, t] for row, t in places]
+        assert share == pytest.approx(np.mean(alike), abs=1e-12)
+    assert got["bbbb"] == 1 > max(got["b-ab"], got["m--b"]) > 0
+
+
+def test_a_long_answer_is_compared_at_evenly_spaced_places(tiny_target, monkeypatch):
+    monkeypatch.setattr(sublayer_search, "PLACES", 4)
+    monkeypatch.setattr(sublayer_search, "TEXTS", 2)
+    texts = [Text([1, 2, 0] * 5, mask) for mask in ([1] * 15, [0] * 15, [0] * 12 + [1] * 3, [1] * 15)]
+    assert Agreement(tiny_target(), texts).places == 4 + 3
+    with pytest.raises(UserError, match="there is no answer to search on"):
+        Agreement(tiny_target(), [Text([1, 2], [1, 0])])
+
+
+def test_a_search_finds_what_agrees_more_than_whole_layers_at_no_more_cost(tiny_target, monkeypatch):
+    monkeypatch.setattr(sublayer_search, "EVALUATIONS", 60)
+    target, texts = tiny_target(vocab=V, layers=8, hidden=16), random_rollouts(V)
+    told = []
+    found = search(target, texts, 0.55, lambda done, total: told.append((done, total)))
+    assert told == [(n, 60) for n in range(1, 61)]
+    costs = Costs(target.fused, target)
+    share = costs.share(i for i in range(16) if found.word[i // 2] in "b" + "am"[i % 2])
+    assert 0.4 < share <= 0.55
+    assert f"at {share:.2f} of its cost (60 tried on 880 places" in found.text
+    with torch.inference_mode():
+        agreement = Agreement(target, texts)
+        starts = [
+            agreement(word)
+            for word in found.text.replace(",", "").split()
+            if len(word) == 8 and set(word) <= set("-amb")
+        ]
+        assert starts[0] == agreement(found.word) > max(starts[1:])
+    assert len(starts) == 3
+    assert search(target, iter(texts), 0.55) == found
+
+
+def test_the_cost_is_the_share_of_the_weights_that_are_multiplied(tiny_target):
+    target = tiny_target(vocab=V, layers=4, hidden=16)
+    costs = Costs(target.fused, target)
+    assert costs.whole == sum(
+        module.weight.numel() for module in target.model.modules() if isinstance(module, torch.nn.Linear)
+    )
+    assert costs.share(range(8)) == 1
+    with pytest.raises(UserError, match=r"drafter\.cost=0\.01: the head and one sublayer cost 0\.\d+; give"):
+        search(target, random_rollouts(V), 0.01)
+
+
+def test_what_was_found_is_saved_with_the_drafter(tiny_target):
+    target = tiny_target(vocab=V, layers=4, hidden=16)
+    drafter = Skip.for_target(target, cost=0.6)
+    assert drafter.needs_fit
+    assert not drafter.trains
+    line = drafter.fit(random_rollouts(V), target)
+    assert line.startswith(f"sublayers {drafter.settings['sublayers']} ")
+    assert not drafter.needs_fit
+    assert Skip.restore(drafter.settings, target).settings == drafter.settings
+
+
+# -- exit ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exiting(tiny_target, make_drafter):
+    return both(tiny_target, make_drafter, "skip", sublayers=None, layers=2, exit="linear")
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_exit_drafts_by_what_it_was_taught(exiting, frozen):
+    target, drafter = exiting
+    assert drafter.trains
+    assert drafter.taps == (2,)
+    drafter.requires_grad_(not frozen)
+    with torch.inference_mode(frozen):
+        assert_faces_agree(drafter, target, random_texts())
+
+
+def test_an_exits_training_face_is_the_dense_computation(exiting):
+    target, drafter = exiting
+    texts = random_texts()
+    want = self_drafted(drafter, target, texts, 1)
+    with torch.no_grad():
+        (step,) = drafter.unroll(batch_of(target, texts), target)
+        laws = step.head(step.hidden).softmax(-1)
+    assert step.depth == 1
+    for flat, law in zip(step.anchor.tolist(), laws, strict=True):
+        row, t = divmod(flat, texts.shape[1])
+        torch.testing.assert_close(law, want[row, t, 1], rtol=0, atol=1e-5)
+
+
+def test_an_exit_begins_as_the_early_exit_without_one(tiny_target):
+    target, prompts = tiny_target(vocab=V, layers=4, hidden=16), [[3, 1, 4, 1, 5], [9, 2]]
+    drafts = []
+    for kind in ("linear", "none"):
+        drafter = Skip.for_target(target, cost=0.5, layers=2, exit=kind).double().eval().requires_grad_(False)
+        assert drafter.settings["sublayers"] == "bb--"
+        target.tap(drafter.taps)
+        options = {"max_new_tokens": 20, "sampler": Sampler(0.0), "plan": TREE}
+        drafts.append([o.accepted for o in generate(target, drafter, prompts, **options).outputs])
+    assert drafts[0] == drafts[1]
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cost": 0.0}, r"drafter\.cost=0\.0: must be above 0"),
+        ({"cost": 1.5}, r"drafter\.cost=1\.5: must be above 0"),
+        ({"sublayers": "bb"}, "2 letters, and the target has 4 layers"),
+        ({"sublayers": "b-x-"}, "give one letter a layer"),
+        ({"sublayers": "----"}, "not all of them -"),
+        ({"layers": 4}, r"drafter\.layers=4: give 1 to 3"),
+        ({"layers": 2, "sublayers": "bbbb"}, r"drafter\.layers=2: give 1 to 3, and no drafter\.sublayers"),
+        ({"exit": "linear"}, r"set drafter\.layers"),
+        ({"exit": "linear", "sublayers": "b-b-"}, r"set drafter\.layers"),
+        ({"exit": "mlp", "layers": 2}, r"drafter\.exit=mlp: choose none or linear"),
+    ],
+    ids=str,
+)
+def test_options_that_name_no_drafter_are_refused(tiny_target, options, message):
+    target = tiny_target(vocab=V, layers=4, hidden=16)
+    with pytest.raises(UserError, match=message):
+        Skip.for_target(target, **({"cost": 0.5} | options))
+
+
+def test_a_target_whose_layers_cannot_be_run_one_by_one_is_refused(tiny_target):
+    target = tiny_target()
+    settings = Skip.for_target(target, cost=0.9, layers=1).settings
+    target.config._attn_implementation = "eager"
+    for build in (lambda: Skip.for_target(target, cost=0.5), lambda: Skip.restore(settings, target)):
+        with pytest.raises(UserError, match="LlamaForCausalLM cannot draft for itself here"):
+            build()
