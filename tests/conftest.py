@@ -182,6 +182,8 @@ def _sizes(yaml: Any, target: Target, depth: int, draft_folder: Callable[[int], 
         sizes["draft_vocab_size"] = max(1, target.vocab_size // 4) if always else None
     if "sublayers" in yaml:  # the search is tested apart
         sizes["sublayers"] = ("ba-m" * len(target.layers))[: len(target.layers)]
+    if "refresh" in yaml:  # so that a text of some twenty places has all of them
+        sizes |= {"sinks": 1, "recent": 6, "places": 3, "refresh": 3, "queries": 2}
     if "reuse" in yaml:  # a draft with memory is tested apart
         sizes["reuse"] = {**yaml.reuse, "mode": "none"}
     if yaml.get("path") or "mask_token" in yaml:

@@ -52,6 +52,10 @@ class RowInts(list[int]):
             copy = self._copy + other.on(self._copy.device)
         return RowInts([a + b for a, b in zip(self, other, strict=True)], copy)
 
+    def negative(self) -> RowInts:
+        """The numbers with the other sign."""
+        return RowInts([-a for a in self], None if self._copy is None else -self._copy)
+
     def select(self, rows: Sequence[int]) -> RowInts:
         """These rows, in this order."""
         return RowInts([self[r] for r in rows], self._select_copy(rows))

@@ -34,6 +34,7 @@ CLASSES = {
     "prompt": "drafters.models.prompt:Prompt",
     "recycle": "drafters.models.recycle:Recycle",
     "skip": "drafters.models.skip:Skip",
+    "sparse": "drafters.models.sparse:Sparse",
     "suffix": "drafters.models.suffix:Suffix",
     "tidar": "drafters.models.tidar:Tidar",
     "union": "drafters.models.union:Union",

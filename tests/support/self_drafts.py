@@ -28,10 +28,10 @@ def self_drafted(drafter, target, texts, depths) -> dict[tuple[int, int, int], t
         if part.attention:
             norm, attention = layer.input_layernorm, layer.self_attn
             q, k, v = _projected(attention, model.rotary_emb, norm(x).flatten(1, 2), at.flatten())
-            _, old_k, old_v = _projected(attention, model.rotary_emb, norm(settled[index]), place)
+            q_old, old_k, old_v = _projected(attention, model.rotary_emb, norm(settled[index]), place)
             q, k, v = (part.unflatten(2, at.shape) for part in (q, k, v))  # (B, heads, T, K, dim)
             old = torch.einsum("bhtkd,bhsd->bhtks", q, old_k) * attention.scaling
-            hidden = ~visible_places(drafter, target, texts, index)[:, None, :, None]  # (B, 1, T, 1, T)
+            hidden = ~visible_places(drafter, attention, q_old, old_k)[:, :, :, None]  # (B, heads, T, 1, T)
             own = torch.einsum("bhtkd,bhtjd->bhtkj", q, k) * attention.scaling
             scores = torch.cat(
                 [old.masked_fill(hidden, -torch.inf), own.masked_fill(~causal, -torch.inf)], -1
@@ -55,11 +55,29 @@ def self_drafted(drafter, target, texts, depths) -> dict[tuple[int, int, int], t
     }
 
 
-def visible_places(drafter, target, texts, layer) -> torch.Tensor:
-    """(B, T, T) bool: the settled places that a draft behind anchor t sees at a layer."""
-    del drafter, target, layer
-    length = texts.shape[1]
-    return torch.ones(length, length, dtype=torch.bool).tril().expand(len(texts), -1, -1)
+def visible_places(drafter, attention, queries, keys) -> torch.Tensor:
+    """(B, heads, T, T) bool: the settled places that a draft behind anchor t sees at a layer."""
+    rows, heads, length = queries.shape[:3]
+    every = torch.ones(length, length, dtype=torch.bool).tril()
+    if "refresh" not in drafter.settings:
+        return every.expand(rows, heads, -1, -1)
+    seen = torch.zeros(rows, heads, length, length, dtype=torch.bool)
+    scores = (queries @ keys.mT * attention.scaling).masked_fill(~every, -torch.inf)
+    groups = attention.num_key_value_groups
+    mass = scores.softmax(-1).unflatten(1, (-1, groups)).sum(2)  # (B, kv_heads, T, T)
+    options = drafter.settings
+    for t in range(length):
+        known = (t + 1) // options["refresh"] * options["refresh"]  # places of the newest selection
+        newest = known - (options["recent"] - options["refresh"])
+        if newest <= options["sinks"] + options["places"]:
+            seen[:, :, t, : t + 1] = True
+            continue
+        seen[:, :, t, : options["sinks"]] = True
+        seen[:, :, t, newest : t + 1] = True
+        asked = mass[:, :, known - options["queries"] : known].sum(2)[..., options["sinks"] : newest]
+        best = (options["sinks"] + asked.topk(options["places"]).indices).repeat_interleave(groups, 1)
+        seen[:, :, t].scatter_(2, best, value=True)
+    return seen
 
 
 def _projected(attention, rotary, x, places):

@@ -54,6 +54,16 @@ class RowStore:
         return 0 if self._data is None else self._data[:, :, 0, 0].numel() * self._data.itemsize
 
     @property
+    def read(self) -> RowInts:
+        """Tokens per row that were settled, which is the position of the next one."""
+        return self.lengths
+
+    @property
+    def longest(self) -> int:
+        """Upper bound on the positions of the current forward pass."""
+        return self.width
+
+    @property
     def before(self) -> int:
         """Number of slots before the new ones (settled and scratch) in the current forward pass."""
         return self.width - self._new
@@ -125,6 +135,11 @@ class RowStore:
             flat[1].index_copy_(0, index, values.transpose(1, 2).reshape(rows * new, -1))
         return self._all_views[2 * layer], self._all_views[2 * layer + 1]
 
+    def settled(self, layer: int, dim: int) -> tuple[Tensor, Tensor]:
+        """(B, heads, longest row, dim) views of a layer's settled keys and values, only to be read."""
+        views = self._views(0, max(self.lengths), dim)
+        return views[2 * layer], views[2 * layer + 1]
+
     def _views(self, first: int, last: int, dim: int) -> Sequence[Tensor]:
         """Views of keys 0, values 0, keys 1, ...; each (B, heads, last - first, dim)."""
         assert self._data is not None
@@ -195,6 +210,43 @@ class RowStore:
         assert self._all is not None
         self._data = self._all[:, :, : len(self.lengths)]
         self._data[:, :, rows:, :used] = other._data[:, :, :, :used]
+
+
+class KeptStore(RowStore):
+    """Copies of some settled slots of another store, for passes that see these and none of the others.
+
+    Args:
+        source: nothing in it changes.
+        places: (layers, B, P, heads) slots to copy for each head of keys, the first `counts[b]` of a row.
+        counts: slots per row.
+        room: unsettled slots to allocate.
+
+    Attributes:
+        dropped: settled slots per row that were left out.
+    """
+
+    def __init__(self, source: RowStore, places: Tensor, counts: RowInts, room: int) -> None:
+        layers, rows, width, heads = places.shape
+        super().__init__(layers, rows, width + room)
+        assert source._data is not None
+        self.lengths = counts
+        self.dropped = source.lengths.plus(counts.negative())
+        data = source._data.unflatten(-1, (heads, -1))  # (layers, 2, B, capacity, heads, dim)
+        self._data = self._all = source._data.new_zeros(
+            layers, 2, rows, self.capacity, heads * data.shape[-1]
+        )
+        index = places[:, None, ..., None].expand(-1, 2, -1, -1, -1, data.shape[-1])
+        self._data[:, :, :, :width] = data.gather(3, index).flatten(-2)
+
+    @property
+    @override
+    def read(self) -> RowInts:
+        return self.lengths.plus(self.dropped)
+
+    @property
+    @override
+    def longest(self) -> int:
+        return self.width + max(self.dropped)
 
 
 class MultiDeviceStore(RowStore):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from decode.kernels.packed_linear import fast_linears, is_packed
 from decode.model.abilities import Abilities
-from decode.model.cache import KVCache, attention_mask
+from decode.model.cache import KVCache, RowStore, attention_mask
 from decode.model.compiled_forward import compiled_pass
 from decode.model.fused_forward import Fused, Parts
 from decode.model.head import Head
@@ -129,6 +129,7 @@ class CausalLM:
         inputs: dict[int, Tensor] | None = None,
         offsets: Tensor | None = None,
         parts: Sequence[Parts] | None = None,
+        store: RowStore | None = None,
     ) -> Tensor:
         """Run the model on tokens after each row's settled and scratch slots. Call `keep` to settle them.
 
@@ -141,18 +142,19 @@ class CausalLM:
             offsets: (n,) or (B, n), number of positions between the settled tokens and each new one; None:
                 of the unsettled slots that it sees.
             parts: sublayers that run, of a model that is `fused`; None: all. Not to be settled.
+            store: of another text's keys and values, for a model that is `fused`; None: the cache's.
 
         Returns:
             (B, n, D) input of the head. Entries at padding are undefined.
         """
-        store, new, device = self.cache.store, tokens.shape[1], tokens.device
+        store, new, device = store or self.cache.store, tokens.shape[1], tokens.device
         store.begin(new, scratch)
-        settled = store.lengths.on(device)[:, None]  # (B, 1)
+        settled = store.read.on(device)[:, None]  # (B, 1)
         if offsets is None:
             # The position of a tree node is its depth on its path, not its slot: count what it sees.
             offsets = torch.arange(scratch + new, device=device) if block is None else block.sum(-1) - 1
         positions = settled + offsets  # (B, n); of a chain (B, scratch + n)
-        if self.max_positions is not None and store.width > self.max_positions:
+        if self.max_positions is not None and store.longest > self.max_positions:
             # Nodes past the end of the context only predict tokens that will be cut.
             positions = positions.clamp_max(self.max_positions - 1)
         if self._window is not None:
@@ -161,7 +163,7 @@ class CausalLM:
             self._unsettled = torch.cat([*earlier, positions], 1)
         positions = positions[:, -new:]
         read = {} if inputs is None else inputs
-        return self._body(tokens, positions, self._mask(block, tokens), read, parts)
+        return self._body(tokens, positions, self._mask(block, tokens, store), store, read, parts)
 
     def read_text(self, tokens: Tensor, inputs: dict[int, Tensor] | None = None) -> Tensor:
         """`forward` for (B, n) tokens of a text, in chunks, so that masks do not grow as n * n."""
@@ -202,6 +204,7 @@ class CausalLM:
         tokens: Tensor,
         positions: Tensor,
         mask: Tensor | dict[str, Tensor] | None,
+        store: RowStore,
         inputs: dict[int, Tensor],
         parts: Sequence[Parts] | None,
     ) -> Tensor:
@@ -209,8 +212,9 @@ class CausalLM:
         if self._fused is not None:
             assert not isinstance(mask, dict)
             read = self.layer_input(tokens)
-            return self._fused(positions, mask, self.cache.store, inputs, parts, **read)
+            return self._fused(positions, mask, store, inputs, parts, **read)
         assert parts is None, "only a fused pass can leave out sublayers"
+        assert store is self.cache.store, "only a fused pass can read another store"
         with record_inputs(self.layers, inputs), fast_linears(self.head.weight):
             return self.base(
                 **self.layer_input(tokens),
@@ -240,9 +244,11 @@ class CausalLM:
         """Go on with the texts of an earlier cache."""
         self._cache = cache
 
-    def _mask(self, block: Tensor | None, tokens: Tensor) -> Tensor | dict[str, Tensor] | None:
+    def _mask(
+        self, block: Tensor | None, tokens: Tensor, store: RowStore
+    ) -> Tensor | dict[str, Tensor] | None:
         """(B, 1, n, width) additive mask, per layer type if there are several; None: plain causal."""
-        store, window, new = self.cache.store, self._window, tokens.shape[1]
+        window, new = self._window, tokens.shape[1]
         if block is None:
             # A single token that sees everything, or a whole prompt: the kernel needs no mask.
             simple = len(set(store.lengths)) == 1 and (new == 1 or new == store.width)

@@ -225,7 +225,7 @@ class Fused:
             (B, n, D) output of the final norm.
         """
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        angles = self._table(store.width, x)[positions]  # (B, n, 2, 1, dim)
+        angles = self.angles(store.longest, x)[positions]  # (B, n, 2, 1, dim)
         compiled, (rows, slots) = self.compiled, x.shape[:2]
         causal = mask is None and slots > 1
         few = slots <= COMPILED_SLOTS and not causal and parts is None
@@ -243,7 +243,7 @@ class Fused:
                 x = layer.add_mlp(x)
         return self.norm(x)
 
-    def _table(self, limit: int, like: Tensor) -> Tensor:
+    def angles(self, limit: int, like: Tensor) -> Tensor:
         """(positions, 2, 1, dim) cosine and sine of at least `limit` positions, cached."""
         if self._angles is None or len(self._angles) < limit:
             positions = torch.arange(max(256, 2 * limit), device=like.device)[None]

@@ -15,6 +15,7 @@ from decode.evaluation.replay import Rollout
 from decode.evaluation.score import HeldOut, ScoreOptions, Setting, check, check_replayable, score
 from decode.evaluation.scorecard import Checkpoint, PlanChoice, Scorecard, TargetDrift
 from decode.evaluation.served import Served
+from decode.evaluation.teacher_forced import SettledCache
 from decode.generation.text import with_tag_ids
 from decode.model.load import stop_tokens
 from decode.model.target import Target
@@ -267,7 +268,8 @@ class Scorer:
     def _kv_bytes(self, target: Target, drafter: Drafter) -> int:
         """Bytes of the drafter's cache for a token of the first prompt, of which a window keeps a part."""
         prompt = torch.tensor([self.ids[0]], device=target.device)  # (1, T)
-        state = drafter.new_state(1)
+        state, cache = drafter.new_state(1), SettledCache(target, drafter, *prompt.shape)
+        cache.settle(prompt, [prompt.shape[1]])
         drafter.advance(state, target, prompt, target.read(prompt).taps, [prompt.shape[1]], prompt[:, -1])
         return drafter.kv_bytes_per_token(state)
 

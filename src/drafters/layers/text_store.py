@@ -37,11 +37,13 @@ class TextStore(RowStore):
         self._offsets: Tensor | None = None  # (m,) places of the unsettled slots after the settled ones
 
     @property
+    @override
     def read(self) -> RowInts:
         """Places per row that are settled: the next one's position."""
         return self.lengths.plus(self.dropped) if any(self.dropped) else self.lengths
 
     @property
+    @override
     def longest(self) -> int:
         """Upper bound on the positions of the current forward pass."""
         return self.width + max(self.dropped, default=0)

@@ -1,0 +1,127 @@
+"""A target over a part of its keys: which places it sees, and what it says of them."""
+
+import pytest
+import torch
+from exact import check_lossless
+from faces import V, Follower, assert_faces_agree, both, random_texts
+
+from decode.errors import UserError
+from decode.generation.generate import generate
+from decode.plan import Plan
+from decode.sampling import Sampler
+from decode.transfer import RowInts
+from drafters.models.sparse import Sparse, attention_mass
+
+SMALL = {"sinks": 1, "recent": 2, "places": 1, "refresh": 1, "queries": 1}
+CHAIN, SAMPLED, TREE = Plan(3), Plan(3, proposal="sampled"), Plan(3, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("plan", "temperature"), [(CHAIN, 0.0), (SAMPLED, 0.7), (SAMPLED, 1.0)], ids=["fixed", "warm", "drawn"]
+)
+def test_with_all_keys_every_draft_is_accepted_whole(tiny_target, plan, temperature):
+    target, prompts = tiny_target(vocab=12, layers=3), [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
+    rounds = []
+    for recent in (64, 2):
+        drafter = Sparse(**SMALL | {"recent": recent})
+        options = {"max_new_tokens": 25, "sampler": Sampler(temperature), "seed": 3}
+        run = generate(target, drafter, prompts, plan=plan, **options)
+        rounds.append(sum(len(o.emitted) for o in run.outputs))
+        if recent == 64:
+            whole = [a for o in run.outputs for a, e in zip(o.accepted, o.emitted, strict=True) if e == a + 1]
+            assert len(whole) > 12
+            assert set(whole) == {3}
+    assert rounds[0] < rounds[1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(2),
+        Plan(2, proposal="sampled"),
+        Plan(2, 2, 5),
+        Plan(tree=((0,), (1,), (0, 0), (1, 0)), proposal="hybrid"),
+    ],
+    ids=lambda p: p.name,
+)
+@pytest.mark.covering
+def test_it_is_lossless(tiny_target, plan, temperature):
+    check_lossless(tiny_target(), Sparse(**SMALL), plan, Sampler(temperature), length=3, rows=[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sinks": 0, "recent": 4, "places": 2, "refresh": 4, "queries": 4},
+        {"sinks": 2, "recent": 5, "places": 0, "refresh": 1, "queries": 1},
+        {"sinks": 0, "recent": 1, "places": 0, "refresh": 1, "queries": 1},
+        {"sinks": 0, "recent": 7, "places": 5, "refresh": 2, "queries": 1},
+    ],
+    ids=str,
+)
+def test_what_is_seen_follows_from_the_text_alone(tiny_target, make_drafter, options):
+    """The dense computation looks at every place anew, whatever was settled in one round."""
+    target, drafter = both(tiny_target, make_drafter, "sparse", **options)
+    chunks = [(5, 1), (1, 4), (7, 3), (2, 9), (1, 1), (4, 3)]
+    assert_faces_agree(drafter, target, random_texts(length=28), chunks)
+
+
+def test_the_places_kept_are_few_and_hold_the_newest(tiny_target, make_drafter):
+    target, drafter = both(tiny_target, make_drafter, "sparse")
+    follower = Follower(drafter, target, random_texts(2, 40))
+    most, found = drafter.sinks + drafter.places + drafter.recent, set()
+    for counts in [(2, 9), *[(1, 1)] * 6, (5, 4), (6, 1)]:
+        follower.advance(counts)
+        places, kept = drafter._kept(follower.state, target)
+        for row, (n, count) in enumerate(zip(follower.settled, kept, strict=True)):
+            assert count == min(n, count) <= most
+            assert (count == n) == (n - n % drafter.refresh <= most - drafter.refresh)
+            for seen in places[:, row, :count].transpose(1, 2).flatten(0, 1).tolist():
+                assert len({*seen}) == count
+                newest = n - n % drafter.refresh - (drafter.recent - drafter.refresh)
+                assert {*seen} >= {0, *range(max(newest, 0), n)}
+                found.add(len({*seen}) - count + n)
+        bytes_ = follower.cache.store.bytes_per_token
+        kept_bytes = bytes_ * sum(kept) / sum(follower.settled)
+        assert drafter.kv_bytes_per_token(follower.state) == pytest.approx(kept_bytes, abs=1)
+    assert len(found) > 10
+
+
+def test_mass_is_the_attention_that_the_target_gave(tiny_target):
+    target, texts = tiny_target(vocab=V, layers=3, hidden=16), random_texts(2, 12)
+    lengths = RowInts([12, 9])
+    target.start(2, 12)
+    target.extend(texts)
+    target.keep(lengths)
+    before = target.cache.store._data.clone()
+    places = torch.tensor([[9, 10, 11], [6, 7, 8]])
+    mass = attention_mass(target.fused, target.cache.store, texts.gather(1, places), places)
+    assert torch.equal(target.cache.store._data, before)
+    target.model.set_attn_implementation("eager")
+    probs = target.model(input_ids=texts, output_attentions=True).attentions  # layers of (B, heads, T, T)
+    for row in range(2):
+        want = torch.stack([layer[row][:, places[row]].sum((0, 1)) for layer in probs])  # one head of keys
+        torch.testing.assert_close(mass[row, :, 0], want, rtol=0, atol=1e-6)
+
+
+def test_a_text_may_reach_the_end_of_the_targets_context(tiny_target):
+    target = tiny_target(vocab=12, layers=2, positions=24)
+    options = {"max_new_tokens": 19, "sampler": Sampler(0.0)}
+    plain = generate(target, None, [[3, 1, 4, 1, 5]], **options).outputs[0].tokens
+    assert (
+        generate(target, Sparse(**SMALL), [[3, 1, 4, 1, 5]], plan=TREE, **options).outputs[0].tokens == plain
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{"sinks": -1}, {"places": -1}, {"queries": 0}, {"queries": 2}, {"refresh": 3}], ids=str
+)
+def test_options_out_of_range_are_refused(options):
+    with pytest.raises(UserError, match=f"{next(iter(options))}={next(iter(options.values()))}"):
+        Sparse(**SMALL | options)
+
+
+def test_a_target_that_sees_a_window_is_refused(tiny_target):
+    with pytest.raises(UserError, match="the target has a sliding window"):
+        Sparse.for_target(tiny_target(window=4), **SMALL)
