@@ -354,8 +354,8 @@ def cousins_are_seen(monkeypatch):
     monkeypatch.setattr(
         CausalLM,
         "_mask",
-        lambda self, block, tokens: real(
-            self, None if block is None else torch.ones_like(block).tril(), tokens
+        lambda self, block, *rest: real(
+            self, None if block is None else torch.ones_like(block).tril(), *rest
         ),
     )
 
