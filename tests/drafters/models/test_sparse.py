@@ -3,7 +3,7 @@
 import pytest
 import torch
 from exact import check_lossless
-from faces import V, Follower, assert_faces_agree, both, random_texts
+from faces import Follower, V, assert_faces_agree, both, random_texts
 
 from decode.errors import UserError
 from decode.generation.generate import generate
