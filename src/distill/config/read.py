@@ -131,9 +131,11 @@ def _drafter(cfg: DictConfig) -> o.DrafterOptions:
     settings = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in (*OF_ANY, *PARTS)])
 
     def build(target: Any) -> Any:
-        sizes = {}
+        sizes: dict[str, Any] = {}
         if "draft_vocab_size" in cfg:
             sizes["draft_vocab_size"] = draft_vocab_size(cfg.draft_vocab_size, target.vocab_size)
+        if cfg.get("store"):
+            sizes["store_key"] = _datastore(cfg.store, target)
         drafter = instantiate(settings, _convert_="all", **given, **sizes)(target)
         drafter.sizes_vocabulary = cfg.get("draft_vocab_size") == "auto" and drafter.d2t is not None
         return drafter
@@ -164,6 +166,13 @@ def _trained(source: str, target: Any) -> Any:
     from drafters.checkpoint import io as hub
 
     return hub.load_as_saved(hub.fetch(source), target)
+
+
+def _datastore(source: str, target: Any) -> str:
+    """Key of the datastore of these texts, which is made where there is none."""
+    from distill.datastore.build import make_datastore  # likewise
+
+    return make_datastore(source, target)
 
 
 def _optimizer(cfg: DictConfig) -> o.OptimizerOptions:

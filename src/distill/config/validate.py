@@ -98,6 +98,8 @@ FILES = {
     "checkpoint": "folder; give a checkpoint's folder or a hub id (owner/name)",
     "drafter.path": "folder; give a model folder, a GGUF file or a hub id (owner/name)",
     "drafter.first": "drafter; give a name of conf/drafter, a checkpoint's folder or a hub id (owner/name)",
+    "drafter.store": "file or folder of texts",
+    "drafter.second.store": "file or folder of texts",
     "drafter.init_from": "folder; give a checkpoint's folder or a hub id (owner/name)",
     "rollout.drafter": "folder; give a checkpoint's folder or a hub id (owner/name)",
 }

@@ -1,4 +1,7 @@
-"""SuffixDecoding (Oliaro et al., arXiv:2411.04975): frequent continuations in the text and past rollouts."""
+"""SuffixDecoding (Oliaro et al., arXiv:2411.04975): frequent continuations in the text and past rollouts.
+
+With a datastore also those in any other texts (REST, He et al., arXiv:2311.08252).
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from decode.errors import UserError
 from decode.model.target import Target
 from decode.plan import Path, Plan
 from drafters.base import Progress, Text, constructor_arguments
+from drafters.drafting.datastore import DEPTH, Datastore
 from drafters.families.lookup import IndexedText, LookupDrafter, Node, best_tree
 from drafters.families.ngram_counts import NgramCounts, hashes
 
@@ -28,7 +32,7 @@ NEGLIGIBLE = 0.01  # probability below which shorter matches are not looked up
 
 class Suffix(LookupDrafter):
     """Proposes the most probable continuations of the newest tokens, estimated from what followed them in
-    the row's own text, prompt included, and in the rollouts that the drafter was fitted on.
+    the row's own text, prompt included, in the rollouts that the drafter was fitted on, and in a datastore.
 
     The newest n tokens are looked up for n = 1, 2, 4, ... up to `longest`. Estimates of all n are blended
     as in prediction by partial matching (Cleary and Witten 1984), with escape probabilities after Witten
@@ -37,9 +41,11 @@ class Suffix(LookupDrafter):
 
         p_n(t) = (w c + c' + E p_m(t)) / (w N + N' + E),    E = w D + escape D',
 
-    w being `own_weight` and m the next shorter length. The tokens of a drafted path are looked up in the
-    same way, so that a node's probability is the product of its path's. (The paper takes the tree of one n
-    and one source that has the largest score.)
+    w being `own_weight` and m the next shorter length. Occurrences in the datastore, at most
+    `datastore.SAMPLE` of an n-gram and n at most `datastore.DEPTH`, are added to N', D' and c' with the
+    weight `store_weight`. The tokens of a drafted path are looked up in the same way, so that a node's
+    probability is the product of its path's. (The paper takes the tree of one n and one source that has the
+    largest score.)
 
     Args:
         longest: maximum number of matching tokens; powers of two up to it are looked up.
@@ -48,6 +54,9 @@ class Suffix(LookupDrafter):
         vocab_size: V of the target.
         own_weight: of an occurrence in the row's own text, beside one in a rollout.
         escape: weight of shorter matches where rollouts have longer ones.
+        store: name of the texts of the datastore, which is not in the checkpoint; None: there is none.
+        store_key: of the datastore, see `Datastore.open`.
+        store_weight: of an occurrence in the datastore, beside one in a rollout.
         size: of the corpus, including one separator per rollout.
 
     Raises:
@@ -65,10 +74,14 @@ class Suffix(LookupDrafter):
         vocab_size: int,
         own_weight: float = 1000.0,
         escape: float = 4.0,
+        store: str | None = None,
+        store_key: str = "",
+        store_weight: float = 1.0,
         size: int = 0,
     ) -> None:
         settings = constructor_arguments(locals())
         low = {"longest": 1, "own_weight": 0, "escape": 0, "min_probability": 0, "max_tokens": 0}
+        low["store_weight"] = 0
         for name, least in low.items():
             if settings[name] < least:
                 raise UserError(f"drafter.{name}={settings[name]}: must be at least {least}")
@@ -77,14 +90,38 @@ class Suffix(LookupDrafter):
         super().__init__([2**i for i in range(longest.bit_length())])
         self.settings = settings
         self.longest, self.own_weight, self.escape = longest, own_weight, escape
-        self.min_probability = min_probability
+        self.min_probability, self.store_weight = min_probability, store_weight
         self.register_buffer("corpus", torch.full((size,), PAD, dtype=torch.int32))
         self._counts: NgramCounts | None = None  # of `corpus`, made on first use
+        self._store: Datastore | None = None
 
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
-        return cls(**options, vocab_size=target.vocab_size)
+        drafter = cls(**options, vocab_size=target.vocab_size)
+        drafter._open_store()
+        return drafter
+
+    @override
+    @classmethod
+    def restore(cls, settings: dict[str, Any], target: Target) -> Self:
+        drafter = super().restore(settings, target)
+        drafter._open_store()
+        return drafter
+
+    def _open_store(self) -> None:
+        """Open the datastore, if there is one.
+
+        Raises:
+            UserError: see `Datastore.open`.
+        """
+        store, key = self.settings["store"], self.settings["store_key"]
+        if store is None:
+            return
+        try:
+            self._store = Datastore.open(key, self.settings["vocab_size"])
+        except UserError as error:
+            raise UserError(f"drafter.store={store}: {error}") from None
 
     @override
     def fit(
@@ -134,18 +171,20 @@ class Suffix(LookupDrafter):
         for n, value in zip(reversed(self.orders[: len(hashed)]), reversed(hashed), strict=True):
             past = self._counts.after(n, value)
             own = history.next_tokens(newest[-n:], OCCURRENCES) if self.own_weight else {}
-            if past is None and not own:
-                continue
+            stored = self._store.next_tokens(newest[-n:]) if self._store and n <= DEPTH else {}
             total = self.own_weight * sum(own.values()) + (past.total if past else 0)
+            total += self.store_weight * sum(stored.values())
             if not total:
                 continue
             escape = self.own_weight * len(own) + (self.escape * past.distinct if past else 0)
+            escape += self.store_weight * self.escape * len(stored)
             share = left / (total + escape)  # of one occurrence
             if past:
                 for token, times in zip(past.tokens, past.counts, strict=True):
                     found[token] = found.get(token, 0.0) + share * times
-            for token, times in own.items():
-                found[token] = found.get(token, 0.0) + share * self.own_weight * times
+            for counts, weight in ((own, self.own_weight), (stored, self.store_weight)):
+                for token, times in counts.items():
+                    found[token] = found.get(token, 0.0) + share * weight * times
             left *= escape / (total + escape)
             if left < NEGLIGIBLE:
                 break

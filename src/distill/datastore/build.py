@@ -1,0 +1,145 @@
+"""Make the datastore of a drafter, or find the one that an earlier run made of the same texts."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from decode.errors import UserError
+from decode.hardware import locked
+from decode.model.load import load_tokenizer
+from decode.model.target import Target
+from distill.datastore.suffix_array import sort_places
+from distill.datastore.texts import Texts
+from distill.prompts.chat_template import Chat
+from distill.utils.atomic_files import write_json
+from distill.utils.paths import bundled
+from distill.utils.progress import bar, say
+from distill.utils.provenance import digest
+from drafters.checkpoint.atomic import publish
+from drafters.drafting import datastore as files
+from drafters.drafting.datastore import DEPTH, FORMAT, MOST, ORDER, TOKENS, Datastore, datastore_folder
+
+BATCH = 4_000_000  # characters that the tokenizer is given at once
+
+
+def make_datastore(source: str, target: Target, most: int = MOST) -> str:
+    """Make the datastore of these texts in the target's tokens, unless this machine has it.
+
+    Of several processes one makes it, and the others wait.
+
+    Args:
+        source: file or folder, see `Texts`.
+        target: whose tokenizer and chat template are used.
+        most: tokens of it; what is behind them is left out.
+
+    Returns:
+        Its key, see `Datastore.open`.
+
+    Raises:
+        UserError: no texts there, a target without a tokenizer, or a damaged datastore.
+    """
+    texts = Texts(Path(bundled(source)).expanduser(), _chat(target))
+    key = digest(f"{FORMAT} {DEPTH} {most} {target.vocab_size} {texts.key()}")
+    folder = datastore_folder(key)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.with_suffix(".lock")):
+        if not folder.exists():
+            for killed in folder.parent.glob(f"{key}.*.tmp"):
+                shutil.rmtree(killed, ignore_errors=True)
+            say(f"drafter.store={source}: {_write(folder, texts, target, most)}, kept in {folder}")
+        else:
+            size = Datastore.open(key, target.vocab_size).size
+            say(f"drafter.store={source}: {size:,} tokens, indexed before ({folder})")
+    return key
+
+
+def _chat(target: Target) -> Chat:
+    name, revision = target.model.name_or_path, getattr(target.model.config, "_commit_hash", None)
+    if not name:
+        raise UserError("drafter.store: the target was built in memory, without a tokenizer; give it a path")
+    tokenizer = load_tokenizer(name, revision)
+    return Chat(tokenizer, "chat" if tokenizer.chat_template else "none")
+
+
+def _write(folder: Path, texts: Texts, target: Target, most: int) -> str:
+    """Write a datastore; returns a description."""
+    start = time.monotonic()
+    kind = files.token_type(target.vocab_size)
+    with publish(folder) as temporary:
+        temporary.mkdir()
+        size = _write_tokens(temporary / TOKENS, _tokens(texts, kind, target.vocab_size), kind, most)
+        if not size:
+            reason = f" ({texts.left_out[0]})" if texts.left_out else ""
+            raise UserError(f"drafter.store={texts.source}: no text in it{reason}")
+        read = time.monotonic()
+        order = np.memmap(temporary / ORDER, "<u4", "w+", shape=(size,))
+        with bar(size, "datastore: sorting", "tokens", leave=False) as progress:
+            for count in sort_places(np.memmap(temporary / TOKENS, kind, "r"), order, DEPTH):
+                progress.update(count)
+        order.flush()
+        meta = {
+            "format": FORMAT,
+            "key": folder.name,
+            "texts": str(texts.source),
+            "tokens": size,
+            "token_bytes": kind.itemsize,
+            "vocab_size": target.vocab_size,
+            "samples": {name: files.sample_hash(temporary / name) for name in (TOKENS, ORDER)},
+        }
+        write_json(temporary / files.META, meta)
+    left_out = f"; left out: {texts.left_out[0]}" if texts.left_out else ""
+    if (more := len(texts.left_out) - 1) > 0:
+        left_out += f", and {more} more"
+    limit = " (the most that one has)" if size == most else ""
+    return (
+        f"{size:,} tokens{limit} read in {read - start:.0f} s and "
+        f"sorted in {time.monotonic() - read:.0f} s, {size * (kind.itemsize + 4) / 2**20:.1f} MiB{left_out}"
+    )
+
+
+def _tokens(texts: Texts, kind: np.dtype, vocab_size: int) -> Iterator[np.ndarray]:
+    """Token ids of the texts, in batches, with a separator behind each text."""
+    separator = np.iinfo(kind).max
+    for batch in _batches(texts):
+        encoded = texts.chat.tokenizer([text for text, _ in batch], add_special_tokens=False, verbose=False)
+        rows = []
+        for ids, (_, ends) in zip(encoded["input_ids"], batch, strict=True):
+            rows.append(np.array([*ids, separator] if ends else ids, np.int64))
+        tokens = np.concatenate(rows)
+        if (largest := int(tokens[tokens != separator].max(initial=0))) >= vocab_size:
+            raise UserError(
+                f"drafter.store={texts.source}: token {largest} is none of the target's {vocab_size}"
+            )
+        yield tokens.astype(kind)
+
+
+def _batches(texts: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    batch, size = [], 0
+    for text, ends in texts:
+        batch.append((text, ends))
+        size += len(text)
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _write_tokens(path: Path, tokens: Iterator[np.ndarray], kind: np.dtype, most: int) -> int:
+    """Write at most `most` tokens, and the fill behind them; returns their number."""
+    size, separator = 0, np.iinfo(kind).max
+    with path.open("wb") as file, bar(0, "datastore: reading", "tokens", leave=False) as progress:
+        for part in tokens:
+            part = part[: most - size]
+            file.write(part.tobytes())
+            size += len(part)
+            progress.update(len(part))
+            if size == most:
+                break
+        file.write(np.full(DEPTH, separator, kind).tobytes())
+    return size

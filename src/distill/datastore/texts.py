@@ -1,0 +1,103 @@
+"""The texts of a datastore: a file or a folder of records, documents or code."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from decode.errors import UserError
+from distill.prompts.chat_template import Chat, TemplateRenderer
+from distill.prompts.readers import Record, read_file
+from distill.prompts.records import CONTENT, parse, to_prompt
+
+RECORDS = (".jsonl", ".parquet")  # and .json with a list in it; every other file is one text
+MAX_BYTES = 10_000_000  # of a record
+PIECE = 100_000  # characters of a file that are tokenised as one text, up to the end of the line
+
+
+@dataclass(slots=True)
+class Texts:
+    """Texts of a file, or of all files below a folder whose names do not begin with a dot.
+
+    A record with a `text` alone is that text; any other is a conversation, as the target's chat template
+    writes it. Records that cannot be used are left out, and files from where they are not UTF-8.
+
+    Args:
+        source: of them.
+        chat: the target's.
+
+    Attributes:
+        left_out: what was, with the reason, after they were read.
+
+    Raises:
+        UserError: no such file or folder, or none in it.
+    """
+
+    source: Path
+    chat: Chat
+    left_out: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.source.exists():
+            raise UserError(f"drafter.store={self.source}: no such file or folder")
+        if not self.files():
+            raise UserError(f"drafter.store={self.source}: no files in it")
+
+    def files(self) -> list[Path]:
+        """The files, in the order of their names."""
+        if self.source.is_file():
+            return [self.source]
+        below = (path for path in self.source.rglob("*") if path.is_file())
+        return sorted(p for p in below if not any(n[0] == "." for n in p.relative_to(self.source).parts))
+
+    def key(self) -> str:
+        """Hash of names and contents of the files, and of what the chat makes of them."""
+        found = hashlib.sha256(f"{self.chat.template} {self.chat.fingerprint()}".encode())
+        for path in self.files():
+            found.update(f"\n{path.name} ".encode())
+            with path.open("rb") as file:
+                found.update(hashlib.file_digest(file, "sha256").digest())
+        return found.hexdigest()[:32]
+
+    def __iter__(self) -> Iterator[tuple[str, bool]]:
+        """Pieces of the texts, each with whether a text ends with it."""
+        self.left_out.clear()
+        for path in self.files():
+            if path.suffix in RECORDS or (path.suffix == ".json" and _is_list(path)):
+                for record in read_file(path, (), MAX_BYTES):
+                    try:
+                        yield self._text(record), True
+                    except UserError as error:
+                        self.left_out.append(f"{path}:{record.line}: {error}")
+            else:
+                yield from self._pieces(path)
+
+    def _text(self, record: Record) -> str:
+        if record.fault:
+            raise UserError(record.fault)
+        value = parse(record.value) if isinstance(record.value, bytes) else record.value
+        if isinstance(value, dict) and [k for k in CONTENT if value.get(k) not in (None, "")] == ["text"]:
+            if not isinstance(value["text"], str):
+                raise UserError("'text' must be a text")
+            return value["text"]
+        prompt = to_prompt(value, "")
+        if self.chat.template == "none":
+            return "\n".join(str(message["content"]) for message in prompt.messages)
+        return TemplateRenderer(self.chat, prompt.tools).text(prompt.messages)
+
+    def _pieces(self, path: Path) -> Iterator[tuple[str, bool]]:
+        """A file in pieces that end with a line."""
+        try:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                while piece := file.read(PIECE):
+                    yield piece + file.readline(PIECE), False
+        except UnicodeDecodeError as error:
+            self.left_out.append(f"{path}: not UTF-8 ({error.reason})")
+        yield "", True
+
+
+def _is_list(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
