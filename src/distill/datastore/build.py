@@ -22,9 +22,9 @@ from distill.utils.progress import bar, say
 from distill.utils.provenance import digest
 from drafters.checkpoint.atomic import publish
 from drafters.drafting import datastore as files
-from drafters.drafting.datastore import DEPTH, FORMAT, MOST, ORDER, TOKENS, Datastore, datastore_folder
+from drafters.drafting.datastore import DEPTH, FORMAT, META, MOST, ORDER, TOKENS, Datastore, datastore_folder
 
-BATCH = 4_000_000  # characters that the tokenizer is given at once
+BATCH = 1_000_000  # characters that the tokenizer is given at once
 
 
 def make_datastore(source: str, target: Target, most: int = MOST) -> str:
@@ -67,16 +67,42 @@ def _chat(target: Target) -> Chat:
 
 
 def _write(folder: Path, texts: Texts, target: Target, most: int) -> str:
-    """Write a datastore; returns a description."""
-    start = time.monotonic()
+    """Read, tokenise and sort texts; returns a description."""
     kind = files.token_type(target.vocab_size)
+    start = time.monotonic()
+    try:
+        size = write_datastore(folder, _tokens(texts, kind, target.vocab_size), target.vocab_size, most)
+    except UserError as error:
+        reason = f" ({texts.left_out[0]})" if texts.left_out else ""
+        raise UserError(f"drafter.store={texts.source}: {error}{reason}") from None
+    left_out = f"; left out: {texts.left_out[0]}" if texts.left_out else ""
+    if (more := len(texts.left_out) - 1) > 0:
+        left_out += f", and {more} more"
+    limit = " (the most that one has)" if size == most else ""
+    megabytes = size * (kind.itemsize + 4) / 2**20
+    return f"{size:,} tokens{limit} in {time.monotonic() - start:.0f} s, {megabytes:.1f} MiB{left_out}"
+
+
+def write_datastore(folder: Path, batches: Iterable[np.ndarray], vocab_size: int, most: int = MOST) -> int:
+    """Write a datastore; nothing is there before it is finished.
+
+    Args:
+        folder: whose name is its key.
+        batches: token ids of `token_type`, the separator behind each text.
+        vocab_size: V of the target.
+        most: tokens of it.
+
+    Returns:
+        Its number of tokens.
+
+    Raises:
+        UserError: there are none.
+    """
+    kind = files.token_type(vocab_size)
     with publish(folder) as temporary:
         temporary.mkdir()
-        size = _write_tokens(temporary / TOKENS, _tokens(texts, kind, target.vocab_size), kind, most)
-        if not size:
-            reason = f" ({texts.left_out[0]})" if texts.left_out else ""
-            raise UserError(f"drafter.store={texts.source}: no text in it{reason}")
-        read = time.monotonic()
+        if not (size := _write_tokens(temporary / TOKENS, batches, kind, most)):
+            raise UserError("no text in it")
         order = np.memmap(temporary / ORDER, "<u4", "w+", shape=(size,))
         with bar(size, "datastore: sorting", "tokens", leave=False) as progress:
             for count in sort_places(np.memmap(temporary / TOKENS, kind, "r"), order, DEPTH):
@@ -85,36 +111,32 @@ def _write(folder: Path, texts: Texts, target: Target, most: int) -> str:
         meta = {
             "format": FORMAT,
             "key": folder.name,
-            "texts": str(texts.source),
             "tokens": size,
             "token_bytes": kind.itemsize,
-            "vocab_size": target.vocab_size,
+            "vocab_size": vocab_size,
             "samples": {name: files.sample_hash(temporary / name) for name in (TOKENS, ORDER)},
         }
-        write_json(temporary / files.META, meta)
-    left_out = f"; left out: {texts.left_out[0]}" if texts.left_out else ""
-    if (more := len(texts.left_out) - 1) > 0:
-        left_out += f", and {more} more"
-    limit = " (the most that one has)" if size == most else ""
-    return (
-        f"{size:,} tokens{limit} read in {read - start:.0f} s and "
-        f"sorted in {time.monotonic() - read:.0f} s, {size * (kind.itemsize + 4) / 2**20:.1f} MiB{left_out}"
-    )
+        write_json(temporary / META, meta)
+    return size
 
 
 def _tokens(texts: Texts, kind: np.dtype, vocab_size: int) -> Iterator[np.ndarray]:
     """Token ids of the texts, in batches, with a separator behind each text."""
     separator = np.iinfo(kind).max
     for batch in _batches(texts):
-        encoded = texts.chat.tokenizer([text for text, _ in batch], add_special_tokens=False, verbose=False)
+        encoded = texts.chat.tokenizer(
+            [text for text, _ in batch],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,  # about texts longer than the target's context
+        )
         rows = []
         for ids, (_, ends) in zip(encoded["input_ids"], batch, strict=True):
             rows.append(np.array([*ids, separator] if ends else ids, np.int64))
         tokens = np.concatenate(rows)
         if (largest := int(tokens[tokens != separator].max(initial=0))) >= vocab_size:
-            raise UserError(
-                f"drafter.store={texts.source}: token {largest} is none of the target's {vocab_size}"
-            )
+            raise UserError(f"its tokenizer writes token {largest}, and the target has {vocab_size}")
         yield tokens.astype(kind)
 
 
@@ -130,7 +152,7 @@ def _batches(texts: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool
         yield batch
 
 
-def _write_tokens(path: Path, tokens: Iterator[np.ndarray], kind: np.dtype, most: int) -> int:
+def _write_tokens(path: Path, tokens: Iterable[np.ndarray], kind: np.dtype, most: int) -> int:
     """Write at most `most` tokens, and the fill behind them; returns their number."""
     size, separator = 0, np.iinfo(kind).max
     with path.open("wb") as file, bar(0, "datastore: reading", "tokens", leave=False) as progress:

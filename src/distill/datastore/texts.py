@@ -89,13 +89,16 @@ class Texts:
 
     def _pieces(self, path: Path) -> Iterator[tuple[str, bool]]:
         """A file in pieces that end with a line."""
+        begun = False
         try:
             with path.open(encoding="utf-8-sig", newline="") as file:
                 while piece := file.read(PIECE):
+                    begun = True
                     yield piece + file.readline(PIECE), False
         except UnicodeDecodeError as error:
             self.left_out.append(f"{path}: not UTF-8 ({error.reason})")
-        yield "", True
+        if begun:
+            yield "", True
 
 
 def _is_list(path: Path) -> bool:

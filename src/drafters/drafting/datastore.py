@@ -15,9 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,7 +30,8 @@ from decode.hardware import cache_folder
 FORMAT = 1
 META, TOKENS, ORDER = "index.json", "tokens.bin", "order.bin"
 DEPTH = 16  # tokens by which places are sorted, the most that a match has
-SAMPLE = 256  # places that are counted, of an n-gram that has more
+SAMPLE = 64  # places that are counted, of an n-gram that has more
+REMEMBERED = 4096  # n-grams whose counts are kept: those of a round are looked up again in the next
 MOST = 10**9  # tokens of a datastore
 BLOCKS, BLOCK = 256, 4096  # number and bytes of the samples that a file is recognised by
 
@@ -72,17 +74,22 @@ class Datastore:
         self._order = memoryview(_mapped(folder / ORDER)).cast("I")
         self._tokens = np.frombuffer(self._bytes, self._type)
         self._places = np.frombuffer(self._order, np.uint32)
+        self.next_tokens = lru_cache(REMEMBERED)(self._next_tokens)
 
     @classmethod
     def open(cls, key: str, vocab_size: int) -> Self:
         """Open the datastore with a hash.
 
         Raises:
-            UserError: this machine has none, it is damaged, or its tokens are not the target's.
+            UserError: no key, this machine has none, it is damaged, or its tokens are not the target's.
         """
+        if not re.fullmatch("[0-9a-f]{16}", key):  # a checkpoint's, which may come from anywhere
+            raise UserError(f"{key[:40]!r} is no key of a datastore")
         folder = datastore_folder(key)
         if not folder.is_dir():
-            raise UserError(f"its datastore is not on this machine ({folder})")
+            raise UserError(
+                f"its datastore is not on this machine ({folder}); a run with these texts makes it here"
+            )
         try:
             meta = json.loads((folder / META).read_text())
             if meta["format"] != FORMAT or meta["key"] != key:
@@ -101,7 +108,7 @@ class Datastore:
             raise UserError(f"{folder}: its texts are tokens of a vocabulary of {size}, not of {vocab_size}")
         return opened
 
-    def next_tokens(self, ngram: Sequence[int]) -> dict[int, int]:
+    def _next_tokens(self, ngram: tuple[int, ...]) -> dict[int, int]:
         """Token -> how often it followed an n-gram.
 
         At all of its places or, if there are more, at `SAMPLE` evenly spaced ones of the sorted order.

@@ -116,7 +116,7 @@ class Suffix(LookupDrafter):
             UserError: see `Datastore.open`.
         """
         store, key = self.settings["store"], self.settings["store_key"]
-        if store is None:
+        if store is None or self._store is not None:
             return
         try:
             self._store = Datastore.open(key, self.settings["vocab_size"])
@@ -150,6 +150,7 @@ class Suffix(LookupDrafter):
 
     @override
     def new_state(self, rows: int) -> list[IndexedText]:
+        self._open_store()
         if self._counts is None:
             tokens = self.corpus.cpu().numpy()
             if tokens.size and not (tokens.min() >= PAD and tokens.max() < self.settings["vocab_size"]):
@@ -171,7 +172,7 @@ class Suffix(LookupDrafter):
         for n, value in zip(reversed(self.orders[: len(hashed)]), reversed(hashed), strict=True):
             past = self._counts.after(n, value)
             own = history.next_tokens(newest[-n:], OCCURRENCES) if self.own_weight else {}
-            stored = self._store.next_tokens(newest[-n:]) if self._store and n <= DEPTH else {}
+            stored = self._stored(newest[-n:])
             total = self.own_weight * sum(own.values()) + (past.total if past else 0)
             total += self.store_weight * sum(stored.values())
             if not total:
@@ -189,3 +190,9 @@ class Suffix(LookupDrafter):
             if left < NEGLIGIBLE:
                 break
         return nlargest(count, found.items(), key=itemgetter(1))
+
+    def _stored(self, ngram: Path) -> dict[int, int]:
+        """Token -> how often it followed an n-gram in the datastore."""
+        if self._store is None or not self.store_weight or len(ngram) > DEPTH:
+            return {}
+        return self._store.next_tokens(ngram)

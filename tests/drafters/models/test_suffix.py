@@ -8,6 +8,7 @@ from math import prod
 
 import pytest
 import torch
+from datastores import store_of
 from exact import check_lossless
 from faces import feed, paths, propose
 from hypothesis import assume, given
@@ -22,6 +23,7 @@ from drafters.checkpoint import io as hub
 from drafters.families.lookup import IndexedText
 from drafters.families.ngram_counts import KEPT, NgramCounts
 from drafters.models.suffix import NEGLIGIBLE, OCCURRENCES, Suffix
+from drafters.models.union import Union
 
 OPTIONS = {
     "longest": 8,
@@ -39,7 +41,22 @@ def target(tiny_target):
     return tiny_target(vocab=30, dtype=torch.float32)
 
 
-def fitted(rollouts, **changes) -> Suffix:
+STORE = {"store": None, "store_key": "", "store_weight": 1.0}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cache(tmp_path_factory):
+    """Where datastores are kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def fitted(rollouts, store=(), **changes) -> Suffix:
+    """A drafter of these rollouts and, if there are texts for it, a datastore."""
+    if store:
+        size = changes.get("vocab_size", OPTIONS["vocab_size"])
+        changes |= {"store": "texts", "store_key": store_of(store, size)}
     drafter = Suffix(**OPTIONS | changes)
     drafter.fit([Text(tokens, [1] * len(tokens)) for tokens in rollouts])
     return drafter
@@ -85,7 +102,9 @@ def followers(text, ngram) -> list[int]:
     return [[*text, PAD][i] for i in range(n, len(text) + 1) if tuple(text[i - n : i]) == ngram]
 
 
-def formula(rollouts, text, path, longest, own_weight, escape) -> dict[int, float]:
+def formula(
+    rollouts, text, path, longest, own_weight, escape, store=(), store_weight=0.0
+) -> dict[int, float]:
     """p_n(t) = (w c + c' + E p_m(t)) / (w N + N' + E), E = w D + escape D', as its docstring has it."""
 
     def p(lengths, left) -> dict[int, float]:
@@ -95,15 +114,17 @@ def formula(rollouts, text, path, longest, own_weight, escape) -> dict[int, floa
         ngram = (*text, *path)[-lengths[0] :]
         own = Counter(t for t in followers(text, ngram)[-OCCURRENCES:] if t != PAD and own_weight)
         past = Counter(t for rollout in rollouts for t in followers(rollout, ngram) if t != PAD)
-        total = own_weight * own.total() + past.total()
+        stored = Counter(t for other in store for t in followers(other, ngram) if t != PAD and store_weight)
+        total = own_weight * own.total() + past.total() + store_weight * stored.total()
         if not total:
             return p(lengths[1:], left)
-        rest = own_weight * len(own) + escape * len(past)
+        rest = own_weight * len(own) + escape * (len(past) + store_weight * len(stored))
         shorter = p(lengths[1:], left * rest / (total + rest))
         listed = dict(sorted(past.items(), key=lambda pair: (-pair[1], pair[0]))[:KEPT])
         return {
-            t: (own_weight * own[t] + listed.get(t, 0) + rest * shorter.get(t, 0)) / (total + rest)
-            for t in {*own, *listed, *shorter}
+            t: (own_weight * own[t] + listed.get(t, 0) + store_weight * stored[t] + rest * shorter.get(t, 0))
+            / (total + rest)
+            for t in {*own, *listed, *stored, *shorter}
         }
 
     size = len(text) + len(path)
@@ -122,6 +143,17 @@ def test_estimates_are_those_of_the_formula(rollouts, text, path, options):
     assert sum(p for _, p in found) <= 1 + 1e-9
     assert drafter.next_tokens(history, path, 2) == found[:2]
     assert history.tokens == text
+
+
+stored_texts = st.lists(st.lists(small, min_size=1, max_size=9), min_size=1, max_size=4)
+
+
+@given(several, texts, drafted, settings, stored_texts, st.sampled_from([0.0, 0.3, 1.0]))
+def test_a_datastore_counts_beside_the_rollouts(rollouts, text, path, options, store, weight):
+    options = options | {"store": store, "store_weight": weight}
+    drafter = fitted(rollouts, **options)
+    found = drafter.next_tokens(history_of(drafter, text), path, EVERYTHING)
+    assert dict(found) == pytest.approx(formula(rollouts, text, path, **options), abs=1e-9)
 
 
 @given(
@@ -248,6 +280,48 @@ def test_fitting_again_forgets_what_was_before(target):
     assert list(drafts(drafter, target, [9, 3], Plan(1))) == [(4,)]
 
 
+def test_a_checkpoint_names_its_datastore_and_does_not_contain_it(target, tmp_path, monkeypatch):
+    drafter = fitted([[1, 2]], [[5, 6, 7] * 2000])
+    hub.save(drafter, target, tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 3000
+    loaded = hub.load(tmp_path, target)
+    assert list(drafts(loaded, target, [9, 5], Plan(2))) == [(6,), (6, 7)]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    with pytest.raises(
+        UserError, match=r"drafter.store=texts: its datastore is not on this machine"
+    ) as error:
+        hub.load(tmp_path, target)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["../../../etc", "", "0" * 17, "/" * 16])
+def test_a_key_that_is_none_is_refused(target, tmp_path, key):
+    hub.save(fitted([[1, 2]]), target, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["settings"] |= {"store": "/etc/passwd", "store_key": key}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="no key of a datastore"):
+        hub.load(tmp_path, target)
+
+
+def test_texts_have_to_be_indexed_first(target):
+    with pytest.raises(UserError, match="no key of a datastore"):
+        Suffix.for_target(
+            target, **{k: v for k, v in OPTIONS.items() if k != "vocab_size"}, store="texts.jsonl"
+        )
+
+
+def test_a_union_keeps_the_datastore_of_its_second(tiny_target, make_drafter, tmp_path):
+    target = tiny_target(vocab=30, layers=4, hidden=16, dtype=torch.float32)
+    union = Union(make_drafter("eagle", target), fitted([], [[11, 12, 13, 14]] * 9))
+    hub.save(union.requires_grad_(False), target, tmp_path)
+    for drafter in (union, hub.load(tmp_path, target)):
+        assert isinstance(drafter, Union)
+        (history,) = drafter.new_state(1).second
+        history.extend([9, 11])
+        assert [node.token for node in drafter.second.nodes(history, Plan(3))] == [12, 13, 14]
+
+
 @pytest.mark.parametrize("token", [30, 2**31 - 1, -2])
 def test_a_corpus_of_what_is_no_token_is_refused(target, tmp_path, token):
     drafter = fitted([[1, 2, 3]])
@@ -257,7 +331,9 @@ def test_a_corpus_of_what_is_no_token_is_refused(target, tmp_path, token):
         hub.load(tmp_path, target).new_state(1)
 
 
-@pytest.mark.parametrize("name", ["longest", "own_weight", "escape", "min_probability", "max_tokens"])
+@pytest.mark.parametrize(
+    "name", ["longest", "own_weight", "escape", "min_probability", "max_tokens", "store_weight"]
+)
 def test_an_option_out_of_range_is_refused(name):
     with pytest.raises(UserError, match=rf"drafter\.{name}=-1: must be at least"):
         Suffix(**OPTIONS | {name: -1})
@@ -267,11 +343,12 @@ def test_a_checkpoint_from_before_the_blend_opens_and_drafts(target, tmp_path):
     hub.save(fitted([[1, 2, 3]]), target, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["settings"] |= {"longest": 16, "matches": 16, "growth": 2.0, "factor": 4.0}
-    del config["settings"]["own_weight"], config["settings"]["escape"]
+    for name in ("own_weight", "escape", *STORE):
+        del config["settings"][name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = hub.load(tmp_path, target)
     assert isinstance(loaded, Suffix)
-    assert loaded.settings == OPTIONS | {"longest": 16, "size": 4}
+    assert loaded.settings == OPTIONS | STORE | {"longest": 16, "size": 4}
     assert list(drafts(loaded, target, [9, 1], Plan(2))) == [(2,), (2, 3)]
 
 
@@ -296,6 +373,7 @@ def test_the_work_of_a_round_is_bounded_whatever_the_texts_length(target, monkey
 
 
 @pytest.mark.parametrize("plan", [Plan(3), Plan(2, 2, 5)], ids=lambda p: p.name)
-def test_what_it_drafts_is_verified_losslessly(tiny_target, plan):
-    drafter = fitted([[0, 1, 2, 0, 0, 1], [2, 1, 1, 0]], vocab_size=3)
+@pytest.mark.parametrize("store", [(), ((1, 1, 2, 0),)], ids=["rollouts", "datastore"])
+def test_what_it_drafts_is_verified_losslessly(tiny_target, plan, store):
+    drafter = fitted([[0, 1, 2, 0, 0, 1], [2, 1, 1, 0]], store, vocab_size=3)
     check_lossless(tiny_target(), drafter, plan, Sampler(0.7))

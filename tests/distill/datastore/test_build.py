@@ -1,0 +1,210 @@
+"""From texts to a datastore: what is read, made once, shared, and complete or not there."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from workbench import make_target, make_tokenizer
+
+from decode.errors import UserError
+from decode.model.load import load_target
+from distill.datastore import build
+from distill.datastore.build import make_datastore
+from distill.datastore.texts import Texts
+from distill.prompts.chat_template import Chat
+from drafters.drafting.datastore import TOKENS, Datastore, datastore_folder
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_target(str(make_target(tmp_path_factory.mktemp("target"))), "float32", "cpu")
+
+
+def texts_of(key, tokenizer) -> list[str]:
+    """The texts of a datastore, from its file of tokens."""
+    tokens = np.fromfile(datastore_folder(key) / TOKENS, ">u2").tolist()
+    texts, ids = [], []
+    for token in tokens[: Datastore.open(key, tokenizer.vocab_size).size]:
+        if token == 2**16 - 1:
+            texts.append(tokenizer.decode(ids))
+            ids = []
+        else:
+            ids.append(token)
+    assert not ids, "the last text has no end"
+    return texts
+
+
+def lines(folder: Path, *records) -> Path:
+    path = folder / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_records_files_and_folders_are_read(tmp_path, target):
+    folder = tmp_path / "texts"
+    (folder / "code").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text("not read")
+    (folder / "code" / "a.py").write_text("def f():\n    return 1\n")
+    (folder / "config.json").write_text('{"depth": 3}')
+    (folder / "list.json").write_text('[{"text": "one"}, {"text": "two"}]')
+    lines(folder, {"prompt": "hi", "answer": "hello"}, {"text": "plain"})
+    pq.write_table(pa.table({"question": ["who?"], "answer": ["me"]}), folder / "table.parquet")
+    key = make_datastore(str(folder), target)
+    tokenizer = make_tokenizer()
+    assert sorted(texts_of(key, tokenizer)) == sorted(
+        [
+            "def f():\n    return 1\n",
+            '{"depth": 3}',
+            "one",
+            "two",
+            "<|user|>hi<|assistant|>hello<|end|>",
+            "plain",
+            "<|user|>who?<|assistant|>me<|end|>",
+        ]
+    )
+
+
+def test_without_a_chat_template_messages_are_joined(tmp_path):
+    target = load_target(str(make_target(tmp_path / "base", template=None)), "float32", "cpu")
+    key = make_datastore(str(lines(tmp_path, {"prompt": "hi", "answer": "hello"})), target)
+    assert texts_of(key, make_tokenizer()) == ["hi\nhello"]
+
+
+def test_a_long_file_is_read_in_pieces(tmp_path, target, monkeypatch):
+    monkeypatch.setattr("distill.datastore.texts.PIECE", 10)
+    monkeypatch.setattr(build, "BATCH", 25)
+    text = "".join(f"line {i} of a file\n" for i in range(40))
+    (tmp_path / "long.md").write_text(text)
+    key = make_datastore(str(tmp_path / "long.md"), target)
+    assert texts_of(key, make_tokenizer()) == [text]
+
+
+def test_what_cannot_be_read_is_named(tmp_path, target, capsys):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "b.bin").write_bytes(b"\xff\xfe\x00")
+    lines(folder, {"text": "good"}, {"nothing": 1}, {"text": 5})
+    key = make_datastore(str(folder), target)
+    assert "good" in texts_of(key, make_tokenizer())
+    assert "left out: " in (said := capsys.readouterr().out)
+    assert "b.bin: not UTF-8" in said
+    assert "and 2 more" in said
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xff"])
+def test_texts_without_any_text_are_refused(tmp_path, target, content):
+    (tmp_path / "empty.txt").write_bytes(content)
+    with pytest.raises(UserError, match=r"drafter.store=.*empty.txt: no text in it"):
+        make_datastore(str(tmp_path / "empty.txt"), target)
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix != ".lock" and path.is_file()]
+
+
+def test_no_texts_are_refused(tmp_path, target):
+    (tmp_path / "folder").mkdir()
+    for name, reason in {"gone": "no such file", "folder": "no files in it"}.items():
+        with pytest.raises(UserError, match=reason):
+            make_datastore(str(tmp_path / name), target)
+
+
+def test_tokens_beyond_the_most_are_left_out(tmp_path, target, capsys):
+    key = make_datastore(str(lines(tmp_path, {"text": "abcdef"}, {"text": "ghi"})), target, most=9)
+    store = Datastore.open(key, target.vocab_size)
+    assert store.size == 9
+    assert "9 tokens (the most that one has)" in capsys.readouterr().out
+
+
+def test_it_is_made_once(tmp_path, target, monkeypatch, capsys):
+    path = lines(tmp_path, {"text": "once upon a time"})
+    key = make_datastore(str(path), target)
+    assert "16 tokens" not in capsys.readouterr().out  # and the separator
+    monkeypatch.setattr(build, "sort_places", None)
+    assert make_datastore(str(path), target) == key
+    assert "17 tokens, indexed before" in capsys.readouterr().out
+
+
+def test_other_texts_and_another_tokenizer_make_another(tmp_path, target):
+    path = lines(tmp_path, {"text": "once"})
+    keys = [make_datastore(str(path), target)]
+    lines(tmp_path, {"text": "twice"})
+    keys.append(make_datastore(str(path), target))
+    folder = make_target(tmp_path / "other")
+    words = json.loads((folder / "tokenizer.json").read_text())
+    words["model"]["vocab"]["a"], words["model"]["vocab"]["b"] = (
+        words["model"]["vocab"]["b"],
+        words["model"]["vocab"]["a"],
+    )
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    keys.append(make_datastore(str(path), load_target(str(folder), "float32", "cpu")))
+    assert len(set(keys)) == 3
+
+
+def test_a_damaged_one_is_refused_not_made_again(tmp_path, target):
+    path = lines(tmp_path, {"text": "once upon a time"})
+    key = make_datastore(str(path), target)
+    (datastore_folder(key) / TOKENS).write_bytes(b"")
+    with pytest.raises(UserError, match="damaged datastore"):
+        make_datastore(str(path), target)
+
+
+def test_one_that_is_not_finished_is_not_there(tmp_path, target, monkeypatch):
+    path = lines(tmp_path, {"text": "once upon a time"})
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "sort_places", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make_datastore(str(path), target)
+    root = datastore_folder("x").parent
+    assert not [entry for entry in root.iterdir() if entry.is_dir()]
+    key = make_datastore(str(path), target)
+    (root / key).rename(root / f"{key}.1.tmp")  # of a writer that was killed
+    assert make_datastore(str(path), target) == key
+    assert [entry.name for entry in root.iterdir() if entry.is_dir()] == [key]
+
+
+def _make(path, target, ready, results) -> None:
+    ready.wait()
+    made = []
+    write = build.write_datastore
+    build.write_datastore = lambda *arguments: made.append(1) or write(*arguments)
+    results.put((make_datastore(str(path), target), len(made)))
+
+
+def test_of_two_processes_one_makes_it(tmp_path, target):
+    path = lines(tmp_path, *({"text": f"text {i}"} for i in range(500)))
+    context = get_context("fork")
+    ready, results = context.Barrier(2), context.Queue()
+    makers = [context.Process(target=_make, args=(path, target, ready, results)) for _ in range(2)]
+    for maker in makers:
+        maker.start()
+    (key, made), (other, made_too) = results.get(timeout=60), results.get(timeout=60)
+    for maker in makers:
+        maker.join(60)
+    assert key == other
+    assert made + made_too == 1
+    assert len(texts_of(key, make_tokenizer())) == 500
+
+
+def test_texts_are_hashed_by_name_and_content(tmp_path):
+    chat = Chat(make_tokenizer())
+    keys = set()
+    for name, content in Counter({"a.txt": 1, "b.txt": 1}).items():
+        (tmp_path / name).write_text(str(content))
+        keys.add(Texts(tmp_path / name, chat).key())
+    assert len(keys) == 2

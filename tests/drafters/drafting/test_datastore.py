@@ -1,0 +1,89 @@
+"""Counts against a search through the texts; what is not there, damaged or another's is refused."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from datastores import store_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode.errors import UserError
+from drafters.drafting.datastore import DEPTH, META, ORDER, SAMPLE, TOKENS, Datastore, datastore_folder
+
+TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=30), min_size=1, max_size=4)
+NGRAMS = st.lists(st.integers(0, 3), min_size=1, max_size=DEPTH).map(tuple)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def refused(key, vocab_size=30, match="") -> None:
+    with pytest.raises(UserError, match=match) as error:
+        Datastore.open(key, vocab_size)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("vocab_size", [30, 70_000])
+@given(texts=TEXTS, ngram=NGRAMS, data=st.data())
+def test_counts_are_those_of_a_search(vocab_size, texts, ngram, data):
+    store, n = Datastore.open(store_of(texts, vocab_size), vocab_size), len(ngram)
+    if whole := [text for text in texts if len(text) > 1]:  # one that occurs
+        text = data.draw(st.sampled_from(whole))
+        begin = data.draw(st.integers(0, len(text) - 2))
+        ngram = data.draw(st.sampled_from([ngram, tuple(text[begin : begin + n])]))
+        n = len(ngram)
+    found = Counter(
+        text[i + n] for text in texts for i in range(len(text) - n) if tuple(text[i : i + n]) == ngram
+    )
+    counts = store.next_tokens(ngram)
+    assert counts == found or found.total() > SAMPLE / 2  # one at the end of a text takes a place, too
+    assert counts.keys() <= found.keys()
+
+
+def test_of_more_places_a_fixed_number_is_counted_evenly():
+    store = Datastore.open(store_of([[1, 2], [1, 3]] * 200), 30)
+    assert store.next_tokens((1,)) == {2: SAMPLE // 2, 3: SAMPLE // 2}
+
+
+def test_what_is_not_there_is_refused():
+    refused("0" * 16, match="not on this machine")
+    refused("../../etc", match="no key")
+
+
+def test_another_vocabulary_is_refused():
+    refused(store_of([[1, 2, 3]]), 31, match="vocabulary of 30, not of 31")
+
+
+@pytest.mark.parametrize("name", [TOKENS, ORDER])
+@pytest.mark.parametrize("harm", ["cut", "changed", "gone"])
+def test_a_damaged_file_is_refused(name, harm):
+    key = store_of([[4, 5, 6, ord(name[0]) % 29, ord(harm[0]) % 29]])
+    path = datastore_folder(key) / name
+    content = path.read_bytes()
+    if harm == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-4] if harm == "cut" else bytes([content[0] ^ 1]) + content[1:])
+    refused(key, match="damaged datastore .*remove it")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "key": "x"}', '{"format": 2}', "null"])
+def test_a_damaged_description_is_refused(text):
+    key = store_of([[7, 8, sum(text.encode()) % 29]])
+    (datastore_folder(key) / META).write_text(text)
+    refused(key, match="damaged datastore")
+
+
+def test_one_under_another_name_is_refused():
+    key = store_of([[9, 9, 9]])
+    other = "f" * 16
+    datastore_folder(key).rename(datastore_folder(other))
+    assert json.loads((datastore_folder(other) / META).read_text())["key"] == key
+    refused(other, match="damaged datastore")
