@@ -11,14 +11,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from workbench import make_target, make_tokenizer
+from workbench import make_target, make_tokenizer, options_of
 
 from decode.errors import UserError
 from decode.model.load import load_target
+from decode.plan import Plan
+from distill.cli.main import rewrite
+from distill.config.compose import compose
+from distill.config.validate import check_paths
 from distill.datastore import build
 from distill.datastore.build import make_datastore
 from distill.datastore.texts import Texts
 from distill.prompts.chat_template import Chat
+from distill.utils.paths import CONF
 from drafters.drafting.datastore import TOKENS, Datastore, datastore_folder
 
 
@@ -208,3 +213,24 @@ def test_texts_are_hashed_by_name_and_content(tmp_path):
         (tmp_path / name).write_text(str(content))
         keys.add(Texts(tmp_path / name, chat).key())
     assert len(keys) == 2
+
+
+def test_the_option_makes_it_and_the_drafter_opens_it(tmp_path, target):
+    path = lines(tmp_path, {"text": "once upon a time"}, {"text": "once upon a hill"})
+    alone = options_of("drafter=suffix", f"drafter.store={path}").drafter.build(target)
+    union = options_of("drafter=union", "drafter.first=eagle", f"drafter.second.store={path}").drafter.build(
+        target
+    )
+    tokenizer = make_tokenizer()
+    for drafter in (alone, union.second):
+        assert drafter.settings["store"] == str(path)
+        (history,) = drafter.new_state(1)
+        history.extend(tokenizer.encode("at once", add_special_tokens=False))
+        assert tokenizer.decode([node.token for node in drafter.nodes(history, Plan(8))]) == " upon a "
+
+
+@pytest.mark.parametrize("option", ["drafter=suffix drafter.store", "drafter=union drafter.second.store"])
+def test_texts_that_are_not_there_are_refused_before_work_starts(option):
+    words = [*f"{option}=/nowhere.jsonl".split()]
+    with pytest.raises(UserError, match=r"store=/nowhere.jsonl: no such file or folder of texts"):
+        check_paths(compose(rewrite(words, CONF), CONF))
