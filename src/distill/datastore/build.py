@@ -111,7 +111,6 @@ def write_datastore(folder: Path, batches: Iterable[np.ndarray], vocab_size: int
         meta = {
             "format": FORMAT,
             "key": folder.name,
-            "tokens": size,
             "token_bytes": kind.itemsize,
             "vocab_size": vocab_size,
             "samples": {name: files.sample_hash(temporary / name) for name in (TOKENS, ORDER)},

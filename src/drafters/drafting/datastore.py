@@ -2,7 +2,7 @@
 
 A datastore is a folder named by a hash of its texts and of the tokenizer, in the cache folder of the machine:
 
-    index.json    number of tokens, size of a token in bytes, depth, vocabulary, hashes of samples
+    index.json    format, key, bytes of a token, vocabulary, hashes of samples of the files
     tokens.bin    the texts' token ids, big-endian, so that bytes sort as the tokens do; the largest number
                   that fits, `separator`, ends each text, and `DEPTH` more end the file
     order.bin     (n,) uint32, little-endian: all places, sorted by the `DEPTH` tokens from each place on
@@ -20,7 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -62,18 +62,27 @@ class Datastore:
 
     Args:
         folder: of a finished one.
-        meta: its index.json.
+        token_bytes: of a token on file.
+
+    Attributes:
+        size: number of tokens, separators included.
+        next_tokens: `_next_tokens`, whose newest results are remembered.
+
+    Raises:
+        ValueError: the files do not belong together.
     """
 
-    def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
-        self.size: int = meta["tokens"]
-        self._type = np.dtype(f">u{meta['token_bytes']}")
+    def __init__(self, folder: Path, token_bytes: int) -> None:
+        self._type = np.dtype(f">u{token_bytes}")
         self._separator = int(np.iinfo(self._type).max)
         # Indexing a `mmap` gives bytes, which compare as the tokens do and need no array for each place.
         self._bytes = _mapped(folder / TOKENS)
         self._order = memoryview(_mapped(folder / ORDER)).cast("I")
         self._tokens = np.frombuffer(self._bytes, self._type)
         self._places = np.frombuffer(self._order, np.uint32)
+        self.size = len(self._order)
+        if len(self._tokens) != self.size + DEPTH:
+            raise ValueError(f"{len(self._tokens)} tokens and {self.size} places")
         self.next_tokens = lru_cache(REMEMBERED)(self._next_tokens)
 
     @classmethod
@@ -98,7 +107,7 @@ class Datastore:
                 if sample_hash(folder / name) != meta["samples"][name]:
                     raise ValueError(f"{name} has changed")
             size = meta["vocab_size"]
-            opened = cls(folder, meta)
+            opened = cls(folder, meta["token_bytes"])
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(
                 f"{folder}: damaged datastore ({error or type(error).__name__}); remove it, and a run with "
