@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from benchmarks.drafter_table.plot import SVG
 from decode.evaluation.quality import QUALITY_HEAD
@@ -36,9 +36,9 @@ def curves(cfg: DictConfig, folder: Path) -> float:
     results.mkdir(parents=True, exist_ok=True)
     shape = {"depth": cfg.decode.depth, "lossy": True}
     with open_dict(cfg):
-        settings = OmegaConf.to_container(cfg.pop("curves"))
+        settings = cfg.pop("curves").items()
         cfg.pop("results")
-        plans = [{**shape, "rule": rule, **more} for rule, steps in settings.items() for more in steps]
+        plans = [{**shape, "rule": rule, **more} for rule, steps in settings for more in steps]
         cfg.score.plans = [*cfg.score.plans, *plans]
         cfg.out = str(results / "score.json")
     score(checked_options(ScoreCommandOptions, cfg))

@@ -115,7 +115,7 @@ class Agreement:
         target = self._target
         assert target.fused is not None
         store = target.cache.store
-        last = target.fused(self._tokens, self._places, self._mask, store, {}, parts)
+        last = target.fused(self._places, self._mask, store, {}, parts, input_ids=self._tokens)
         return torch.stack([target.head(row).argmax(-1) for row in last])  # logits of one text at a time
 
     def __call__(self, word: str) -> float:
