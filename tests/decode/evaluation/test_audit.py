@@ -8,7 +8,6 @@ import torch
 from scripted import Oracle, no_compaction
 from workbench import ROOT
 
-from decode import verify
 from decode.draft import Draft
 from decode.evaluation.audit import Audit, audit
 from decode.evaluation.sampling_tests import SampledRun
@@ -19,6 +18,7 @@ from decode.model.load import load_target, load_tokenizer, stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
+from decode.verification import rules
 from decode.verification.descent import match
 
 POCKET = str(ROOT / "data" / "pocket")
@@ -200,7 +200,7 @@ def wrong_row(monkeypatch):
 
 
 def replaced(monkeypatch, run):
-    monkeypatch.setattr(verify, "match", run)
+    monkeypatch.setattr(rules, "match", run)
 
 
 def drafts_are_believed(monkeypatch):

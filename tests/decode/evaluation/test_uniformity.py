@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from decode import verify
 from decode.draft import PAD, Draft, DraftProbs
 from decode.draft_check import draft_fault
 from decode.errors import UserError
@@ -21,6 +20,7 @@ from decode.generation.types import Round
 from decode.plan import Plan
 from decode.rng import Key, Purpose
 from decode.sampling import Sampler
+from decode.verification import rules
 from decode.verification.descent import match
 from decode.verification.result import VerificationResult
 from drafters.drafting.tree import expand
@@ -358,7 +358,7 @@ def broken(monkeypatch):
     def install(rule):
         if rule:
             monkeypatch.setitem(verify.RULES, "token", verify.RULES["token"]._replace(run=rule))
-            monkeypatch.setattr(verify, "match", rule)  # of drafts that were not drawn
+            monkeypatch.setattr(rules, "match", rule)  # of drafts that were not drawn
 
     return install
 
