@@ -357,7 +357,7 @@ WRONG = {
 def broken(monkeypatch):
     def install(rule):
         if rule:
-            monkeypatch.setitem(verify.RULES, "token", verify.RULES["token"]._replace(run=rule))
+            monkeypatch.setitem(rules.RULES, "token", rules.RULES["token"]._replace(run=rule))
             monkeypatch.setattr(rules, "match", rule)  # of drafts that were not drawn
 
     return install
