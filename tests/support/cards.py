@@ -54,6 +54,7 @@ def row(temperature: float = 0.0, batch: int = 1, tau: float = 2.0, **more: Any)
         "tpot": 0.004,
         "timing": None,
         "replay": replay(tau + 0.02),
+        "quality": None,
         **more,
     }
 

@@ -11,6 +11,7 @@ from workbench import ROOT
 from decode.errors import UserError
 from decode.evaluation import scorecard as module
 from decode.evaluation.audit import Audit
+from decode.evaluation.quality import Quality
 from decode.evaluation.sampling_tests import SampledRun
 from decode.evaluation.scorecard import (
     DERIVED,
@@ -37,6 +38,7 @@ RECORDS = (
     Served,
     Timing,
     Replay,
+    Quality,
     Conditions,
     Checkpoint,
     TargetDrift,
@@ -51,11 +53,13 @@ def full() -> dict:
     """Every part is there."""
     drift = {"kl": 0.1, "reverse_kl": 0.2, "top1_agreement": 0.9, "greedy_prefix": 0.4}
     timing = {"seconds": [0.5], "tokens": [3], "plain_seconds": [1.0], "plain_tokens": [3]}
+    quality = {"log_likelihood": -1.5, "plain_log_likelihood": -1.25, "kl": 0.1, "changed": None}
+    quality |= {"judge": 0.5, "plain_judge": 0.75}
     text = {"id": "p1", "category": "a", "prompt": "x", "temperature": 0.0, "decode": "chain-2"}
     tokens = [["a", "accepted", 0.5, 1, 0.25, 2], ["b", "plain", 1, 1, None, None]]
     choice = {"temperature": 0.0, "batch_size": 1, "chosen": "chain-2", "tree": [[0], [0, 1]]}
     return cards.scorecard(
-        [cards.row(timing=timing), cards.row(1.0, replay=None)],
+        [cards.row(timing=timing), cards.row(1.0, replay=None, lossy=True, quality=quality)],
         target_drift=drift | {"prompts": 4, "tokens": 24},
         categories=["a", "b"],
         samples=[text | {"tokens": tokens}],
