@@ -477,6 +477,7 @@ def test_drafts_that_are_shallower_than_the_plan_are_traced(tiny_target, make_dr
 def test_every_drafter_shows_its_texts(tiny_target, make_drafter, drafter_name):
     target = tiny_target(vocab=V, hidden=16)
     drafter = make_drafter(drafter_name, target)
+    target = drafter.verifier(target)
     target.tap(drafter.taps)
     plan = Plan(2)
     options = {"plan": plan, "sampler": Sampler(1.0), "max_new_tokens": 8, "seed": 3}
