@@ -13,8 +13,7 @@ from benchmarks.drafter_table.plot import SVG
 from decode.evaluation.quality import QUALITY_HEAD
 from decode.evaluation.scorecard import Row, Scorecard, read_scorecard
 from decode.plan import LOSSY
-from decode.verification.lossy import relaxed
-from decode.verification.rules import RULES
+from decode.verification.rules import is_lossy_greedily
 from distill.commands.score import score
 from distill.config.read import checked_options
 from distill.options import ScoreCommandOptions
@@ -73,7 +72,7 @@ def page(card: Scorecard, rules: Sequence[str]) -> str:
 
 def _changing(card: Scorecard) -> list[Row]:
     """Rows of lossless plans, and of rules that change the text at the row's temperature."""
-    return [row for row in card.rows if row.temperature or not row.lossy or RULES[row.rule].run is relaxed]
+    return [row for row in card.rows if row.temperature or not row.lossy or is_lossy_greedily(row.rule)]
 
 
 def _line(row: Row) -> list[str]:

@@ -83,3 +83,8 @@ def verify(plan: Plan, draft: Draft, target: TargetProbs, coin: Coin) -> Verific
         return rule.run(draft, target, coin, plan)
     # If all nodes are fixed, all rules give the same distribution, and `match` is keyed like plain decoding.
     return (rule.run if draft.probs is not None else match)(draft, target, coin)
+
+
+def is_lossy_greedily(name: str) -> bool:
+    """Whether a rule changes the text at temperature 0, too."""
+    return name in RULES and RULES[name].run is relaxed

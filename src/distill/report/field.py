@@ -23,6 +23,7 @@ from distill.report.compare import (
 )
 from distill.report.tables import markdown
 from distill.scoring.paired import Estimate, speedup_text
+from drafters.registry import CLASSES, drafter_class
 
 SLIGHT = 0.01  # share of changed tokens, or nats a token, up to which a lossy row is recommended
 HEAD = ["drafter", "decode", "tau", "speedup", "draft, ms", "trained", "parameters", "KV a token", "text"]
@@ -97,7 +98,7 @@ def _line(scored: Scored, row: Row) -> list[str]:
         tau_cell(row),
         speedup_text(row),
         "-" if row.speedup is None else f"{draft_ms(row):.1f}",
-        minutes(checkpoint.train_seconds),
+        minutes(checkpoint.train_seconds if checkpoint.step else None),
         f"{checkpoint.parameters / 1e6:.2f} M" if checkpoint.parameters else "-",
         f"{checkpoint.drafter_kv_bytes_per_token} B",
         text,
@@ -174,7 +175,8 @@ def advice(ordered: Sequence[Scored], choice: Choice) -> list[list[str]]:
     """Lines of what to take when: the situation, the drafter, the numbers that speak for it."""
     (temperature,) = choice.temperatures
     there = [one for one in ordered if not one.card.checkpoint.target_drift]
-    pairs = [(one, one.rows(choice)[0]) for one in there]
+    # Passes of the target are also what a target that drafts for itself spends, in proportion to its size.
+    pairs = [(one, one.rows(choice)[0]) for one in there if not _runs_target(one)]
     quick = [(one, fastest(one.at(temperature, choice.batch, choice.decode))) for one in there]
     quick = [(one, row) for one, row in quick if row.speedup]
     untrained = [(one, row) for one, row in pairs if not one.card.checkpoint.parameters]
@@ -204,6 +206,12 @@ def _best(what: str, among: Sequence[tuple[Scored, Row]], by: Callable[[Row], fl
         return []
     one, row = max(among, key=lambda pair: by(pair[1]))
     return [[what, f"{one.name}, {row.decode}", f"tau {tau_cell(row)}, {speedup_text(row)}"]]
+
+
+def _runs_target(one: Scored) -> bool:
+    """Whether the drafter's passes are the target's own."""
+    name = one.card.checkpoint.drafter
+    return name in CLASSES and drafter_class(name).reads_cache
 
 
 def _tau(row: Row) -> float:

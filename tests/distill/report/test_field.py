@@ -71,6 +71,20 @@ def test_what_to_take_when(runs):
     }
 
 
+def test_a_target_that_drafts_for_itself_saves_none_of_its_passes(tmp_path, runs):
+    skip = card(tmp_path / "s", [row([7.0] * 6, speedup=0.9)], "skip", step=0, parameters=0)
+    assert bound(pairs([*runs, skip])[1]).tau.value > bound(pairs(runs)[1]).tau.value
+    assert advice(read([*runs, skip]), COLD) == advice(read(runs), COLD)
+
+
+def test_rules_that_are_lossless_at_temperature_0_are_no_lossy_rows_there(tmp_path):
+    lossy = {"lossy": True, "replay": None, "quality": QUALITY}
+    rows = [row(FAST), row(FAST, rule="lenience", decode="lenience LOSSY", **lossy)]
+    rows += [row(FAST, 1.0), row(FAST, 1.0, rule="lenience", decode="lenience LOSSY", **lossy)]
+    (scored,) = read([card(tmp_path / "a", rows)])
+    assert [len(scored.lossy(temperature, 1)) for temperature in (0.0, 1.0)] == [0, 1]
+
+
 def test_where_no_draft_pays_the_page_says_so(tmp_path):
     runs = [
         card(tmp_path / "a", [row(FAST, speedup=0.8)]),
