@@ -121,12 +121,15 @@ def _changes(row: Row) -> str:
 
 
 def bound(pairs: Sequence[tuple[Scored, Row]]) -> Bound | None:
-    """The best drafter for each prompt, of those that answered the same prompts with the same text.
+    """The best drafter for each prompt, of those that answered the same prompts with the same text and do not
+    run the target itself.
 
     A drafter's round takes tau / speedup plain passes on average. None with fewer than two such drafters.
     """
     named = [
-        (one.name, row) for one, row in pairs if row.counts.tokens and not one.card.checkpoint.target_drift
+        (one.name, row)
+        for one, row in pairs
+        if row.counts.tokens and not one.card.checkpoint.target_drift and not _runs_target(one)
     ]
     if not named:
         return None
@@ -153,7 +156,8 @@ def bound(pairs: Sequence[tuple[Scored, Row]]) -> Bound | None:
 
 def _about(found: Bound) -> str:
     text = (
-        f"**Bound.** Who knew the best drafter for each of the {found.prompts} prompts would reach tau "
+        f"**Bound.** Who knew the best drafter for each of the {found.prompts} prompts, of those that do not "
+        f"run the target itself, would reach tau "
         f"{found.tau.text('{:.2f}')}"
     )
     if found.speedup is None or found.single is None:

@@ -73,7 +73,7 @@ def test_what_to_take_when(runs):
 
 def test_a_target_that_drafts_for_itself_saves_none_of_its_passes(tmp_path, runs):
     skip = card(tmp_path / "s", [row([7.0] * 6, speedup=0.9)], "skip", step=0, parameters=0)
-    assert bound(pairs([*runs, skip])[1]).tau.value > bound(pairs(runs)[1]).tau.value
+    assert bound(pairs([*runs, skip])[1]) == bound(pairs(runs)[1])
     assert advice(read([*runs, skip]), COLD) == advice(read(runs), COLD)
 
 
@@ -102,7 +102,7 @@ def test_every_drafter_is_on_the_page_and_lossy_rows_are_marked(runs, tmp_path):
     assert lines[3].endswith("lossless to the target |")
     assert "| chain-2 topk LOSSY | 8.00~" in lines[6]
     assert lines[6].endswith("LOSSY: log p -1.20 (-0.90), 0.8% of tokens changed |")
-    assert "**Bound.** Who knew the best drafter for each of the 6 prompts" in page
+    assert "**Bound.** Who knew the best drafter for each of the 6 prompts," in page
 
 
 def test_targets_are_not_mixed(tmp_path, runs):
