@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ class Bound(NamedTuple):
         single: the fastest single drafter on these prompts, and its speedup by the same account; likewise.
         shares: name of a drafter -> share of prompts on which it is the fastest.
         prompts: number of answers.
+        drafters: that have the same answers.
     """
 
     tau: Estimate
@@ -45,6 +47,7 @@ class Bound(NamedTuple):
     single: tuple[str, float] | None
     shares: dict[str, float]
     prompts: int
+    drafters: int
 
 
 def field_page(scored: Sequence[Scored], choice: Choice) -> str:
@@ -131,10 +134,9 @@ def bound(pairs: Sequence[tuple[Scored, Row]]) -> Bound | None:
         for one, row in pairs
         if row.counts.tokens and not one.card.checkpoint.target_drift and not _runs_target(one)
     ]
-    if not named:
-        return None
-    tokens = named[0][1].counts.tokens
-    named = [(name, row) for name, row in named if row.counts.tokens == tokens]
+    answers = Counter(tuple(row.counts.tokens) for _, row in named).most_common(1)
+    tokens = answers[0][0] if answers else ()  # of most of them: other machines round otherwise
+    named = [(name, row) for name, row in named if tuple(row.counts.tokens) == tokens]
     if len(named) < 2:
         return None
     rounds = np.array([row.counts.rounds for _, row in named])  # (drafters, prompts)
@@ -142,7 +144,7 @@ def bound(pairs: Sequence[tuple[Scored, Row]]) -> Bound | None:
     tau = Estimate(sum(tokens) / float(rounds.min(0).sum()), central_interval(ratio(*sums)))
     timed = [i for i, (_, row) in enumerate(named) if row.speedup]
     if not timed:
-        return Bound(tau, None, None, {}, len(tokens))
+        return Bound(tau, None, None, {}, len(tokens), len(named))
     price = np.array([named[i][1].tau / named[i][1].speed for i in timed])  # (timed,) plain passes
     passes = rounds[timed] * price[:, None]
     passes = np.concatenate([passes, np.array(tokens, float)[None]])  # plain decoding is a choice, too
@@ -151,13 +153,13 @@ def bound(pairs: Sequence[tuple[Scored, Row]]) -> Bound | None:
     shares = {name: float(share) for name, share in zip(names, winner, strict=True) if share}
     totals = passes.sum(1)  # (timed + 1,)
     single = names[totals.argmin()], sum(tokens) / float(totals.min())
-    return Bound(tau, sum(tokens) / float(passes.min(0).sum()), single, shares, len(tokens))
+    return Bound(tau, sum(tokens) / float(passes.min(0).sum()), single, shares, len(tokens), len(named))
 
 
 def _about(found: Bound) -> str:
     text = (
-        f"**Bound.** Who knew the best drafter for each of the {found.prompts} prompts, of those that do not "
-        f"run the target itself, would reach tau "
+        f"**Bound.** Of the {found.drafters} drafters that were scored on the same answers and do not run "
+        f"the target itself, who knew the best for each of the {found.prompts} prompts would reach tau "
         f"{found.tau.text('{:.2f}')}"
     )
     if found.speedup is None or found.single is None:
