@@ -42,7 +42,8 @@ def curves(cfg: DictConfig, folder: Path) -> float:
         cfg.out = str(results / "score.json")
     score(checked_options(ScoreCommandOptions, cfg))
     card = read_scorecard(results / "score.json")
-    rules = [rule for rule in LOSSY if any(row.rule == rule for row in card.rows)]
+    changing = {row.rule for row in _changing(card) if row.lossy}
+    rules = [rule for rule in LOSSY if rule in changing]
     for rule in rules:
         _plot(card, rule, results / f"{rule}.svg")
     put(results / "README.md", page(card, rules))
