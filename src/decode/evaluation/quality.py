@@ -122,14 +122,14 @@ class DeviationMeter:
                 self._known = False
                 return 0.0
             owner = int((drafted.owner[row] == slot).int().argmax())
-            law = emitted(self.plan, p, drafted.q[row, owner][None].to(p))
+            probs = emitted(self.plan, p, drafted.q[row, owner][None].to(p))
         elif RULES[self.plan.rule].run is relaxed:
-            law = emitted_among(self.plan, p, tokens)
+            probs = emitted_among(self.plan, p, tokens)
         elif place < int(seen.result.accepted[row]):  # the draft decides, and it is a function of the text
             return -float(p[0, seen.emitted[row][place]].log())
         else:
             return 0.0
-        return float(torch.special.xlogy(law, law / p).nansum())
+        return float(torch.special.xlogy(probs, probs / p).nansum())
 
     def _applies(self, request: int, p: Tensor) -> bool:
         """Whether the rule accepts more than `match` at the end of a text."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from decode.generation.generate import generate
-from decode.generation.types import Times, Until
+from decode.generation.types import Generation, Times, Until
 from decode.model.target import Target
 from decode.sampling import Sampler
 
@@ -96,46 +96,32 @@ def generate_judged(
         requests: identifiers that key each prompt's draws; default 0, 1, ...
     """
     names = list(range(len(prompts))) if requests is None else list(requests)
-    outputs, times = [JudgedOutput() for _ in prompts], (Times(), Times())
+    options = {"sampler": sampler, "seed": seed, "stop": stop, "until": step}
+    outputs, times = [JudgedOutput() for _ in prompts], [Times(), Times()]
+    limits = [_room(target, draft, prompt, max_new_tokens) for prompt in prompts]
     rows = list(range(len(prompts)))
 
-    def write(writer: int, rows: Sequence[int]) -> list[list[int]]:
-        """Let a model write the next step of each row."""
-        model = (draft, target)[writer]
+    def write(writer: int, rows: Sequence[int]) -> dict[int, list[int]]:
+        """Row -> the next step of it, by one of the models."""
         texts = [[*prompts[row], *outputs[row].tokens] for row in rows]
-        found = generate(
-            model,
-            None,
-            texts,
-            max_new_tokens=max(max_new_tokens - len(outputs[row].tokens) for row in rows),
-            sampler=sampler,
-            seed=seed,
-            requests=[names[row] for row in rows],
-            samples=[writer] * len(rows),
-            stop=stop,
-            until=step,
-        )
-        for name in ("prefill", "draft", "verify", "total"):
-            setattr(times[writer], name, getattr(times[writer], name) + getattr(found.times, name))
         room = [max_new_tokens - len(outputs[row].tokens) for row in rows]
-        return [output.tokens[:most] for output, most in zip(found.outputs, room, strict=True)]
+        keys = {"requests": [names[row] for row in rows], "samples": [writer] * len(rows)}
+        model = (draft, target)[writer]
+        found = generate(model, None, texts, max_new_tokens=max(room), **keys, **options)
+        times[writer] = Generation([], times[writer]).followed_by(found).times
+        return {row: o.tokens[:most] for row, o, most in zip(rows, found.outputs, room, strict=True)}
 
     while rows:
-        drafts = dict(zip(rows, write(DRAFT, rows), strict=True))
+        drafts = write(DRAFT, rows)
         scores = {row: judge(row, outputs[row].tokens, tokens) for row, tokens in drafts.items()}
         rejected = [row for row in rows if scores[row] < least]
-        written = dict(zip(rejected, write(TARGET, rejected), strict=True)) if rejected else {}
+        written = write(TARGET, rejected) if rejected else {}
         for row in rows:
             tokens, output = written.get(row, drafts[row]), outputs[row]
             output.tokens += tokens
             output.steps.append(Step(len(tokens), scores[row], row not in written))
             output.stopped = tokens[-1] in stop
-        limits = [_room(target, draft, prompts[row], max_new_tokens) for row in rows]
-        rows = [
-            row
-            for row, limit in zip(rows, limits, strict=True)
-            if not outputs[row].stopped and len(outputs[row].tokens) < limit
-        ]
+        rows = [r for r in rows if not outputs[r].stopped and len(outputs[r].tokens) < limits[r]]
     return JudgedGeneration(outputs, *times)
 
 
