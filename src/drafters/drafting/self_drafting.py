@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -19,7 +18,7 @@ from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from drafters.base import Drafter
 from drafters.drafting.tree import expand
-from drafters.layers.decoder_layer import tree_visibility
+from drafters.layers.decoder_layer import level_visibility
 from drafters.vocabulary import Vocabulary
 
 # (B, n) drafted tokens, (B, n, m) which of the m scratch slots each sees or None if all up to itself, and
@@ -92,13 +91,9 @@ class SelfDrafter(Drafter):
 
         def step(token: Tensor, parent: Tensor) -> Tensor:
             nonlocal last, scratch, reach
-            rows, width = token.shape
-            if reach is None and width > 1:
-                reach = torch.ones(rows, 1, scratch, dtype=torch.bool, device=token.device)
-            if reach is not None:
-                reach = tree_visibility(reach, parent)
+            reach = level_visibility(reach, parent, scratch)
             last = read(token, reach, scratch)
-            scratch += width
+            scratch += token.shape[1]
             return head(last)
 
         vocabulary, confidence = Vocabulary.of(head, target), self.confidence_of(lambda: last)

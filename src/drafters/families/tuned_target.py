@@ -26,7 +26,7 @@ from decode.kernels.half_products import product_dtype
 from decode.model.causal_lm import CausalLM
 from decode.model.target import Target
 from drafters.base import ParamGroup
-from drafters.families.hf_build import BASE, DOWN, UP, add_lora, checkpoint_layers, merge_lora
+from drafters.families.hf_build import BASE, DOWN, UP, add_lora, check_lora, checkpoint_layers, merge_lora
 from drafters.families.lora_files import locate_base, split_adapters, write_adapters
 
 
@@ -82,6 +82,16 @@ class Lora(nn.Module):
         if any(target.model.get_submodule(name) is head for name in shapes):
             raise UserError("drafter.lora: only linear maps before the head can be tuned; change its targets")
         return cls(r, alpha, shapes)
+
+    @classmethod
+    def settings_for(cls, target: Target, lora: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of the constructor, from the `lora` of a yaml: with the sizes of what is tuned.
+
+        Raises:
+            UserError: see `for_target` and `check_lora`.
+        """
+        fresh = cls.for_target(target, **check_lora(lora))
+        return {"r": fresh.r, "alpha": fresh.alpha, "targets": fresh.shapes}
 
     @property
     def shapes(self) -> dict[str, list[int]]:

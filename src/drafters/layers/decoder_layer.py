@@ -182,6 +182,21 @@ class DecoderLayer(nn.Module):
         return self.down_proj.add(x, swiglu(y))
 
 
+def level_visibility(reach: Tensor | None, parent: Tensor, scratch: int) -> Tensor | None:
+    """`tree_visibility`, without a mask as long as levels are single nodes, of which each sees all before it.
+
+    Args:
+        reach: mask of the level above; None: causal.
+        parent: (B, W') index of each entry's parent in the level above.
+        scratch: number of scratch slots before this level.
+    """
+    if reach is None and parent.shape[1] == 1:
+        return None
+    if reach is None:
+        reach = torch.ones(len(parent), 1, scratch, dtype=torch.bool, device=parent.device)
+    return tree_visibility(reach, parent)
+
+
 def tree_visibility(reach: Tensor, parent: Tensor) -> Tensor:
     """Attention mask of a new tree level: each entry sees itself and everything its parent sees.
 

@@ -55,7 +55,7 @@ from drafters.families.tokenizer_map import (
     tokenizer_of,
     unpack,
 )
-from drafters.layers.decoder_layer import tree_visibility
+from drafters.layers.decoder_layer import level_visibility
 from drafters.vocabulary import TokenCounts, Vocabulary
 
 VOCABULARIES = ("same", "map")
@@ -354,13 +354,9 @@ class DraftLM(HFModelDrafter):
 
         def step(token: Tensor, parent: Tensor) -> Tensor:
             nonlocal last, scratch, reach
-            rows, width = token.shape
-            if reach is None and width > 1:
-                reach = torch.ones(rows, 1, scratch, dtype=torch.bool, device=token.device)
-            if reach is not None:
-                reach = tree_visibility(reach, parent)
+            reach = level_visibility(reach, parent, scratch)
             last, logits = self.read_drafted(state, target, token, scratch, reach)
-            scratch += width
+            scratch += token.shape[1]
             return logits
 
         shared = None if self.d2t is None else Vocabulary(self.d2t, target.vocab_size)

@@ -21,7 +21,6 @@ from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from drafters.base import Batch, DraftStep, ParamGroup, constructor_arguments, supervised_anchors
 from drafters.families.feature_heads import FeatureHeadsDrafter, FeatureState, check_positive
-from drafters.families.hf_build import check_lora
 from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
 from drafters.families.tuned_target import Lora
 from drafters.layers.lm_heads import PerDepthHeads, ResBlock
@@ -160,8 +159,7 @@ class Medusa2(Medusa):
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
-        fresh = Lora.for_target(target, **check_lora(options["lora"]))
-        lora = {"r": fresh.r, "alpha": fresh.alpha, "targets": fresh.shapes}
+        lora = Lora.settings_for(target, options["lora"])
         return super().for_target(target, **options | {"lora": lora})
 
     @override

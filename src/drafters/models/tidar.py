@@ -12,7 +12,6 @@ from decode.errors import UserError
 from decode.model.causal_lm import CausalLM
 from decode.model.target import Target
 from drafters.base import Batch, DraftStep, ParamGroup
-from drafters.families.hf_build import check_lora
 from drafters.families.tuned_target import Lora
 from drafters.models.prompt import Prompt
 
@@ -51,8 +50,7 @@ class Tidar(Prompt):
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
-        fresh = Lora.for_target(target, **check_lora(options["lora"]))
-        lora = {"r": fresh.r, "alpha": fresh.alpha, "targets": fresh.shapes}
+        lora = Lora.settings_for(target, options["lora"])
         return super().for_target(target, **options | {"lora": lora})
 
     @override
