@@ -251,6 +251,21 @@ def test_commits_with_the_same_source_are_alike_and_others_are_run(tmp_path, mon
     assert len(ran) == 5
 
 
+def test_a_commit_that_cannot_run_an_arm_is_like_no_other(tmp_path, monkeypatch, capsys):
+    sources = {"old": {"src/a": "1"}, "older": {"src/a": "2"}, "new": {"src/a": "3"}}
+    monkeypatch.setattr(identical, "_source", sources.__getitem__)
+    monkeypatch.setattr(identical, "_git", lambda *words: "")
+    failed = subprocess.CompletedProcess([], 2, "", "error: drafter=lookahead: unknown")
+    monkeypatch.setattr(identical.subprocess, "run", lambda *words, **options: failed)
+    commits = identical.Commits(tmp_path, tmp_path, [])
+    run = arms.Run("lookahead", 0, 0, ("drafter=lookahead",))
+    assert not commits.alike(run, "old", "new")
+    assert not commits.alike(run, "old", "older")
+    said = capsys.readouterr()
+    assert "lookahead-0-0: its short run has failed at old: error: drafter=lookahead" in said.out + said.err
+    assert not commits.file.exists()
+
+
 def test_the_source_of_a_commit_is_what_runs_depend_on():
     files = identical._source("HEAD")
     assert {"src/distill/train.py", "conf/config.yaml", "data/pocket/model.safetensors"} <= files.keys()
