@@ -26,11 +26,11 @@ LIMIT = 20  # a changed loop that takes so many times longer than the tests with
 # module -> tests that have to notice a change of it; the quickest first
 TESTS = {
     "decode.sampling": ["tests/decode/test_sampling.py", "tests/decode/generation/test_generate.py"],
-    "decode.verification.descent": ["tests/decode/verification/test_rules.py"],
-    "decode.verification.lossy": ["tests/decode/verification/test_rules.py"],
-    "decode.verification.result": ["tests/decode/verification/test_rules.py"],
-    "decode.verification.rules": ["tests/decode/verification/test_rules.py"],
-    "decode.verification.target_probs": ["tests/decode/verification/test_rules.py"],
+    "decode.verification.descent": ["tests/decode/verification"],
+    "decode.verification.lossy": ["tests/decode/verification/test_lossy_rules.py"],
+    "decode.verification.result": ["tests/decode/verification"],
+    "decode.verification.rules": ["tests/decode/verification"],
+    "decode.verification.target_probs": ["tests/decode/verification"],
     "decode.verification.traversal": ["tests/decode/verification/test_rules.py"],
     "decode.generation.loop": ["tests/decode/generation"],
     "decode.draft": ["tests/decode/verification/test_rules.py", "tests/drafters/drafting"],
