@@ -1,62 +1,78 @@
-"""A drafter made of two: the first is trained, saved and served, the second looks tokens up beside it."""
+"""A drafter made of two: one of them is trained, and the other drafts beside it as it is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from torch import Tensor, nn
 from typing_extensions import override
 
 from decode.errors import UserError
 from decode.model.target import Target
+from decode.plan import Plan
 from drafters.base import Batch, Drafter, DraftStep, ParamGroup, Progress, Text
 from drafters.registry import drafter_class, short_name
 
-STEM = "first."  # prefix of the first drafter's weights
+PARTS = ("first", "second")
 Second = TypeVar("Second", bound=Drafter)
 
 
 class TwoDrafters(Drafter, Generic[Second]):
-    """Base class. Everything but decoding is the first drafter's own; both are fitted to the answers' counts.
+    """Base class. Training is that of one of them, `trained`; both are fitted to the answers' counts.
 
     Args:
-        first: a drafter.
-        second: another, which has no weights that train.
+        first: a drafter; plans that do not combine both are its own.
+        second: another.
         options: of the combination; kept in `settings`.
 
+    Attributes:
+        trained_part: which of them is trained; the other has no weights that train, or frozen ones.
+
     Raises:
-        UserError: a first drafter that is made of two itself.
+        UserError: a drafter that is made of two itself, or that drafts in verification.
     """
 
     tunes_target = True  # of the class, since its first drafter may
+    trained_part: ClassVar[str] = "first"
     first: Any
     second: Second
 
     def __init__(self, first: Drafter, second: Second, options: Mapping[str, Any]) -> None:
         super().__init__()
         self.first, self.second = first, second
-        if isinstance(first, TwoDrafters):
-            raise UserError(
-                f"drafter.first={short_name(first)}: it is made of two drafters; choose one that is no union "
-                "and no cascade"
-            )
-        if first.drafts_in_verification:
-            raise UserError(
-                f"drafter.first={short_name(first)}: it drafts in the pass that verifies its own draft, and "
-                "not one that is made of two; choose another"
-            )
+        for name, part in zip(PARTS, (first, second), strict=True):
+            if isinstance(part, TwoDrafters):
+                raise UserError(
+                    f"drafter.{name}={short_name(part)}: it is made of two drafters; choose one that is not"
+                )
+            if part.drafts_in_verification:
+                raise UserError(
+                    f"drafter.{name}={short_name(part)}: it drafts in the pass that verifies its own draft, "
+                    "and not one that is made of two; choose another"
+                )
         self.settings = {  # the same objects: counting changes sizes
             "first": {"drafter": short_name(first), "settings": first.settings},
             "second": {"drafter": short_name(second), "settings": second.settings},
             **options,
         }
-        self.taps, self.proposals = first.taps, first.proposals
-        self.depth_invariant, self.max_depth = first.depth_invariant, first.max_depth
+        self.taps, self.proposals, self.max_depth = first.taps, first.proposals, first.max_depth
         self.tunes_target = first.tunes_target
-        self.aux_weights, self.warm_starts_from = first.aux_weights, short_name(first)
         self.confidence, self.reads_cache = first.confidence, first.reads_cache
-        self._counted = first.origin is not None  # counts of a trained drafter belong to its weights
+        trained = self.trained
+        self.depth_invariant, self.aux_weights = trained.depth_invariant, trained.aux_weights
+        self.warm_starts_from = short_name(trained)
+        self._counted = set(self._loaded)  # counts of a checkpoint belong to its weights
+
+    @property
+    def trained(self) -> Drafter:
+        """The one that is trained."""
+        return getattr(self, self.trained_part)
+
+    @property
+    def _loaded(self) -> list[str]:
+        """Those that come from a checkpoint."""
+        return [name for name in PARTS if getattr(self, name).origin is not None]
 
     @override
     @classmethod
@@ -69,56 +85,63 @@ class TwoDrafters(Drafter, Generic[Second]):
     def restore(cls, settings: dict[str, Any], target: Target) -> Self:
         parts: dict[str, Any] = {
             name: drafter_class(settings[name]["drafter"]).restore(dict(settings[name]["settings"]), target)
-            for name in ("first", "second")
+            for name in PARTS
         }
         return cls(**settings | parts)
 
-    # -- training: the first drafter's ---------------------------------------------------------
+    # -- training: of one ----------------------------------------------------------------------
 
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        return self.first.unroll(batch, target)
+        return self.trained.unroll(batch, target)
 
     @property
     @override
     def trains(self) -> bool:
-        return self.first.trains and any(weight.requires_grad for weight in self.first.parameters())
+        return self.trained.trains and any(weight.requires_grad for weight in self.trained.parameters())
 
     @override
     def aux_weights_at(self, progress: float) -> Mapping[str, float]:
-        return self.first.aux_weights_at(progress)
+        return self.trained.aux_weights_at(progress)
 
     @override
     def convert_weights(self, weights: dict[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
-        if settings["first"]["drafter"] != (kind := short_name(self.first)):
-            raise UserError(f"its first drafter is {settings['first']['drafter']!r}, not {kind!r}")
-        theirs = {name.removeprefix(STEM): w for name, w in weights.items() if name.startswith(STEM)}
-        converted = self.first.convert_weights(theirs, settings["first"]["settings"])
-        return weights | self.adopt_weights(converted)
+        part, kind, stem = settings[self.trained_part], short_name(self.trained), f"{self.trained_part}."
+        if part["drafter"] != kind:
+            raise UserError(f"its {self.trained_part} drafter is {part['drafter']!r}, not {kind!r}")
+        theirs = {name.removeprefix(stem): w for name, w in weights.items() if name.startswith(stem)}
+        return weights | self.adopt_weights(self.trained.convert_weights(theirs, part["settings"]))
 
     @override
     def adopt_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Those of a checkpoint of the first drafter alone."""
+        """Those of a checkpoint of the trained drafter alone; another one that was loaded keeps its own."""
         shapes = {name: weight.shape for name, weight in weights.items()}
-        self._counted = all(shapes.get(name) == value.shape for name, value in self.first.named_buffers())
+        self._counted = set(self._loaded)
+        if all(shapes.get(name) == value.shape for name, value in self.trained.named_buffers()):
+            self._counted.add(self.trained_part)
         confidence = {name: weight for name, weight in weights.items() if name.startswith("confidence.")}
-        return confidence | {STEM + name: weight for name, weight in weights.items()}
+        kept = {
+            f"{part}.{name}": weight
+            for part in self._loaded
+            for name, weight in getattr(self, part).state_dict().items()
+        }
+        return confidence | {f"{self.trained_part}.{name}": weight for name, weight in weights.items()} | kept
 
     @override
     def param_groups(self) -> list[ParamGroup]:
-        return self.first.param_groups()
+        return self.trained.param_groups()
 
     @override
     def shardable_modules(self) -> Iterable[nn.Module]:
-        return self.first.shardable_modules()
+        return self.trained.shardable_modules()
 
     @override
     def checkpoint_gradients(self) -> None:
-        self.first.checkpoint_gradients()
+        self.trained.checkpoint_gradients()
 
     @override
     def as_target(self, target: Target) -> Target:
-        return self.first.as_target(target)
+        return self.trained.as_target(target)
 
     @property
     @override
@@ -135,7 +158,7 @@ class TwoDrafters(Drafter, Generic[Second]):
     @property
     def _uncounted(self) -> list[Drafter]:
         """Drafters that are to be fitted."""
-        parts: list[Drafter] = [self.second] if self._counted else [self.first, self.second]
+        parts: list[Drafter] = [getattr(self, name) for name in PARTS if name not in self._counted]
         return [part for part in parts if part.needs_fit]
 
     @property
@@ -150,6 +173,11 @@ class TwoDrafters(Drafter, Generic[Second]):
         return "; ".join(f"{short_name(part)}: {part.fit(texts, target, progress)}" for part in parts)
 
     # -- decoding ------------------------------------------------------------------------------
+
+    def combines(self, plan: Plan) -> bool:
+        """Whether a draft of this resolved plan is chosen among the nodes of both."""
+        del plan
+        return False
 
     @override
     def verifier(self, target: Target) -> Target:

@@ -90,22 +90,22 @@ class Union(TwoDrafters[LookupDrafter]):
     @override
     def check(self, plan: Plan) -> None:
         try:
-            self.first.check(self._tree_of_first(plan) if self._combines(plan) else plan)
+            self.first.check(self._tree_of_first(plan) if self.combines(plan) else plan)
         except UserError as error:
             raise UserError(str(error).replace("drafter.", "drafter.first.")) from None
 
     @override
     def remark(self, plan: Plan) -> str:
         remark = self.first.remark(plan)
-        if plan.depth and not self._combines(plan):
+        if plan.depth and not self.combines(plan):
             remark += "; " * bool(remark) + (
                 f"drafter.second={short_name(self.second)}: adds nothing to {plan.name}, which needs fixed "
                 "nodes in a chain or a dynamic tree (decode.proposal=fixed)"
             )
         return remark
 
-    def _combines(self, plan: Plan) -> bool:
-        """Whether drafts of a plan have nodes of both."""
+    @override
+    def combines(self, plan: Plan) -> bool:
         return plan.depth > 0 and plan.proposal == "fixed" and not plan.tree and not plan.min_confidence
 
     def _tree_of_first(self, plan: Plan) -> Plan:
@@ -152,7 +152,7 @@ class Union(TwoDrafters[LookupDrafter]):
     def propose(
         self, state: UnionState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
     ) -> Draft:
-        if not self._combines(plan):
+        if not self.combines(plan):
             self._catch_up(state, target)
             return self.first.propose(state.first, target, sampler, coin, plan)
         rows = [self.second.nodes(history, plan) for history in state.second]

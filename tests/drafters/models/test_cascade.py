@@ -316,7 +316,7 @@ def test_drafters_that_make_no_cascade_are_refused(tiny_target, make_drafter, tm
         Cascade(eagle, Ngram(1, 3))
     with pytest.raises(UserError, match=r"drafter\.second=bigram: choose one that looks tokens up"):
         Cascade(first, make_drafter("bigram", target))
-    with pytest.raises(UserError, match=r"choose one that is no union and no cascade"):
+    with pytest.raises(UserError, match=r"made of two drafters; choose one that is not"):
         Cascade(Cascade(first, Ngram(1, 3)), Ngram(1, 3))
     with_lora = DraftLM.for_target(target, path=draft_model(tmp_path / "draft"), lora={"r": 2, "alpha": 4})
     with pytest.raises(UserError, match=r"set drafter\.first\.lora=null"):

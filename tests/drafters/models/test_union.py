@@ -142,7 +142,7 @@ def test_the_target_as_its_own_drafter_is_accepted_whole(tmp_path):
 
 def test_drafters_that_cannot_be_combined_are_refused(tiny_target, make_drafter, tmp_path):
     target, union = united(tiny_target, make_drafter)
-    with pytest.raises(UserError, match="choose one that is no union and no cascade"):
+    with pytest.raises(UserError, match="made of two drafters; choose one that is not"):
         Union(union, Ngram(1, 3))
     for name in ("eagle", "bigram"):
         with pytest.raises(UserError, match=rf"drafter\.second={name}: choose one that looks tokens up"):
