@@ -41,6 +41,7 @@ from distill.prompts.prompt import Prompt
 from distill.prompts.sources import read_prompts
 from distill.rollouts.writer import Writer
 from drafters.base import Drafter
+from drafters.checkpoint import io as hub
 from drafters.models.dflash import DFlash
 from drafters.models.hf_dllm import Dllm
 
@@ -190,8 +191,8 @@ def _sizes(yaml: Any, target: Target, depth: int, draft_folder: Callable[[int], 
         sizes["path"] = draft_folder(target.vocab_size)
     if "mask_token" in yaml:  # the folder names none
         sizes["mask_token"] = target.vocab_size - 1
-    if "first" in yaml:
-        sizes["first"] = _sizes(yaml.first, target, depth, draft_folder)
+    parts = [part for part in ("first", "second") if yaml.get(part)]
+    sizes |= {part: _sizes(yaml[part], target, depth, draft_folder) for part in parts}
     if "mask_id" in yaml:  # five layers test nothing that two do not
         sizes["layers"] = 2
     return sizes
@@ -221,6 +222,10 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
                 drafter = compose(f"drafter/{name}").drafter  # the whole configuration takes longer
             known[name] = OmegaConf.masked_copy(drafter, [key for key in drafter if key not in OF_ANY])
         settings = _sizes(known[name], target, depth, draft_folder)
+        if "first" in known[name] and known[name].first is None:  # a trained drafter is asked for
+            trained = make("eagle", target, seed + 1, depth)
+            trained.origin = hub.origin_of(trained, target)
+            settings["first"] = lambda _: trained
         torch.manual_seed(seed)
         drafter = instantiate(known[name], **settings | options)(target).to(target.dtype).eval()
         target.tap(drafter.taps)

@@ -12,6 +12,7 @@ from drafters.base import Drafter
 # A closed table: the class that a downloaded config names is looked up here only.
 CLASSES = {
     "bigram": "drafters.models.bigram:Bigram",
+    "boosted": "drafters.models.boosted:Boosted",
     "cascade": "drafters.models.cascade:Cascade",
     "dflash": "drafters.models.dflash:DFlash",
     "diffusion": "drafters.models.diffusion:Diffusion",

@@ -15,6 +15,7 @@ from decode.plan import Plan
 from decode.rng import Purpose
 from decode.sampling import Sampler
 from drafters.base import Batch, Text
+from drafters.drafting.two_drafters import TwoDrafters
 from drafters.models.recycle import RECENT, Recycle
 
 K = 3
@@ -56,7 +57,9 @@ def batch_of(target: Target, texts: torch.Tensor, mask=None) -> Batch:
 
 @torch.no_grad()
 def unrolled(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]:
-    """(row, anchor, depth) -> the training face's law."""
+    """(row, anchor, depth) -> the training face's law; of two drafters, that of drawn nodes, the first's."""
+    if isinstance(drafter, TwoDrafters):
+        drafter = drafter.first
     if not drafter.trains:
         return plainly(drafter, target, texts)
     laws = {}

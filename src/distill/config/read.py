@@ -143,19 +143,20 @@ def _drafter(cfg: DictConfig) -> o.DrafterOptions:
     return o.DrafterOptions(
         factory=cfg._target_,
         build=build,
-        depth=cfg.get("depth", parts["first"].depth if "first" in parts else None),
+        depth=cfg.get("depth", next((part.depth for part in parts.values() if part.depth), None)),
         init_from=cfg.get("init_from"),
         confidence=bool(cfg.get("confidence")),
     )
 
 
 def _part(key: str, node: Any) -> o.DrafterOptions:
-    """A drafter inside a drafter: settings of a new one or, of the first, a checkpoint."""
-    if key == "first" and isinstance(node, str):
+    """A drafter inside a drafter: settings of a new one, or a checkpoint."""
+    if isinstance(node, str):
         return o.DrafterOptions(factory=node, build=partial(_trained, node))
     if not OmegaConf.is_dict(node) or "_target_" not in node:
         raise UserError(
-            f"drafter.{key}: give the name of one drafter of conf/drafter, as in drafter.{key}=ngram"
+            f"drafter.{key}: give the name of one drafter of conf/drafter, or a checkpoint's folder or hub id, "
+            f"as in drafter.{key}=outputs/<date>/<time>/checkpoints/best"
         )
     return _drafter(node)
 

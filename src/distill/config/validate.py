@@ -98,6 +98,7 @@ FILES = {
     "checkpoint": "folder; give a checkpoint's folder or a hub id (owner/name)",
     "drafter.path": "folder; give a model folder, a GGUF file or a hub id (owner/name)",
     "drafter.first": "drafter; give a name of conf/drafter, a checkpoint's folder or a hub id (owner/name)",
+    "drafter.second": "drafter; give a name of conf/drafter, a checkpoint's folder or a hub id (owner/name)",
     "drafter.store": "file or folder of texts",
     "drafter.second.store": "file or folder of texts",
     "drafter.init_from": "folder; give a checkpoint's folder or a hub id (owner/name)",
@@ -136,9 +137,14 @@ def check_ranges(cfg: DictConfig) -> None:
     Raises:
         UserError: the first that is out of range.
     """
-    parts = {key.replace("drafter", "drafter.first"): n for key, n in LEAST.items() if key[:8] == "drafter."}
-    whole = OmegaConf.is_dict(OmegaConf.select(cfg, "drafter.first"))
-    for key, least in (LEAST | parts if whole else LEAST).items():
+    parts = {
+        key.replace("drafter", part): least
+        for part in ("drafter.first", "drafter.second")
+        if OmegaConf.is_dict(OmegaConf.select(cfg, part))
+        for key, least in LEAST.items()
+        if key.startswith("drafter.")
+    }
+    for key, least in (LEAST | parts).items():
         value = OmegaConf.select(cfg, key)
         values = value if OmegaConf.is_list(value) else [value]
         if any(not isinstance(v, int | float | None) for v in values):

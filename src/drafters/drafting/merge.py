@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -28,7 +29,7 @@ def merge_trees(first: Draft, second: Draft, kept: int, nodes: int) -> Draft:
         kept: nodes that the first has before the second.
         nodes: maximum number of nodes of a row.
     """
-    rows, count = first.tokens.shape
+    count = first.tokens.shape[1]
     score, other = _score(first), _score(second) + PRIORITY
     best = _descending(score)[:, :kept]
     may_be_twin = torch.ones_like(first.tokens, dtype=torch.bool)
@@ -37,7 +38,49 @@ def merge_trees(first: Draft, second: Draft, kept: int, nodes: int) -> Draft:
     twin = _twins(first, second, may_be_twin)  # (B, N2)
     key = score.scatter_add(1, best, score.new_full((), 2 * PRIORITY).expand(best.shape))
     # A node of both trees counts as the first's, with the higher of both priorities.
-    key = key.scatter_reduce(1, twin.clamp_min(0), other.masked_fill(twin < 0, -torch.inf), "amax")
+    key = torch.maximum(key, _at_twins(other, twin, count))
+    return _joined(first, second, twin, key, other, nodes)
+
+
+def mix_trees(first: Draft, second: Draft, weight: float, nodes: int) -> Draft:
+    """The most probable paths of two trees of fixed nodes under the mixture of both.
+
+    A path has the probability w q_1 + (1 - w) q_2, where q is what a tree's scores say, exp(score), and 0 in
+    a tree that does not have the path. No node is more probable than its parent, so the selection is a tree.
+
+    Args:
+        first: a dynamic tree of fixed nodes, scored by log-probabilities of paths.
+        second: likewise, for the same rows.
+        weight: w of the first, from 0 to 1.
+        nodes: maximum number of nodes of a row.
+    """
+    twin = _twins(first, second, torch.ones_like(first.tokens, dtype=torch.bool))  # (B, N2)
+    own, other = (
+        _score(tree) + (math.log(share) if share else -math.inf)
+        for tree, share in ((first, weight), (second, 1 - weight))
+    )
+    key = torch.logaddexp(own, _at_twins(other, twin, own.shape[1]))
+    return _joined(first, second, twin, key, other, nodes)
+
+
+def _at_twins(value: Tensor, twin: Tensor, count: int) -> Tensor:
+    """(B, N2) values of the second tree's nodes -> (B, N1) at their twins in the first, elsewhere -inf."""
+    empty = value.new_full((len(value), count), -torch.inf)
+    return empty.scatter_reduce(1, twin.clamp_min(0), value.masked_fill(twin < 0, -torch.inf), "amax")
+
+
+def _joined(first: Draft, second: Draft, twin: Tensor, key: Tensor, other: Tensor, nodes: int) -> Draft:
+    """The `nodes` of each row of the union that have the highest keys.
+
+    Args:
+        first: a tree.
+        second: of fixed nodes.
+        twin: (B, N2) of `_twins`.
+        key: (B, N1) of the first tree's nodes, none above its parent's.
+        other: (B, N2) of the second's; not read where there is a twin.
+        nodes: maximum number of nodes of a row.
+    """
+    rows, count = first.tokens.shape
     key = torch.cat([key, other.masked_fill(twin >= 0, -torch.inf)], 1)  # (B, N1 + N2)
     selection = _descending(key)[:, :nodes].sort(1).values  # parents before children
     parent_twin = twin.gather(1, second.parents.clamp_min(0))  # the parent's twin

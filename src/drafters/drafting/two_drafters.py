@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from decode.errors import UserError
+from decode.generation.types import depends_on_rounds
 from decode.model.target import Target
 from decode.plan import Plan
 from drafters.base import Batch, Drafter, DraftStep, ParamGroup, Progress, Text
@@ -194,3 +195,16 @@ def built(part: Mapping[str, Any] | Drafter) -> Drafter:
     if isinstance(part, Drafter):
         return part
     return drafter_class(part["drafter"])(**part["settings"])
+
+
+def check_rounds(name: str, part: Drafter) -> None:
+    """Check the drafter of this name, whose probabilities are mixed with another's.
+
+    Raises:
+        UserError: its drafts depend on earlier rounds.
+    """
+    if depends_on_rounds(part, Plan(2, 2, 4)):
+        raise UserError(
+            f"drafter.{name}={short_name(part)}: the probabilities of both are mixed, and states of earlier "
+            f"rounds have none; set drafter.{name}.reuse.mode=none"
+        )

@@ -23,7 +23,7 @@ from drafters.registry import nested
 ROUNDS = 4  # of changes to settings, one of which may lead to another refusal
 NATIVE = "native"  # our own format, which every drafter has
 GGUF = "gguf"  # llama.cpp's, by its converter
-OF_TWO = ("cascade", "union")  # made of two drafters, the first of which is served
+OF_TWO = ("cascade", "union")  # made of two drafters, the first of which is served alone
 LEFT_OUT = (
     "left out: the second drafter of the {} ({}), which the scores are with; engines look up n-grams "
     "themselves"
@@ -105,6 +105,10 @@ DIFFUSION = Instead(
     {"taps": [1]},
 )
 INSTEAD: Mapping[tuple[str, str], Instead] = {
+    **{
+        (program, "boosted"): Instead("no program drafts with two models; export either checkpoint by itself")
+        for program in FORMATS
+    },
     ("vllm", "lstm"): Instead("ArcticInference, which has one, is a plugin with files of its own", "mlp"),
     ("vllm", "ngram"): Instead(
         """it has prompt lookup of its own: --speculative-config '{"method": "ngram", """
@@ -180,11 +184,9 @@ def served_length(drafter: str, settings: Mapping[str, Any], to: str) -> int | N
 
 
 def served(drafter: str, settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Short name and settings of what a program is given: of two drafters, the first."""
-    for name, part, options in nested(settings):
-        if name == "first":
-            return part, options
-    return drafter, settings
+    """Short name and settings of what a program is given: of two drafters, the first if it is `OF_TWO`."""
+    parts = {name: (part, options) for name, part, options in nested(settings)}
+    return parts["first"] if drafter in OF_TWO else (drafter, settings)
 
 
 def _no_format(drafter: str, to: str) -> str:

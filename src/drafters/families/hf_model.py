@@ -200,16 +200,16 @@ def checked_lora(lora: dict[str, Any] | None, train: bool) -> dict[str, Any] | N
     return check_lora(lora) if lora is not None else None
 
 
-def check_no_adapters(first: Drafter) -> None:
-    """Check the first drafter of two.
+def check_no_adapters(part: Drafter, name: str = "first") -> None:
+    """Check the drafter of this name, one of two.
 
     Raises:
         UserError: it is a model with adapters, whose files belong to a drafter of its own.
     """
-    if isinstance(first, HFModelDrafter) and first.settings.get("lora"):
+    if isinstance(part, HFModelDrafter) and part.settings.get("lora"):
         raise UserError(
-            f"drafter.first={short_name(first)}: beside a second drafter no adapters are kept; set "
-            "drafter.first.lora=null, or give a model that they are merged into"
+            f"drafter.{name}={short_name(part)}: beside another drafter no adapters are kept; set "
+            f"drafter.{name}.lora=null, or give a model that they are merged into"
         )
 
 

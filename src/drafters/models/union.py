@@ -19,14 +19,13 @@ from typing_extensions import override
 
 from decode.draft import PAD, Draft
 from decode.errors import UserError
-from decode.generation.types import depends_on_rounds
 from decode.model.target import Target
 from decode.plan import Path, Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from drafters.base import Drafter
 from drafters.drafting.deferred import Deferred
-from drafters.drafting.two_drafters import TwoDrafters, built
+from drafters.drafting.two_drafters import TwoDrafters, built, check_rounds
 from drafters.families.hf_model import check_no_adapters
 from drafters.families.lookup import IndexedText, LookupDrafter, Node, as_lookup, best_tree, pack_drafts
 from drafters.registry import short_name
@@ -227,9 +226,5 @@ def _check(first: Drafter, alone: float | None, depth: int | None, weight: float
     name = short_name(first)
     if isinstance(first, LookupDrafter):
         raise UserError(f"drafter.first={name}: a lookup has no distribution; choose a trained drafter")
-    if depends_on_rounds(first, Plan(2, 2, 4)):
-        raise UserError(
-            f"drafter.first={name}: a union mixes probabilities, and states of earlier rounds have none; "
-            "set drafter.first.reuse.mode=none"
-        )
+    check_rounds("first", first)
     check_no_adapters(first)

@@ -299,7 +299,7 @@ def test_a_checkpoint_is_used_as_it_is_scored_and_advised(bench, alone, tmp_path
         ("drafter.first.dept=3", "no such option in drafter.first; did you mean"),
         ("drafter.first.depth=0", "depth=0"),
         ("drafter.second=eagle", "drafter.second=eagle: choose one that looks tokens up in text"),
-        ("drafter.second=/no/where", "drafter.second: give the name of one drafter"),
+        ("drafter.second=/no/where", "drafter.second=/no/where: no such drafter"),
     ],
 )
 def test_a_wrong_part_is_one_line(bench, override, said):

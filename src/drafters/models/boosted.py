@@ -1,0 +1,263 @@
+"""Boosted drafters: a second one, trained on what the first misses; drafts have the best nodes of both.
+
+Collective boost-tuning of small models (Col-BT), of SpecInfer (Miao et al., arXiv:2305.09781).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.model.target import Tap, Target
+from decode.plan import Plan
+from decode.rng import KeyedCoin
+from decode.sampling import Sampler
+from drafters.base import Batch, Drafter, DraftStep
+from drafters.drafting.merge import mix_trees
+from drafters.drafting.two_drafters import PARTS, TwoDrafters, built, check_rounds
+from drafters.families.hf_model import check_no_adapters
+from drafters.registry import short_name
+
+ROWS = 256  # of logits that exist at a time
+
+
+@dataclass(slots=True)
+class BoostedState:
+    """The states of both."""
+
+    first: Any
+    second: Any
+
+
+class Boosted(TwoDrafters[Drafter]):
+    """The first is trained already and frozen. The second is trained by its own `unroll`, where a row counts
+
+        c / mean(c),    c = 1 where the first's most probable token is not the text's, else `hit_weight`,
+
+    the mean being that of the batch's rows of a depth, so that the loss stays an average over anchors. The
+    text's token is what the target drew, and so what `match` compares a node with: over texts, a row counts
+    1 - p(the first's token). The first's tokens are those of its own unroll of the batch, without gradients
+    and in evaluation mode; where that has none for an anchor and depth, it has missed.
+
+    A draft is a tree of fixed nodes. Each of the two grows its own, and the nodes of the draft are the most
+    probable paths under w q_1 + (1 - w) q_2 (`mix_trees`), w = `first_weight`; any such tree is verified
+    losslessly by `match`. All other plans are the first's, which was trained on all anchors.
+
+    Args:
+        first: built, or its short name and the settings of its constructor, {drafter: ..., settings: ...}.
+        second: the same; a trained one is used as it is.
+        first_weight: from 0 to 1.
+        hit_weight: from 0 to 1; 1: the second is trained on all anchors alike, as for an ensemble.
+
+    Raises:
+        UserError: drafters that cannot be combined, or an option out of range.
+    """
+
+    trained_part = "second"
+    tunes_target = False
+
+    def __init__(
+        self,
+        first: Mapping[str, Any] | Drafter,
+        second: Mapping[str, Any] | Drafter,
+        first_weight: float = 0.5,
+        hit_weight: float = 0.0,
+    ) -> None:
+        options = {"first_weight": first_weight, "hit_weight": hit_weight}
+        super().__init__(built(first), built(second), options)
+        for name, value in options.items():
+            if not 0 <= value <= 1:
+                raise UserError(f"drafter.{name}={value}: must be from 0 to 1")
+        self.first_weight, self.hit_weight = first_weight, hit_weight
+        parts: list[Drafter] = [self.first, self.second]
+        for name, part in zip(PARTS, parts, strict=True):
+            _check(name, part)
+        self.first.requires_grad_(False).eval()
+        self.taps = tuple(dict.fromkeys(tap for part in parts for tap in part.taps))
+        self.reads_cache = any(part.reads_cache for part in parts)
+
+    @override
+    @classmethod
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        """See `TwoDrafters.for_target`.
+
+        Raises:
+            UserError: a first drafter that is not trained.
+        """
+        drafter = super().for_target(target, **options)
+        if (first := drafter.first).trains and first.origin is None:
+            name = short_name(first)
+            raise UserError(
+                f"drafter.first={name}: not trained, so that there is nothing to learn from what it misses; "
+                f"train it (python train.py drafter={name}) and give its checkpoint's folder"
+            )
+        return drafter
+
+    # -- training ------------------------------------------------------------------------------
+
+    @override
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.first.eval()
+        return self
+
+    @override
+    def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
+        chosen = self._chosen(batch._replace(taps=self._own(self.first, batch.taps)), target)
+        text = batch.tokens.flatten()
+        for step in self.second.unroll(batch._replace(taps=self._own(self.second, batch.taps)), target):
+            depth, anchor = step.depth, step.anchor
+            if self.first.depth_invariant:
+                depth, anchor = 1, anchor + (depth - 1)
+            guess = chosen[depth][anchor] if depth in chosen else torch.full_like(anchor, -1)
+            hit = guess == text[step.anchor + (1 + step.depth)]
+            yield step._replace(weight=step.weight * self._weigh(hit))
+
+    @torch.no_grad()
+    def _chosen(self, batch: Batch, target: Target) -> dict[int, Tensor]:
+        """Depth -> (B * T,) the first's most probable tokens at its anchors, -1 elsewhere."""
+        chosen: dict[int, Tensor] = {}
+        for step in self.first.unroll(batch, target):
+            if step.training_only:
+                continue
+            best = [step.head(rows).argmax(-1) for rows in step.hidden.split(ROWS)]
+            token = torch.cat(best) if best else step.anchor
+            if step.head.d2t is not None:
+                token = step.head.d2t[token]
+            empty = torch.full_like(batch.tokens.flatten(), -1)
+            chosen[step.depth] = empty.index_copy(0, step.anchor, token)
+        return chosen
+
+    def _weigh(self, hit: Tensor) -> Tensor:
+        """(M,) bool -> (M,) what the rows count, 1 on average; 0 where no row counts."""
+        counts = torch.where(hit, self.hit_weight, 1.0)
+        total = counts.sum()
+        return counts * torch.where(total > 0, len(hit) / total, 0.0)
+
+    @property
+    @override
+    def state_size(self) -> int | None:
+        """A tree has no confidences, and chains are the first's."""
+        return None
+
+    @override
+    def add_confidence(self) -> None:
+        raise UserError(
+            "drafter.confidence=true: chains are the first drafter's, which is trained already; leave it "
+            "false"
+        )
+
+    # -- plans ---------------------------------------------------------------------------------
+
+    @override
+    def combines(self, plan: Plan) -> bool:
+        return plan.depth > 0 and plan.width > 1 and plan.proposal == "fixed" and not plan.tree
+
+    @override
+    def check(self, plan: Plan) -> None:
+        parts: Sequence[str] = PARTS if self.combines(plan) else PARTS[:1]
+        for name in parts:
+            try:
+                getattr(self, name).check(self._plan_of(name, plan))
+            except UserError as error:
+                raise UserError(str(error).replace("drafter.", f"drafter.{name}.")) from None
+
+    def _plan_of(self, name: str, plan: Plan) -> Plan:
+        """What one of the two drafts for a plan; the second may have fewer levels."""
+        deepest = self.second.max_depth
+        return plan if name == "first" or deepest is None else _cut(plan, min(plan.depth, deepest))
+
+    @override
+    def remark(self, plan: Plan) -> str:
+        remark = self.first.remark(plan)
+        if plan.depth and not self.combines(plan):
+            remark += "; " * bool(remark) + (
+                f"drafter.second={short_name(self.second)}: adds nothing to {plan.name}, which is no dynamic "
+                "tree of fixed nodes (decode=dynamic decode.proposal=fixed)"
+            )
+        return remark
+
+    # -- decoding ------------------------------------------------------------------------------
+
+    @override
+    def new_state(self, rows: int) -> BoostedState:
+        return BoostedState(self.first.new_state(rows), self.second.new_state(rows))
+
+    @override
+    def advance(
+        self,
+        state: BoostedState,
+        target: Target,
+        tokens: Tensor,
+        taps: Tensor,
+        counts: Sequence[int],
+        root: Tensor,
+    ) -> None:
+        self.first.advance(state.first, target, tokens, self._own(self.first, taps), counts, root)
+        self.second.advance(state.second, target, tokens, self._own(self.second, taps), counts, root)
+
+    @override
+    def select(self, state: BoostedState, rows: Sequence[int]) -> None:
+        self.first.select(state.first, rows)
+        self.second.select(state.second, rows)
+
+    @override
+    def append(self, state: BoostedState, target: Target, other: BoostedState) -> None:
+        self.first.append(state.first, target, other.first)
+        self.second.append(state.second, target, other.second)
+
+    @override
+    def propose(
+        self, state: BoostedState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
+    ) -> Draft:
+        first = self.first.propose(state.first, target, sampler, coin, plan)
+        if not self.combines(plan):
+            return first
+        cut = self._plan_of("second", plan)
+        second = self.second.propose(state.second, target, sampler, coin, cut)
+        return mix_trees(first, second, self.first_weight, plan.nodes)
+
+    @override
+    def kv_bytes_per_token(self, state: BoostedState) -> int:
+        first, second = (getattr(self, name).kv_bytes_per_token(getattr(state, name)) for name in PARTS)
+        return first + second
+
+    def _own(self, part: Drafter, taps: Tensor) -> Tensor:
+        """(B, T, L, D) taps of both -> those of one."""
+        if part.taps == self.taps:
+            return taps
+        if not part.taps:
+            return taps[:, :, :0]
+        places: Mapping[Tap, int] = {tap: place for place, tap in enumerate(self.taps)}
+        return torch.stack([taps[:, :, places[tap]] for tap in part.taps], 2)
+
+
+@lru_cache(maxsize=64)
+def _cut(plan: Plan, depth: int) -> Plan:
+    """The plan with so many levels; made once, since plans are checked."""
+    return plan if depth == plan.depth else replace(plan, depth=depth, adapt=None)
+
+
+def _check(name: str, part: Drafter) -> None:
+    kind = f"drafter.{name}={short_name(part)}"
+    if type(part).unroll is Drafter.unroll:
+        raise UserError(f"{kind}: it predicts nothing in training; choose a drafter that is trained")
+    if part.tunes_target:
+        raise UserError(
+            f"{kind}: it drafts for a tuned copy of the target, not beside another; choose another"
+        )
+    if part.confidence is not None:
+        raise UserError(
+            f"{kind}: its confidence head ends chains, and boosted drafters draft trees; give a checkpoint "
+            "without one (drafter.confidence=false)"
+        )
+    check_rounds(name, part)
+    check_no_adapters(part, name)
