@@ -155,8 +155,8 @@ def _part(key: str, node: Any) -> o.DrafterOptions:
         return o.DrafterOptions(factory=node, build=partial(_trained, node))
     if not OmegaConf.is_dict(node) or "_target_" not in node:
         raise UserError(
-            f"drafter.{key}: give the name of one drafter of conf/drafter, or a checkpoint's folder or hub id, "
-            f"as in drafter.{key}=outputs/<date>/<time>/checkpoints/best"
+            f"drafter.{key}: give the name of one drafter of conf/drafter, or a checkpoint's folder or hub "
+            f"id, as in drafter.{key}=outputs/<date>/<time>/checkpoints/best"
         )
     return _drafter(node)
 

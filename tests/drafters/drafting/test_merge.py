@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -16,7 +17,7 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.verification.rules import verify
 from drafters.drafting import merge
-from drafters.drafting.merge import merge_trees
+from drafters.drafting.merge import merge_trees, mix_trees
 
 
 def union(fresh, old, first, nodes, drawn=frozenset()):
@@ -110,6 +111,28 @@ def test_two_trees_become_the_best_of_one_then_what_the_other_adds(seed, hybrid)
             before = walked(fresh, row)[number]
             assert slot < 0 or names[slot] == before
             assert slot >= 0 or all(p[:-1] != before for p in as_drawn)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+def test_two_trees_become_the_best_paths_of_their_mixture(seed, weight):
+    dice, depth, nodes = random.Random(seed), 3, 9
+    one = [random_tree(dice, depth, nodes, limit) for limit in (3, 3, 0, 2)]
+    other = [random_tree(dice, depth, nodes, limit) for limit in (0, 1, 2, 3)]
+    draft = mix_trees(draft_of(one, nodes, depth), draft_of(other, nodes, depth), weight, nodes)
+    for row in range(4):
+        chance = Counter()
+        for tree, share in ((one[row], weight), (other[row], 1 - weight)):
+            chance.update({path: share * math.exp(score) for path, score in tree.items() if share})
+        names = walked(draft, row)[1:]
+        scores = {
+            name: s for name, s in zip(names, draft.score[row].tolist(), strict=True) if name is not None
+        }
+        want = dict(chance.most_common(nodes))
+        assert scores.keys() == want.keys()
+        assert [math.exp(score) for score in scores.values()] == pytest.approx(
+            [want[name] for name in scores]
+        )
 
 
 def law_of_a_round(table):
