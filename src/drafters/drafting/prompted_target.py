@@ -1,8 +1,9 @@
 """A target that also reads learned prompts, whose outputs predict tokens further ahead.
 
-Behind a token at position t stand K prompts, at positions t + 1 to t + K. Prompt j sees the tokens up to t
-and the prompts 1 to j, so that its output predicts the token at t + 1 + j. No token sees a prompt, and none
-is kept in the cache: what the target predicts after its tokens is what it predicts without them.
+Behind a token at position t stand E prompts of each depth j from 1 to K, at position t + j. Prompt e of a
+depth sees the tokens up to t, the prompts e of earlier depths and itself. The mean output of depth j predicts
+the token at t + 1 + j (ensemble prompt tokens: PPD, Chen et al., arXiv:2405.18628). No token sees a prompt,
+and none is kept in the cache: what the target predicts after its tokens is what it predicts without them.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ READ_TOGETHER = 512  # prompts in one pass over a text that has been read: its m
 
 
 class PromptedTarget(Target):
-    """A target whose taps are the outputs of the prompts behind each slot, (B, n, K, D).
+    """A target whose taps are outputs of the prompts behind each slot, their means by depth (B, n, K, D).
 
     It shares all weights, and what was compiled for them, with the target that it is made of. A pass over a
-    draft of S slots reads S (1 + K). One without a draft, as in a prefill and in plain decoding, reads tokens
-    alone and has no taps (B, n, 0, D); `look_ahead` may follow it.
+    draft of S slots reads S (1 + K E). One without a draft, as in a prefill and in plain decoding, reads
+    tokens alone and has no taps (B, n, 0, D); `look_ahead` may follow it.
 
     Args:
         source: all of whose weights are in this process, on one device.
-        prompts: (K, D) input of the first layer in place of embeddings.
+        prompts: (K, E, D) input of the first layer in place of embeddings.
     """
 
     def __init__(self, source: Target, prompts: Tensor) -> None:
         super().__init__(source.model)
         self.source, self.abilities = source.source, source.abilities
         self._fingerprints = source.fingerprints()
-        self.prompts = prompts.detach().to(self.head.weight)  # (K, D)
+        self.prompts = prompts.detach().to(self.head.weight)  # (K, E, D)
 
     @override
     def fingerprints(self) -> list[str]:
@@ -50,14 +51,15 @@ class PromptedTarget(Target):
 
     @override
     def slots(self, draft: int) -> int:
-        return draft * (1 + len(self.prompts))
+        depth, ensemble, _ = self.prompts.shape
+        return draft * (1 + depth * ensemble)
 
     @override
     def layer_input(self, tokens: Tensor) -> dict[str, Tensor]:
         """Ids from V on are prompts."""
         number = tokens - self.vocab_size
         words = self.embed(tokens.clamp_max(self.vocab_size - 1))
-        prompts = self.prompts[number.clamp_min(0)]
+        prompts = self.prompts.flatten(0, 1)[number.clamp_min(0)]
         return {"inputs_embeds": torch.where((number >= 0)[..., None], prompts, words)}
 
     @override
@@ -65,17 +67,19 @@ class PromptedTarget(Target):
         if draft is None or not draft.depth:
             return super().extend(tokens)
         tokens = torch.cat([tokens, draft.tokens.clamp_min(0)], 1)  # (B, S)
-        (rows, slots), count = tokens.shape, len(self.prompts)
+        (rows, slots), (depth, ensemble, _) = tokens.shape, self.prompts.shape
         path = draft.ancestors().expand(rows, -1, -1)  # (B, S, S)
-        own = _own_prompts(slots, count, tokens.device).expand(rows, -1, -1)  # (B, S K, S K)
-        prompts_see = torch.cat([path.repeat_interleave(count, 1), own], 2)  # (B, S K, S + S K)
-        block = torch.cat([F.pad(path, (0, slots * count)), prompts_see], 1)
+        own = _own_prompts(slots, depth, ensemble, tokens.device).expand(rows, -1, -1)  # (B, P, P), P = S K E
+        prompts_see = torch.cat([path.repeat_interleave(depth * ensemble, 1), own], 2)  # (B, P, S + P)
+        block = torch.cat([F.pad(path, (0, own.shape[2])), prompts_see], 1)
         last = self.forward(torch.cat([tokens, self._ids(slots).expand(rows, -1)], 1), block)
-        return TargetOutput(last[:, :slots], last[:, slots:].unflatten(1, (slots, count)))
+        return TargetOutput(last[:, :slots], _depth_means(last[:, slots:], slots, self.prompts))
 
     def look_ahead(self) -> Tensor:
-        """(B, K, D) outputs of the prompts behind each row's newest settled token; nothing is kept."""
-        return self.forward(self._ids(1).expand(len(self.lengths), -1))
+        """(B, K, D) mean outputs of the prompts behind each row's newest settled token; nothing is kept."""
+        rows, (depth, ensemble, _) = len(self.lengths), self.prompts.shape
+        block = _own_prompts(1, depth, ensemble, self.prompts.device).expand(rows, -1, -1)  # (B, K E, K E)
+        return _depth_means(self.forward(self._ids(1).expand(rows, -1), block), 1, self.prompts)[:, 0]
 
     @override
     @torch.no_grad()
@@ -86,8 +90,8 @@ class PromptedTarget(Target):
             return TargetOutput(*read_with_prompts(self, self.prompts, tokens, places))
 
     def _ids(self, slots: int) -> Tensor:
-        """(1, slots K) ids of the prompts behind so many slots."""
-        count = len(self.prompts)
+        """(1, slots K E) ids of the prompts behind so many slots."""
+        count = self.slots(1) - 1
         ids = torch.arange(self.vocab_size, self.vocab_size + count, device=self.prompts.device)
         return ids.repeat(slots)[None]
 
@@ -100,46 +104,57 @@ def read_with_prompts(lm: CausalLM, prompts: Tensor, tokens: Tensor, places: Ten
 
     Args:
         lm: model without prompts.
-        prompts: (K, D) input of its first layer.
+        prompts: (K, E, D) input of its first layer.
         tokens: (B, T) right-padded.
         places: (B, A) of tokens.
 
     Returns:
-        Head inputs (B, T, D) of the tokens, and (B, A, K, D) of the prompts behind the places.
+        Head inputs (B, T, D) of the tokens, and (B, A, K, D) means of the prompts behind the places.
     """
     text = [_ReadText() for _ in lm.layers]
     read = lm.base(input_ids=tokens, past_key_values=Cache(layers=[*text]), use_cache=True)
-    together = max(1, READ_TOGETHER // len(prompts))
+    together = max(1, READ_TOGETHER // len(prompts.flatten(0, 1)))
     ahead = [_read_behind(lm, prompts, text, part) for part in places.split(together, 1)]
     return read.last_hidden_state, torch.cat(ahead, 1)
 
 
 def _read_behind(lm: CausalLM, prompts: Tensor, text: Sequence[_ReadText], places: Tensor) -> Tensor:
-    """(B, A, K, D) outputs of the prompts behind (B, A) places of texts that were read."""
-    (rows, anchors), count, device = places.shape, len(prompts), places.device
+    """(B, A, K, D) mean outputs of the prompts behind (B, A) places of texts that were read."""
+    (rows, anchors), (depth, ensemble, _), device = places.shape, prompts.shape, places.device
     place = torch.arange(text[0].length, device=device)  # (T,)
-    number = torch.arange(count, device=device)
-    own = _own_prompts(anchors, count, device).expand(rows, -1, -1)  # (B, A K, A K)
-    block = torch.cat([(place <= places[..., None]).repeat_interleave(count, 1), own], 2)  # (B, A K, T + A K)
-    positions = (places[..., None] + 1 + number).flatten(1)  # (B, A K)
+    number = torch.arange(depth, device=device).repeat_interleave(ensemble)  # (K E,)
+    own = _own_prompts(anchors, depth, ensemble, device).expand(rows, -1, -1)  # (B, P, P), P = A K E
+    seen = (place <= places[..., None]).repeat_interleave(len(number), 1)  # (B, P, T)
+    block = torch.cat([seen, own], 2)  # (B, P, T + P)
+    positions = (places[..., None] + 1 + number).flatten(1)  # (B, P)
     if lm.max_positions is not None:
         positions = positions.clamp_max(lm.max_positions - 1)
-    every = torch.cat([place.expand(rows, -1), positions], 1)  # (B, T + A K)
+    every = torch.cat([place.expand(rows, -1), positions], 1)  # (B, T + P)
     read = lm.base(
-        inputs_embeds=prompts.to(lm.dtype).expand(rows, anchors, -1, -1).flatten(1, 2),
+        inputs_embeds=prompts.to(lm.dtype).expand(rows, anchors, -1, -1, -1).flatten(1, 3),
         attention_mask=lm.additive_mask([0] * rows, block, block.shape[2], every),
         position_ids=positions,
         past_key_values=Cache(layers=[_Behind(layer) for layer in text]),
         use_cache=True,
     )
-    return read.last_hidden_state.unflatten(1, (anchors, count))
+    return _depth_means(read.last_hidden_state, anchors, prompts)
+
+
+def _depth_means(last: Tensor, slots: int, prompts: Tensor) -> Tensor:
+    """(B, S K E, D) head inputs behind S slots -> their means by depth of the prompts, (B, S, K, D).
+
+    PPD takes the mean of logits. A head is linear, up to the soft cap that some have, so these are the same
+    logits by one product with the head in place of E.
+    """
+    return last.unflatten(1, (slots, *prompts.shape[:2])).mean(3)
 
 
 @lru_cache(maxsize=16)
-def _own_prompts(slots: int, count: int, device: torch.device) -> Tensor:
-    """(1, S K, S K) bool: the prompts of the same slot that each prompt sees, itself included."""
+def _own_prompts(slots: int, depth: int, ensemble: int, device: torch.device) -> Tensor:
+    """(1, S K E, S K E) bool: the prompts of the same slot that each prompt sees, itself included."""
     with torch.inference_mode(False):  # cached, so it must be usable outside inference mode
-        own = torch.ones(count, count, device=device).tril()
+        earlier = torch.ones(depth, depth, device=device).tril()
+        own = earlier.kron(torch.eye(ensemble, device=device))  # (K E, K E)
         return torch.eye(slots, device=device).kron(own).bool()[None]
 
 

@@ -41,22 +41,24 @@ class AheadState:
 
 
 class Prompt(TokenBiasDrafter):
-    """K learned vectors that the target reads behind every slot; their outputs are the next draft.
+    """Learned vectors, E of each of K depths, that the target reads behind every slot; their outputs draft.
 
-    Prompt j behind x_t stands in the place of x_{t+j} and predicts x_{t+1+j}, depth j of the draft below the
-    root x_{t+1}, with the target's frozen head. So there is no pass for drafting but the first of a text, and
-    the target's own distributions stay what they are (`PromptedTarget`). As Medusa's heads, the prompts know
-    no token behind x_t, not even the root: the logits of all depths are there at once.
+    The prompts of depth j behind x_t stand in the place of x_{t+j}, and the mean of their outputs predicts
+    x_{t+1+j}, the token at depth j below the root x_{t+1}, with the target's frozen head. So there is no pass
+    for drafting but the first of a text, and the target's own distributions stay what they are
+    (`PromptedTarget`). As Medusa's heads, the prompts know no token behind x_t, not even the root: the logits
+    of all depths are there at once.
 
     Args:
         hidden_size: D of the target.
         vocab_size: V of the target.
-        depth: number of prompts K, the maximum draft length.
+        depth: K, the maximum draft length.
         anchors: places a text in a batch whose prompts are trained, on average; 0: all.
         token_info: `none`, or a kind of `TokenInfoBias`, which has many more weights than the prompts.
         info_rank: rank of the bias.
         hot_tokens: vocabulary of the bias.
         draft_vocab_size: see `Drafter`.
+        ensemble: prompts E of each depth; each sees those with its own number at earlier depths (PPD).
 
     Raises:
         UserError: an option out of range.
@@ -74,15 +76,16 @@ class Prompt(TokenBiasDrafter):
         info_rank: int,
         hot_tokens: int,
         draft_vocab_size: int | None = None,
+        ensemble: int = 1,  # default of older checkpoints
     ) -> None:
         super().__init__(draft_vocab_size)
         self.settings = constructor_arguments(locals())
-        check_positive(depth=depth)
+        check_positive(depth=depth, ensemble=ensemble)
         if anchors < 0:
             raise UserError(f"drafter.anchors={anchors}: must be at least 0")
-        self.depth, self.anchors = depth, anchors
+        self.depth, self.ensemble, self.anchors = depth, ensemble, anchors
         self.checkpointing = False
-        self.prompts = nn.Embedding(depth, hidden_size)
+        self.prompts = nn.Embedding(depth * ensemble, hidden_size)  # depth by depth
         self.add_token_bias(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
 
     @override
@@ -91,7 +94,7 @@ class Prompt(TokenBiasDrafter):
         check_copied(target)
         check_embedded(target)
         drafter = cls(hidden_size=target.hidden_size, vocab_size=target.vocab_size, **options)
-        with torch.no_grad():  # begin with the mean embedding, and noise so that depths differ
+        with torch.no_grad():  # begin with the mean embedding, and noise so that prompts differ
             words = target.embed(torch.arange(target.vocab_size, device=target.device)).float()  # (V, D)
             vectors = drafter.prompts.weight
             vectors.copy_(words.mean(0) + 0.1 * words.std() * vectors)
@@ -99,8 +102,12 @@ class Prompt(TokenBiasDrafter):
 
     @property
     def max_depth(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """One prompt per depth."""
+        """There are prompts for so many depths."""
         return self.depth
+
+    def by_depth(self) -> Tensor:
+        """(K, E, D) prompts."""
+        return self.prompts.weight.unflatten(0, (self.depth, self.ensemble))
 
     # -- training ----------------------------------------------------------------------------
 
@@ -132,7 +139,7 @@ class Prompt(TokenBiasDrafter):
         # A text with fewer anchors than another gets prompts behind its first token, which nobody reads.
         places = place.new_zeros(rows, max(1, int(counts.max()))).index_put((row, number), place)
         lm = self.trained_model(target)
-        last, ahead = read_with_prompts(lm, self.prompts.weight, batch.tokens, places.to(device))
+        last, ahead = read_with_prompts(lm, self.by_depth(), batch.tokens, places.to(device))
         return last, ahead[row.to(device), number.to(device)]
 
     def depths(
@@ -159,7 +166,7 @@ class Prompt(TokenBiasDrafter):
     def verifier(self, target: Target) -> Target:
         if isinstance(target, PromptedTarget):
             raise ValueError("a target would have prompts twice")
-        return PromptedTarget(self.verifying(target), self.prompts.weight)
+        return PromptedTarget(self.verifying(target), self.by_depth())
 
     def verifying(self, target: Target) -> Target:
         """The target that gets the prompts."""

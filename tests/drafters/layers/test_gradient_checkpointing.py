@@ -21,6 +21,7 @@ OPTIONS = {
     "hf_dllm with adapters": {"lora": {"r": 2, "alpha": 4}},
     "medusa2": {},
     "prompt": {},
+    "prompt with ensembles": {"ensemble": 2},
     "tidar": {},
 }
 REFUSE = ["medusa", "hydra", "mlp", "lstm"]

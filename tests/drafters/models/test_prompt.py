@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
-from exact import EXACT
-from faces import V, batch_of, random_texts
+from exact import EXACT, check_lossless
+from faces import CHAIN, SAMPLED, TREE, V, assert_faces_agree, batch_of, both, random_texts
 from workbench import final
 
 from decode.draft import Draft
@@ -30,16 +31,17 @@ TEXTS = [[5, 9, 2, 7, 3], [4, 6]]
 GREEDY = Sampler(0.0)
 
 
-@pytest.fixture(params=["prompt", "tidar"])
-def name(request):
-    """Drafters whose drafts come out of the pass that verifies."""
-    return request.param
+@pytest.fixture(params=["prompt", "prompt with ensembles", "tidar", "tidar with ensembles"])
+def make(request, make_drafter):
+    """Make, for a target, a drafter whose drafts come out of the pass that verifies."""
+    name, *more = request.param.split()
+    return partial(make_drafter, name, ensemble=3 if more else 1)
 
 
 @pytest.fixture
-def pair(tiny_target, make_drafter, name):
+def pair(tiny_target, make):
     target = tiny_target(vocab=V, layers=3, hidden=16)
-    return target, make_drafter(name, target)
+    return target, make(target)
 
 
 def drafts():
@@ -61,12 +63,10 @@ def read_ahead(target, draft):
 
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 @pytest.mark.parametrize("window", [None, 4])
-def test_what_the_target_says_of_a_draft_is_what_it_says_without_prompts(
-    tiny_target, make_drafter, name, window, shape
-):
+def test_what_the_target_says_of_a_draft_is_what_it_says_without_prompts(tiny_target, make, window, shape):
     """By the fused pass and, where windows slide, by transformers' code."""
     target = tiny_target(vocab=V, layers=3, hidden=16, window=window)
-    verifier = make_drafter(name, target).verifier(target)
+    verifier = make(target).verifier(target)
     draft = drafts()[shape]
     plain = Target(verifier.model)  # of the same weights
     got, want = read_ahead(verifier, draft), read_ahead(plain, draft)
@@ -88,12 +88,10 @@ def test_what_it_says_of_texts_is_what_it_says_without_prompts(pair):
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("shape", ["tree", "chain"])
-def test_prompts_behind_a_draft_say_what_they_say_behind_the_text(
-    tiny_target, make_drafter, name, window, shape
-):
+def test_prompts_behind_a_draft_say_what_they_say_behind_the_text(tiny_target, make, window, shape):
     """Behind every node that of the text that leads to it."""
     target = tiny_target(vocab=V, layers=3, hidden=16, window=window)
-    verifier, draft = make_drafter(name, target).verifier(target), drafts()[shape]
+    verifier, draft = make(target).verifier(target), drafts()[shape]
     got = read_ahead(verifier, draft).taps  # (B, S, K, D)
     tokens = torch.cat([torch.tensor([[22], [23]]), draft.tokens], 1)
     for row, text in enumerate(TEXTS):
@@ -125,6 +123,85 @@ def test_long_texts_are_read_with_their_prompts_a_part_at_a_time(pair, monkeypat
     torch.testing.assert_close(verifier.read(texts).taps, whole, rtol=0, atol=EXACT)
 
 
+# -- several prompts of each depth -------------------------------------------------------------------
+
+
+@pytest.fixture
+def ensemble(tiny_target, make_drafter):
+    target = tiny_target(vocab=V, layers=3, hidden=16)
+    return target, make_drafter("prompt", target, ensemble=3)
+
+
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+def test_an_ensemble_is_the_mean_of_members_that_know_nothing_of_one_another(ensemble, shape):
+    """In what is read behind drafts, behind a prefill and in training."""
+    target, drafter = ensemble
+    verifier, members = drafter.verifier(target), []
+    for number in range(3):
+        members.append(PromptedTarget(target, verifier.prompts[:, number, None]))
+
+    def mean(read):
+        return torch.stack([read(member) for member in members]).mean(0)
+
+    def taps(reader):
+        return read_ahead(reader, drafts()[shape]).taps
+
+    def ahead(reader):
+        read_ahead(reader, drafts()[shape])
+        reader.keep([1, 1])
+        return reader.look_ahead()
+
+    for read in (taps, ahead, lambda reader: reader.read(random_texts()).taps):
+        got = read(verifier)
+        torch.testing.assert_close(got, mean(read), rtol=0, atol=EXACT)
+        assert (got - read(members[0])).abs().max() > 1e-3, "members differ"
+
+
+def test_the_mean_of_head_inputs_has_the_mean_logits(ensemble):
+    target, drafter = ensemble
+    verifier, texts = drafter.verifier(target), random_texts()
+    members = [PromptedTarget(target, verifier.prompts[:, number, None]) for number in range(3)]
+    logits = torch.stack([target.head(member.read(texts).taps) for member in members])
+    got = target.head(verifier.read(texts).taps)
+    torch.testing.assert_close(got, logits.mean(0), rtol=0, atol=EXACT)
+
+
+def test_drafts_of_ensembles_are_what_training_taught(tiny_target, make_drafter):
+    target, drafter = both(tiny_target, make_drafter, "prompt", ensemble=2)
+    assert_faces_agree(drafter, target, random_texts())
+
+
+@pytest.mark.parametrize("plan", [CHAIN, TREE, SAMPLED], ids=lambda plan: plan.name)
+def test_decoding_with_ensembles_is_lossless(tiny_target, make_drafter, plan):
+    target = tiny_target()
+    drafter = make_drafter("prompt", target, ensemble=2)
+    check_lossless(drafter.verifier(target), drafter, plan, Sampler(1.0), rows=[0])
+
+
+def test_one_prompt_a_depth_is_read_as_before_there_were_ensembles(tiny_target, make_drafter):
+    """Bit for bit, and a checkpoint without the option has one."""
+    target = tiny_target(vocab=V, layers=3, hidden=16)
+    drafter = make_drafter("prompt", target)
+    older = type(drafter)(**{name: v for name, v in drafter.settings.items() if name != "ensemble"})
+    older.to(torch.float64).load_state_dict(drafter.state_dict())
+    verifier, draft = older.verifier(target), drafts()["chain"]
+    got = read_ahead(verifier, draft)
+    ids = torch.arange(V, V + 3)
+    slots = torch.cat([torch.tensor([[22], [23]]), draft.tokens, ids.repeat(2, 4)], 1)  # (B, 4 + 4 * 3)
+    block = torch.zeros(16, 16, dtype=torch.bool)
+    for slot in range(4):
+        block[slot, : slot + 1] = True
+        for prompt in range(3):
+            line = block[4 + 3 * slot + prompt]
+            line[: slot + 1] = True
+            line[4 + 3 * slot : 5 + 3 * slot + prompt] = True
+    last = verifier.forward(slots, block.expand(2, -1, -1))
+    assert torch.equal(got.last, last[:, :4])
+    assert torch.equal(got.taps, last[:, 4:].unflatten(1, (4, 3)))
+    verifier.keep([1, 1])
+    assert torch.equal(verifier.look_ahead(), verifier.forward(ids.repeat(2, 1)))
+
+
 # -- what a round costs ----------------------------------------------------------------------------
 
 
@@ -146,8 +223,9 @@ def test_a_round_is_one_pass_over_a_drafts_slots_and_their_prompts(pair, plan, m
     verifier = drafter.verifier(target)
     sizes = read_sizes(verifier, monkeypatch)
     run = generate(verifier, drafter, [TEXTS[0]], max_new_tokens=12, sampler=GREEDY, plan=plan)
-    rounds, slots = len(run.outputs[0].emitted), (1 + plan.nodes) * (1 + 3)
-    assert sizes == [len(TEXTS[0]), 3, *[slots] * rounds]
+    rounds, prompts = len(run.outputs[0].emitted), 3 * drafter.ensemble
+    slots = (1 + plan.nodes) * (1 + prompts)
+    assert sizes == [len(TEXTS[0]), prompts, *[slots] * rounds]
     assert verifier.slots(1 + plan.nodes) == slots
     assert verifier.cache.store.capacity == len(TEXTS[0]) + 12 + slots, "it did not grow"
 
@@ -211,7 +289,7 @@ def test_the_original_target_is_refused_where_it_would_verify(pair):
         generate(target, drafter, [[1, 2]], max_new_tokens=4, sampler=GREEDY, plan=Plan(depth=2))
 
 
-def test_a_target_whose_layers_read_tokens_is_refused(tiny_target, make_drafter, name, monkeypatch):
+def test_a_target_whose_layers_read_tokens_is_refused(tiny_target, make, monkeypatch):
     """As Gemma 3n's, which have embeddings of their own."""
     target = tiny_target(vocab=V, layers=3, hidden=16)
     forward = target.base.forward
@@ -223,7 +301,7 @@ def test_a_target_whose_layers_read_tokens_is_refused(tiny_target, make_drafter,
 
     monkeypatch.setattr(target.base, "forward", with_more)
     with pytest.raises(UserError, match="read more than embeddings"):
-        make_drafter(name, target)
+        make(target)
 
 
 def test_two_targets_are_not_put_into_one_another(pair):
@@ -238,10 +316,10 @@ def test_a_union_is_refused(pair):
         Union(drafter, Ngram(1, 3))
 
 
-@pytest.mark.parametrize("changes", [{"depth": 0}, {"anchors": -1}], ids=str)
-def test_numbers_out_of_range_are_refused(tiny_target, make_drafter, name, changes):
+@pytest.mark.parametrize("changes", [{"depth": 0}, {"ensemble": 0}, {"anchors": -1}], ids=str)
+def test_numbers_out_of_range_are_refused(tiny_target, make, changes):
     with pytest.raises(UserError, match=f"{next(iter(changes))}="):
-        make_drafter(name, tiny_target(vocab=V, layers=3, hidden=16), **changes)
+        make(tiny_target(vocab=V, layers=3, hidden=16), **changes)
 
 
 # -- training --------------------------------------------------------------------------------------
