@@ -124,6 +124,7 @@ CHOICES = {
     "audit": ("quick", "full"),
     "control": ("none", "shuffled_taps"),
     "drafter.exit": ("none", "linear"),
+    "drafter.start": ("default", "first", "last"),
     "score.quantize": ("none", "int8"),
     "score.engine": ("none", "vllm"),
     "case": ("speed", "memory"),

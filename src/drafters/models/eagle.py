@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
+from decode.errors import UserError
 from decode.kernels.packed_linear import Linear
 from decode.model.head import Head
 from decode.model.target import LAST, Target
@@ -18,6 +20,16 @@ from drafters.base import Batch, constructor_arguments
 from drafters.families.recurrent import RecurrentDrafter, add_feature_noise
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, Rotary
 from drafters.layers.unroll import FirstLayerInput
+
+STARTS = {"default": None, "first": 0, "last": -1}  # which of the target's layers is copied
+NORM = "input_layernorm.weight"  # of a target's layer
+COPIED = {  # weight of the drafter's layer: those of the target's that it stacks
+    "qkv_proj.weight": tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
+    "gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "post_attention_layernorm.weight": ("post_attention_layernorm.weight",),
+}
+SIZES = ("hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size")
+LEFT = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # output maps, which begin as 0
 
 
 class Eagle(RecurrentDrafter):
@@ -69,8 +81,36 @@ class Eagle(RecurrentDrafter):
 
     @override
     @classmethod
-    def for_target(cls, target: Target, **options: Any) -> Self:
-        return cls(**asdict(LayerShape.of(target)) | options)
+    def for_target(cls, target: Target, start: str = "default", **options: Any) -> Self:
+        """Build the drafter of a target, with the sizes of its layers.
+
+        Args:
+            target: as in `Drafter`.
+            start: of `STARTS`, the layer of the target whose maps the drafter's layer begins with (pruned
+                initialisation: SPIRe, arXiv:2504.06419).
+            **options: of the class.
+
+        Raises:
+            UserError: an unknown start, or a layer with other weights than the drafter's.
+        """
+        if start not in STARTS:
+            raise UserError(f"drafter.start={start}: choose {' or '.join(STARTS)}")
+        drafter = cls(**asdict(LayerShape.of(target)) | options)
+        if (index := STARTS[start]) is not None:
+            drafter._copy_maps(_fitting_weights(target, index, start, options))
+        return drafter
+
+    def _copy_maps(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy the maps that read the input of a target's layer and of its MLP.
+
+        The target's layer normalises its input and this one does not, so the norm's weights are multiplied
+        into queries, keys and values. The output maps stay 0, and the layer the identity.
+        """
+        own = self.layer.state_dict()
+        copied = {name: torch.cat([weights[part] for part in parts]) for name, parts in COPIED.items()}
+        copied = {name: weight.to(own[name]) for name, weight in copied.items()}
+        copied["qkv_proj.weight"] *= weights[NORM].to(own["qkv_proj.weight"])  # (n, D) by columns
+        self.layer.load_state_dict(own | copied)
 
     @property
     @override
@@ -139,3 +179,22 @@ class Eagle(RecurrentDrafter):
     def losses(self, hidden: Tensor, truth: Tensor) -> Mapping[str, Tensor]:
         regression = F.smooth_l1_loss(hidden, truth.to(hidden.dtype), reduction="none")
         return {"feature": regression.mean(-1)}
+
+
+def _fitting_weights(target: Target, index: int, start: str, options: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Weights of a layer of the target that has the form of the drafter's, whose `options` are given.
+
+    Raises:
+        UserError: it has another form.
+    """
+    weights, shape = target.weights(target.layers[index]), asdict(LayerShape.of(target))
+    unlike = {*weights} ^ {NORM, *LEFT, *chain.from_iterable(COPIED.values())}
+    unlike |= {name for name in SIZES if options.get(name, shape[name]) != shape[name]}
+    if getattr(target.config, "hidden_act", "silu") != "silu":
+        unlike.add("hidden_act")
+    if unlike:
+        raise UserError(
+            f"drafter.start={start}: layers of this {type(target.model).__name__} and the drafter's "
+            f"differ in {', '.join(sorted(unlike))}; set it to default"
+        )
+    return weights
