@@ -139,8 +139,8 @@ class CausalLM:
                 included; None: all up to itself.
             scratch: number of unsettled slots written by earlier calls.
             inputs: dict with layer ids as keys; filled with the (B, n, D) inputs of these layers.
-            offsets: (n,) or (B, n), number of positions between the settled tokens and each new one; None:
-                of the unsettled slots that it sees.
+            offsets: (n,) or (B, n), number of positions between the settled tokens and each new one, or
+                (B, scratch + n) of all unsettled ones; None: of the unsettled slots that it sees.
             parts: sublayers that run, of a model that is `fused`; None: all. Not to be settled.
             store: of another text's keys and values, for a model that is `fused`; None: the cache's.
 

@@ -1,28 +1,24 @@
-"""A chain of a draft model in fewer passes: tokens that another drafter expects are read before the draw.
+"""A draft model's chain or tree in fewer passes: nodes that another drafter expects are read early.
 
-The vertical cascade of Cascade Speculative Drafting (Chen et al., arXiv:2312.11462), as in staged speculative
-decoding (Spector and Re, arXiv:2308.04623) and TriForce (Sun et al., arXiv:2404.11912). There the draft model
-accepts or rejects each guess by a draw. Here it draws every token itself, at the same key, from the same
-distribution as without guesses; a guess counts if it is that token. So the draft is the same, up to rounding.
+The vertical cascade of Cascade Speculative Drafting (Chen et al., arXiv:2312.11462) and TriForce (Sun et al.,
+arXiv:2404.11912), and the drafted drafter of staged speculative decoding (Spector and Re, arXiv:2308.04623).
+There the draft model accepts or rejects each guess by a draw. Here it chooses or draws every token itself, at
+the same key, from the same distribution as without guesses; a guess counts if it is a node that is expanded.
+So the draft is the same, up to rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from decode.draft import PAD, Draft
 from decode.model.target import Target
-from decode.plan import Plan
-from decode.rng import Coin
-from decode.sampling import Sampler
+from decode.plan import Path
 from decode.transfer import upload
-from drafters.drafting.tree import expand
 
 
 class Reading(NamedTuple):
@@ -40,122 +36,180 @@ class ReadsAhead(Protocol):
     """
 
     def read_settled(
-        self, state: Any, target: Target, tokens: Tensor, counts: Sequence[int], root: Tensor, guesses: Tensor
+        self,
+        state: Any,
+        target: Target,
+        tokens: Tensor,
+        counts: Sequence[int],
+        root: Tensor,
+        guesses: Tensor,
+        reach: Tensor | None = None,
     ) -> Reading:
-        """`Drafter.advance`, with (B, G) guesses of what it will draft read behind the root."""
+        """`Drafter.advance`, with (B, G) guesses of what it will draft read behind the root.
+
+        `reach` is (B, G, G) bool, which of the guesses each sees, itself included; None: all up to itself.
+        """
         ...
 
-    def read_drafted(self, state: Any, target: Target, tokens: Tensor, scratch: int) -> Reading:
-        """Read (B, n) tokens below the root, behind the first `scratch` ones that were read there."""
+    def read_drafted(
+        self,
+        state: Any,
+        target: Target,
+        tokens: Tensor,
+        scratch: int,
+        reach: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> Reading:
+        """Read (B, n) tokens below the root, behind the first `scratch` ones that were read there.
+
+        `reach` and `offsets` are `block` and `offsets` of `CausalLM.forward`.
+        """
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """Tokens that were read ahead, and what follows them.
+class ReadNodes:
+    """Nodes below the root that a draft model has read, by the paths of tokens to them.
 
-    Attributes:
-        begin: number of drafted tokens before the first of them.
-        tokens: n of each row; `PAD` where nothing was guessed.
-        reading: of the n tokens.
-    """
-
-    begin: int
-    tokens: Sequence[Sequence[int]]
-    reading: Reading
-
-    def first(self, count: int) -> Ahead:
-        """Of the first `count` tokens alone."""
-        return Ahead(self.begin, [row[:count] for row in self.tokens], self.reading)
-
-    def place(self, level: int, drawn: Sequence[int]) -> int | None:
-        """Index of the token of a level, counted from 0, if it is what was drawn in every row."""
-        place = level - self.begin
-        if all(
-            place < len(row) and row[place] == token for row, token in zip(self.tokens, drawn, strict=True)
-        ):
-            return place
-        return None
-
-
-Guess = Callable[[int, Sequence[int], int], Sequence[int]]  # row, path below the root, n -> at most n tokens
-
-
-class ReadAheadChain:
-    """The `Step` of a chain (see `expand`) that reads a token together with guesses of those after it.
-
-    Where every row draws what was guessed, its logits are known and no pass is made. Otherwise all rows read
-    what they have drawn, with new guesses, in the slots of those that were wrong.
+    Rows have nodes of their own, in the same number of scratch slots: where a row has fewer, token 0 is read.
 
     Args:
-        read: (B, n) tokens, number of tokens below the root that stay before them -> what follows each.
-        guess: next tokens of a row.
-        depth: of the chain; its last token is not read.
-        ahead: what was read behind the root; None: nothing.
+        rows: B.
+
+    Attributes:
+        count: number of scratch slots in use.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.count = 0
+        self._slots: list[dict[Path, int]] = [{} for _ in range(rows)]
+        self._parents: list[list[int]] = [[] for _ in range(rows)]  # slot of each slot's parent; -1: the root
+        self._reading: Reading | None = None
+
+    def have(self, paths: Sequence[Sequence[Path]]) -> bool:
+        """Whether all these nodes of each row were read."""
+        return all(path in slots for slots, row in zip(self._slots, paths, strict=True) for path in row)
+
+    def forget_others(self, paths: Sequence[Sequence[Path]]) -> None:
+        """Forget nodes neither above nor below these; slots behind the last that is left are free again."""
+        for row, kept in enumerate(paths):
+            self._slots[row] = {
+                path: slot
+                for path, slot in self._slots[row].items()
+                if any(path[: len(other)] == other[: len(path)] for other in kept)
+            }
+        self.count = 1 + max((slot for slots in self._slots for slot in slots.values()), default=-1)
+        self._parents = [parents[: self.count] for parents in self._parents]
+        if self._reading is not None:
+            self._reading = Reading(*(part[:, : self.count] for part in self._reading))
+
+    def add(self, paths: Sequence[Sequence[Path]], device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Give slots to those of each row's nodes that have none.
+
+        Args:
+            paths: of each row, parents before children.
+            device: of the draft model.
+
+        Returns:
+            (B, n) tokens to read in the next n slots, and (B, m, m) bool, which of all m slots each sees,
+            itself included; None: all up to itself. What is made of the tokens goes to `extend`.
+        """
+        new = [
+            [p for p in dict.fromkeys(row) if p not in slots]
+            for slots, row in zip(self._slots, paths, strict=True)
+        ]
+        begin, self.count = self.count, self.count + max(map(len, new))
+        for slots, parents, row in zip(self._slots, self._parents, new, strict=True):
+            for path in row:
+                slots[path] = len(parents)
+                parents.append(slots[path[:-1]] if path[:-1] else -1)
+            parents += range(len(parents) - 1, self.count - 1)  # so that a chain stays one
+        told = np.zeros((len(new), self.count, 1 + self.count), np.int64)  # tokens, then what each slot sees
+        for row, added in enumerate(new):
+            told[row, begin : begin + len(added), 0] = [path[-1] for path in added]
+        chain = list(range(-1, self.count - 1))
+        if all(parents == chain for parents in self._parents):
+            return upload(told[:, begin:, 0].copy(), device), None
+        for row, parents in enumerate(self._parents):
+            for slot, parent in enumerate(parents):
+                if parent >= 0:
+                    told[row, slot, 1:] = told[row, parent, 1:]
+                told[row, slot, 1 + slot] = 1
+        on_device = upload(told, device)
+        return on_device[:, begin:, 0], on_device[..., 1:].bool()
+
+    def extend(self, reading: Reading) -> None:
+        """Store what was made of the tokens of the newest slots."""
+        if self._reading is not None:
+            reading = Reading(*(torch.cat(parts, 1) for parts in zip(self._reading, reading, strict=True)))
+        self._reading = reading
+
+    def of(self, paths: Sequence[Sequence[Path]]) -> Reading:
+        """What follows W nodes of each row, all of which were read."""
+        assert self._reading is not None
+        slots = np.array([[s[p] for p in row] for s, row in zip(self._slots, paths, strict=True)], np.int64)
+        slot = upload(slots, self._reading.last.device)  # (B, W)
+        row = torch.arange(len(slots), device=slot.device)[:, None]
+        return Reading(*(part[row, slot] for part in self._reading))
+
+
+Guess = Callable[[int, Path, int], Sequence[Path]]  # row, path, n -> at most n paths below it, parents first
+
+
+class ReadAhead:
+    """The `Step` of a draft (see `expand`) that reads nodes together with guesses of those below them.
+
+    Where every row has read all nodes that are expanded, no pass is made. Otherwise one pass reads those that
+    are missing, in all rows, with guesses below all that are expanded.
+
+    Args:
+        read: (B, n) tokens, number of slots before them, `reach` and `offsets` of `ReadsAhead.read_drafted`
+            -> what follows each token.
+        guess: nodes that a row may expand next.
+        length: most guesses of a row in one pass.
+        nodes: what was read below the root; changed in place.
         last: (B, D') input of the head at the root.
 
     Attributes:
-        last: (B, 1, D') input of the head after the newest token.
-        ahead: what is still true of the argument `ahead`, whose slots later passes may have taken.
+        last: (B, W, D') input of the head after the newest nodes.
     """
 
     def __init__(
         self,
-        read: Callable[[Tensor, int], Reading],
+        read: Callable[[Tensor, int, Tensor | None, Tensor | None], Reading],
         guess: Guess,
-        depth: int,
-        ahead: Ahead | None,
+        length: int,
+        nodes: ReadNodes,
         last: Tensor,
     ) -> None:
-        self._read, self._guess, self._depth = read, guess, depth
-        self.ahead, self._newest = ahead, ahead
+        self._read, self._guess, self._length, self._nodes = read, guess, length, nodes
         self.last = last[:, None]
-        self._paths: list[list[int]] = [[] for _ in range(len(last))]
+        self._paths: list[list[Path]] = [[()]] * len(last)  # of the newest nodes
 
     def __call__(self, token: Tensor, parent: Tensor) -> Tensor:
-        """(B, 1) drawn tokens -> (B, 1, V) logits of what follows."""
-        del parent
-        level, drawn = len(self._paths[0]), token[:, 0].tolist()
-        for path, newest in zip(self._paths, drawn, strict=True):
-            path.append(newest)
-        place = None if self._newest is None else self._newest.place(level, drawn)
-        if place is None:
-            self._newest, place = self._pass(token, drawn, level), 0
-        assert self._newest is not None
-        here, reading = slice(place, place + 1), self._newest.reading
-        self.last = reading.last[:, here]
-        return reading.logits[:, here]
+        """(B, W) tokens, and (B, W) their parents among the nodes before -> (B, W, V) logits below them."""
+        told = torch.stack([token, parent], -1).tolist()  # read at once
+        self._paths = [[(*above[p], t) for t, p in row] for above, row in zip(self._paths, told, strict=True)]
+        if not self._nodes.have(self._paths):
+            self._pass(token.device)
+        found = self._nodes.of(self._paths)
+        self.last = found.last
+        return found.logits
 
-    def draft(
-        self,
-        logits: Tensor,
-        sampler: Sampler,
-        coin: Coin,
-        plan: Plan,
-        confidence: Callable[[], Tensor] | None,
-    ) -> Draft:
-        """The chain below the root's (B, V) logits; other arguments as in `expand`."""
-        return expand(logits, self, sampler, coin, plan, confidence=confidence)
-
-    def _pass(self, token: Tensor, drawn: Sequence[int], level: int) -> Ahead:
-        """Read the drawn tokens, and guesses of all later ones but the last of the chain."""
-        guesses = guessed(self._guess, self._paths, self._depth - level - 2)
-        if guesses[0]:
-            # Where nothing was guessed, token 0 is read.
-            token = torch.cat([token, as_tokens(guesses, token.device).clamp_min(0)], 1)
-        if self.ahead is not None:
-            self.ahead = self.ahead.first(level)
-        rows = [[newest, *more] for newest, more in zip(drawn, guesses, strict=True)]
-        return Ahead(level, rows, self._read(token, level))
+    def _pass(self, device: torch.device) -> None:
+        """Read the newest nodes that were not read, and guesses."""
+        nodes, paths = self._nodes, self._paths
+        nodes.forget_others(paths)
+        scratch = nodes.count
+        wanted = [[*row, *guessed(self._guess, i, row, self._length)] for i, row in enumerate(paths)]
+        tokens, reach = nodes.add(wanted, device)
+        if reach is None:
+            nodes.extend(self._read(tokens, scratch, None, None))
+        else:  # positions of all slots, since a window goes by them
+            nodes.extend(self._read(tokens, scratch, reach[:, scratch:], reach.sum(-1) - 1))
 
 
-def guessed(guess: Guess, paths: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """At most `count` tokens after each row's path, with `PAD` after those of the shorter rows."""
-    rows = [list(guess(row, path, count)) if count > 0 else [] for row, path in enumerate(paths)]
-    width = max(map(len, rows))
-    return [[*row, *[PAD] * (width - len(row))] for row in rows]
-
-
-def as_tokens(guesses: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """(B, n) on the device."""
-    return upload(np.array(guesses, np.int64), device)
+def guessed(guess: Guess, row: int, paths: Sequence[Path], count: int) -> list[Path]:
+    """At most `count` guesses below a row's nodes, as many of each; what is left over is of the first."""
+    paths = list(dict.fromkeys(paths))
+    shares = [count // len(paths) + (i < count % len(paths)) for i in range(len(paths))]
+    return [below for path, n in zip(paths, shares, strict=True) for below in guess(row, path, n)]

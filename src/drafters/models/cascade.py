@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,15 +20,17 @@ from typing_extensions import override
 from decode.draft import PAD, Draft
 from decode.errors import UserError
 from decode.model.target import Target
-from decode.plan import Plan
+from decode.plan import Path, Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
+from decode.transfer import upload
 from drafters.base import Drafter
 from drafters.drafting.deferred import Deferred
-from drafters.drafting.read_ahead import Ahead, ReadAheadChain, ReadsAhead, as_tokens, guessed
+from drafters.drafting.read_ahead import ReadAhead, ReadNodes, ReadsAhead, guessed
+from drafters.drafting.tree import expand
 from drafters.drafting.two_drafters import TwoDrafters, built
 from drafters.families.hf_model import check_no_adapters
-from drafters.families.lookup import IndexedText, LookupDrafter, as_lookup
+from drafters.families.lookup import IndexedText, LookupDrafter, Node, as_lookup
 from drafters.registry import short_name
 
 
@@ -39,14 +42,14 @@ class CascadeState:
         first: of the first; what waits is not in it yet.
         second: of the second.
         waiting: settled tokens that the first reads with the next guesses.
-        ahead: guesses that it has read behind the root.
+        ahead: nodes that it has read below the root; None: no pass has read any.
         begun: whether it has read anything.
     """
 
     first: Any
     second: list[IndexedText]
     waiting: Deferred = field(default_factory=Deferred)
-    ahead: Ahead | None = None
+    ahead: ReadNodes | None = None
     begun: bool = False
 
 
@@ -101,9 +104,9 @@ class Cascade(TwoDrafters[LookupDrafter]):
     @override
     def remark(self, plan: Plan) -> str:
         remark = self.first.remark(plan)
-        if plan.has_siblings:
+        if plan.has_siblings and self.first_depth is not None:
             remark += "; " * bool(remark) + (
-                f"drafter.second={short_name(self.second)}: adds nothing to {plan.name}, which is no single "
+                f"drafter.first_depth={self.first_depth}: changes nothing in {plan.name}, which is no single "
                 "chain (decode=chain)"
             )
         return remark
@@ -140,7 +143,7 @@ class Cascade(TwoDrafters[LookupDrafter]):
     @override
     def append(self, state: CascadeState, target: Target, other: CascadeState) -> None:
         for part in (state, other):
-            self._catch_up(part, target, 0)
+            self._catch_up(part, target, [()] * len(part.second))
             part.ahead = None
         self.first.append(state.first, target, other.first)
         self.second.append(state.second, target, other.second)
@@ -149,47 +152,58 @@ class Cascade(TwoDrafters[LookupDrafter]):
     def propose(
         self, state: CascadeState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
     ) -> Draft:
-        if plan.has_siblings:
-            self._catch_up(state, target, 0)
-            state.ahead = None  # its slots are used
-            return self.first.propose(state.first, target, sampler, coin, plan)
-        depth = plan.depth if self.first_depth is None else min(plan.depth, self.first_depth)
-        self._catch_up(state, target, depth - 1)
-        chain = ReadAheadChain(
-            partial(self.first.read_drafted, state.first, target),
-            partial(self._guess, state.second),
-            depth,
-            state.ahead,
-            state.first.last,
-        )
-        confidence = self.first.confidence_of(lambda: chain.last)
-        draft = chain.draft(state.first.logits, sampler, coin, _of_first(plan, depth), confidence)
-        state.ahead = chain.ahead
+        depth = self._depth_of_first(plan)
+        own = _of_first(plan, depth)
+        guess = partial(self._guess, state.second, own)
+        length = own.nodes if self.second_length is None else self.second_length
+        rows = range(len(state.second))
+        self._catch_up(state, target, [guessed(guess, row, [()], length) for row in rows])
+        if state.ahead is None:
+            state.ahead = ReadNodes(len(rows))
+        read = partial(self.first.read_drafted, state.first, target)
+        step = ReadAhead(read, guess, length, state.ahead, state.first.last)
+        confidence = self.first.confidence_of(lambda: step.last)
+        draft = expand(state.first.logits, step, sampler, coin, own, confidence=confidence)
         if draft.depth < depth or depth == plan.depth:  # all rows have ended, or there is nothing to add
             return draft
         return self._go_on(draft, state.second, plan.depth - depth)
 
-    def _catch_up(self, state: CascadeState, target: Target, count: int) -> None:
-        """Have the first read what waits, and up to `count` guesses behind the root."""
+    def _depth_of_first(self, plan: Plan) -> int:
+        """Tokens of a path that the first drafts."""
+        if plan.has_siblings or self.first_depth is None:
+            return plan.depth
+        return min(plan.depth, self.first_depth)
+
+    def _catch_up(self, state: CascadeState, target: Target, guesses: Sequence[Sequence[Path]]) -> None:
+        """Have the first read what waits, and guesses of each row below the root."""
         if (waiting := state.waiting.take()) is None:
             return
-        guesses = guessed(partial(self._guess, state.second), [()] * len(state.second), count)
+        state.ahead = ReadNodes(len(guesses))
         tokens, _, counts, root = waiting
-        behind = as_tokens(guesses, root.device).clamp_min(0)  # (B, G)
-        read = self.first.read_settled(state.first, target, tokens, counts, root, behind)
-        state.ahead = Ahead(0, guesses, read)
+        behind, reach = state.ahead.add(guesses, root.device)  # (B, G)
+        state.ahead.extend(self.first.read_settled(state.first, target, tokens, counts, root, behind, reach))
 
-    def _guess(self, texts: Sequence[IndexedText], row: int, path: Sequence[int], count: int) -> list[int]:
-        """The first tokens that the second expects after a row's text and a path below its root."""
-        if self.second_length is not None:
-            count = min(count, self.second_length)
-        return self._looked_up(texts[row], path, count)
+    def _guess(
+        self, texts: Sequence[IndexedText], plan: Plan, row: int, path: Path, count: int
+    ) -> list[Path]:
+        """At most `count` paths that the second expects below a row's path; none of the plan's last level.
 
-    def _looked_up(self, history: IndexedText, path: Sequence[int], count: int) -> list[int]:
-        """At most `count` tokens by the second."""
+        The nodes of that are not read.
+        """
+        depth = plan.depth - 1 - len(path)
+        if depth < 1 or count < 1:
+            return []
+        found: list[Path] = []
+        lookup = _lookup(depth, plan.width * plan.drafts, count)
+        for token, parent, _ in self._looked_up(texts[row], path, lookup):
+            found.append((*(path if parent < 0 else found[parent]), token))
+        return found[:count]
+
+    def _looked_up(self, history: IndexedText, path: Sequence[int], plan: Plan) -> list[Node]:
+        """What the second drafts behind a path."""
         history.extend(path)
         try:
-            return [node.token for node in self.second.nodes(history, _line(count))]
+            return self.second.nodes(history, plan)
         finally:
             history.retract(len(path))
 
@@ -198,15 +212,17 @@ class Cascade(TwoDrafters[LookupDrafter]):
 
         Rows that have ended get none.
         """
-
-        def more(row: int, path: Sequence[int], count: int) -> list[int]:
-            return [] if PAD in path else self._looked_up(texts[row], path, count)
-
-        found = as_tokens(guessed(more, draft.tokens.tolist(), count), draft.tokens.device)  # (B, n)
-        tokens = torch.cat([draft.tokens, found], 1)
+        found = np.full((len(texts), count), PAD, np.int64)
+        for row, path in enumerate(draft.tokens.tolist()):
+            if PAD not in path:
+                more = [node.token for node in self._looked_up(texts[row], path, _lookup(count, 1, count))]
+                found[row, : len(more)] = more
+        found = found[:, (found != PAD).any(0)]
+        later = upload(found, draft.tokens.device)  # (B, n)
+        tokens = torch.cat([draft.tokens, later], 1)
         if draft.q is None:
             return Draft.chain(tokens)
-        q = F.one_hot(found.clamp_min(0), draft.q.shape[-1]).to(draft.q)  # of an absent token it is not read
+        q = F.one_hot(later.clamp_min(0), draft.q.shape[-1]).to(draft.q)  # of an absent token it is not read
         return Draft.chain(tokens, torch.cat([draft.q, q], 1))
 
 
@@ -216,10 +232,10 @@ def _of_first(plan: Plan, depth: int) -> Plan:
     return plan if depth == plan.depth else replace(plan, depth=depth, nodes=0, tree=(), adapt=None)
 
 
-@lru_cache(maxsize=64)
-def _line(count: int) -> Plan:
-    """A chain for a lookup."""
-    return Plan(depth=count)
+@lru_cache(maxsize=256)
+def _lookup(depth: int, width: int, nodes: int) -> Plan:
+    """What a lookup drafts; a plan has as many nodes as levels or more."""
+    return Plan(depth, width, max(nodes, depth))
 
 
 def _check_first(first: Drafter) -> None:

@@ -306,6 +306,7 @@ class DraftLM(HFModelDrafter):
         counts: Sequence[int],
         root: Tensor,
         guesses: Tensor,
+        reach: Tensor | None = None,
     ) -> Reading:
         """`advance`, with (B, G) guesses of what it will draft read behind the root, see `ReadsAhead`.
 
@@ -320,7 +321,7 @@ class DraftLM(HFModelDrafter):
         at = end.on(root.device)[:, None] + torch.arange(count + 1, device=root.device)  # (B, 1 + G)
         if count:
             text = F.pad(text, (0, count)).scatter(1, at[:, 1:], known_tokens(lm, guesses))
-        last = lm.read_text(text)
+        last = lm.read_text(text) if reach is None else lm.forward(text, _seen(text, at[:, 1:], reach))
         lm.keep(end.plus(1))
         last = last.gather(1, at[..., None].expand(-1, -1, last.shape[-1]))  # (B, 1 + G, D')
         logits = self._logits(lm, last, target)
@@ -363,16 +364,31 @@ class DraftLM(HFModelDrafter):
         return expand(state.logits, step, sampler, coin, plan, shared, self.confidence_of(lambda: last))
 
     def read_drafted(
-        self, state: LMState, target: Target, tokens: Tensor, scratch: int, reach: Tensor | None = None
+        self,
+        state: LMState,
+        target: Target,
+        tokens: Tensor,
+        scratch: int,
+        reach: Tensor | None = None,
+        offsets: Tensor | None = None,
     ) -> Reading:
-        """Read (B, n) drafted tokens, behind `scratch` slots of others; `reach` as in `CausalLM.forward`."""
+        """Read (B, n) drafted tokens, behind `scratch` slots of others, see `ReadsAhead`."""
         own = tokens if self.mapping is None else self.t2d[tokens]
-        last = state.lm.forward(known_tokens(state.lm, own), reach, scratch)
+        last = state.lm.forward(known_tokens(state.lm, own), reach, scratch, offsets=offsets)
         return Reading(last, self._logits(state.lm, last, target))
 
     @override
     def kv_bytes_per_token(self, state: LMState) -> int:
         return state.lm.cache.store.bytes_per_token
+
+
+def _seen(text: Tensor, at: Tensor, reach: Tensor) -> Tensor:
+    """(B, n, n) bool: which of (B, n) tokens each sees; those at (B, G) see one another by `reach`."""
+    rows, width = text.shape
+    block = torch.ones(width, width, dtype=torch.bool, device=text.device).tril().repeat(rows, 1, 1)
+    row = torch.arange(rows, device=text.device)[:, None, None]
+    block[row, at[:, :, None], at[:, None]] = reach
+    return block
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device, fill: int = 0, width: int = 0) -> Tensor:

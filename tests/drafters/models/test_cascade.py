@@ -22,7 +22,7 @@ from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters.checkpoint import io as hub
-from drafters.drafting.read_ahead import Ahead
+from drafters.drafting.read_ahead import ReadNodes
 from drafters.export import formats as table
 from drafters.families.lookup import Node
 from drafters.models.cascade import Cascade
@@ -86,15 +86,14 @@ def assert_same_draft(one, other, atol=ROUNDING) -> None:
 
 @pytest.fixture
 def kept(monkeypatch) -> list[bool]:
-    """Of every drawn token but the last of a chain, whether it had been read ahead."""
-    found, place = [], Ahead.place
+    """Of every expanded level below the root, whether all its nodes had been read ahead."""
+    found, have = [], ReadNodes.have
 
-    def noted(self, level, drawn):
-        where = place(self, level, drawn)
-        found.append(where is not None)
-        return where
+    def noted(self, paths):
+        found.append(have(self, paths))
+        return found[-1]
 
-    monkeypatch.setattr(Ahead, "place", noted)
+    monkeypatch.setattr(ReadNodes, "have", noted)
     return found
 
 
