@@ -197,6 +197,7 @@ class Places:
         drafter = m[1] if (m := re.search(r"train\b.* drafter=(\w+)", text)) else "eagle"
         options = SERVED if "verify-served" in text else ""
         trained = "lyanna" if "benchmark.py lyanna" in text else "eagle"
+        trained = "lm" if drafter == "cascade" else trained
         fillings: list[tuple[str, Callable[[], str]]] = [
             (r" \[--[^]]*\]", lambda: ""),  # what may be left out
             (r"outputs/<date>/\*|RUN \.\.\.", lambda: f"{self.run_of('eagle')} {self.run_of('bigram')}"),
@@ -327,9 +328,16 @@ def sized(text: str, places: Places) -> list[str]:
     if has(name, "prompts.heldout"):
         more += [] if "prompts" in said else [f"prompts={places.prompts}"]
         more += [f"prompts.heldout={places.heldout}"]
-    if "drafter=hf_dllm" in given or "drafter=lm_given" in given or name == "benchmark_decode":
-        more += [f"drafter.path={places.masked}"] if "drafter.path" not in said else []
+    more += [
+        f"{place}.path={places.masked}" for place in _given_models(name, said) if f"{place}.path" not in said
+    ]
     return [*head, *given, *more]
+
+
+def _given_models(name: str, said: dict[str, str]) -> list[str]:
+    """Which drafters of a command are models as they are, whose vocabulary is to be the tiny target's."""
+    places = [place for place in ("drafter", "drafter.first") if said.get(place) in ("hf_dllm", "lm_given")]
+    return ["drafter"] if name == "benchmark_decode" else places
 
 
 def _tiny_run(places: Places) -> list[str]:

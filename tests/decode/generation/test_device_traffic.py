@@ -63,7 +63,7 @@ def assert_waits_once(target, drafter, plan, temperature):
     # A union reads its first drafter's probabilities, which it mixes; what the first reads late may have
     # gaps, whose places are uploaded, and so is the mixture's draft.
     more = int(isinstance(drafter, Union))
-    if isinstance(drafter, Cascade):  # reads what is drawn, to look at it in the text, and uploads guesses
+    if isinstance(drafter, Cascade):  # reads what is expanded, to look at it in the text, and uploads guesses
         more = plan.depth
     for sites in rounds_of(target, drafter, plan, temperature)[LEARNING:]:
         kinds = totals(sites)
@@ -91,7 +91,7 @@ def test_a_round_behind_a_text_that_is_kept_waits_for_the_device_once(target, ma
 
 @pytest.mark.parametrize("plan", list(PLANS)[2:])
 def test_a_round_of_every_plan_waits_for_the_device_once(target, make_drafter, plan):
-    for name in ("eagle", "medusa"):
+    for name in ("eagle", "medusa", "cascade"):
         drafter = make_drafter(name, target)
         assert_waits_once(target, drafter, PLANS[plan], 1.0)
 

@@ -21,6 +21,7 @@ from decode.sampling import Sampler
 from distill.prompts.chat_template import Chat
 from distill.prompts.sources import read_prompts
 from drafters.base import Drafter, Text
+from drafters.drafting.read_ahead import ReadNodes
 from drafters.models.cascade import Cascade
 from drafters.models.lm import DraftLM
 from drafters.models.ngram import Ngram
@@ -43,6 +44,8 @@ class Counted:
     def _counting(self, name: str, method: Any) -> Any:
         def counting(*arguments: Any, **options: Any) -> Any:
             found = method(*arguments, **options)
+            if name == "read_drafted":
+                self.counts["slots"] += arguments[3].shape[1]
             self.counts[name] += len(found) if name == "_guess" else 1
             return found
 
@@ -104,6 +107,19 @@ def test_the_bundled_draft_model_is_sped_up(setting, monkeypatch, temperature, d
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_tree_of_the_bundled_draft_model_is_sped_up(setting, monkeypatch, temperature):
+    """As above, of the tree of 16; the draft model's passes are over 4 nodes where it is alone."""
+    first = draft_model(setting.target, COMPANION)
+    plan = Plan(4, 4, 16, proposal="hybrid" if temperature else "fixed")
+    arms = {ALONE: (first, plan)}
+    for length in (None, 4):
+        told = "" if length is None else f", {length} guesses"
+        arms[f"ngram{told}"] = (Cascade(first, Ngram(1, 3), length), plan)
+        arms[f"suffix{told}"] = (Cascade(first, setting.suffix, length), plan)
+    Race(setting, arms, Sampler(temperature), Counted(monkeypatch)).show()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_its_rounds_are_those_of_the_draft_model_alone(setting, temperature):
     """In fp64: where passes of another shape round otherwise, a draw near a boundary falls elsewhere."""
     target = load_target(str(POCKET), "float64")
@@ -128,6 +144,31 @@ def test_a_draft_model_of_twelve_layers_is_sped_up(setting, monkeypatch):
         "suffix": (Cascade(first, setting.suffix), plan),
     }
     Race(setting, arms, Sampler(0.0), Counted(monkeypatch)).show()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_which_nodes_of_a_tree_were_guessed(setting, monkeypatch, temperature):
+    """Shares of the expanded nodes of a level, the best first, that had been read before their turn."""
+    first, found, have = draft_model(setting.target, COMPANION), [], ReadNodes.have
+
+    def noted(self, paths):
+        found.append([have(self, [[path]]) for path in paths[0]])
+        return have(self, paths)
+
+    monkeypatch.setattr(ReadNodes, "have", noted)
+    for width, nodes, depth in ((4, 16, 4), (2, 8, 4)):
+        plan = Plan(depth, width, nodes, proposal="hybrid" if temperature else "fixed")
+        for second in (Ngram(1, 3), setting.suffix):
+            found.clear()
+            drafter = Cascade(first, second, 48)
+            for number, (_, prompt) in enumerate(setting.held):
+                options = {"plan": plan, "sampler": Sampler(temperature), "requests": [number]}
+                generate(setting.target, drafter, [prompt], **options, **setting.options)
+            hits = np.array(found).reshape(-1, depth - 1, width)  # (rounds, levels, width)
+            told = "; ".join(" ".join(f"{share:.2f}" for share in level) for level in hits.mean(0))
+            every = " ".join(f"{share:.2f}" for share in hits.all(-1).mean(0))
+            print(f"\n{plan.name}, T={temperature:g}, {type(second).__name__}, {len(hits)} rounds: {told}")
+            print(f"all of a level: {every}")
 
 
 class Race:
@@ -168,8 +209,9 @@ class Race:
             counts = self.counts[name]
             print(
                 f"{name}: tau {tau:.3f}; draft {1e3 * median(self.draft[name]) / rounds:.2f} ms a round, "
-                f"{_spread(share)} of alone; speed {_spread(speed)}; passes {_passes(counts):.2f} and "
-                f"guesses {counts['_guess'] / rounds:.2f} a round; texts as alone {same}"
+                f"{_spread(share)} of alone; speed {_spread(speed)}; passes {_passes(counts):.2f}, slots of "
+                f"passes below the root {counts['slots'] / rounds:.2f} and guesses "
+                f"{counts['_guess'] / rounds:.2f} a round; texts as alone {same}"
             )
         for name in ("ngram", "suffix"):
             shares = {kind: _passes(self.counts[f"{name}: {kind}"]) for kind in self.kinds}
@@ -195,7 +237,7 @@ def test_what_a_pass_over_several_tokens_costs(setting):
         taps = torch.empty(*tokens.shape, 0, 1)
         first.advance(state, setting.target, tokens, taps, [tokens.shape[1]], tokens[:, 0])
         for _ in range(300 if path == COMPANION else 50):
-            for m in (1, 2, 3, 4, 6):
+            for m in (1, 2, 3, 4, 6, 8, 12, 16):
                 begin = time.process_time()
                 first.read_drafted(state, setting.target, tokens[:, :m], 0)
                 taken[m].append(time.process_time() - begin)
