@@ -97,7 +97,7 @@ class Prompt(TokenBiasDrafter):
         with torch.no_grad():  # begin with the mean embedding, and noise so that prompts differ
             words = target.embed(torch.arange(target.vocab_size, device=target.device)).float()  # (V, D)
             vectors = drafter.prompts.weight
-            vectors.copy_(words.mean(0) + 0.1 * words.std() * vectors)
+            vectors.copy_(words.mean(0).to(vectors) + 0.1 * words.std().to(vectors) * vectors)
         return drafter
 
     @property
