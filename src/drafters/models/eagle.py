@@ -81,7 +81,7 @@ class Eagle(RecurrentDrafter):
 
     @override
     @classmethod
-    def for_target(cls, target: Target, start: str = "default", **options: Any) -> Self:
+    def for_target(cls, target: Target, *, start: str = "default", **options: Any) -> Self:
         """Build the drafter of a target, with the sizes of its layers.
 
         Args:
