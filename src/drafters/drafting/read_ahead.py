@@ -146,10 +146,14 @@ class ReadNodes:
     def of(self, paths: Sequence[Sequence[Path]]) -> Reading:
         """What follows W nodes of each row, all of which were read."""
         assert self._reading is not None
-        slots = np.array([[s[p] for p in row] for s, row in zip(self._slots, paths, strict=True)], np.int64)
-        slot = upload(slots, self._reading.last.device)  # (B, W)
-        row = torch.arange(len(slots), device=slot.device)[:, None]
-        return Reading(*(part[row, slot] for part in self._reading))
+        places = [
+            row * self.count + slots[path]
+            for row, (slots, wanted) in enumerate(zip(self._slots, paths, strict=True))
+            for path in wanted
+        ]
+        place = upload(np.array(places, np.int64), self._reading.last.device)  # (B * W,)
+        found = (part.flatten(0, 1).index_select(0, place) for part in self._reading)
+        return Reading(*(part.unflatten(0, (len(paths), -1)) for part in found))
 
 
 Guess = Callable[[int, Path, int], Sequence[Path]]  # row, path, n -> at most n paths below it, parents first

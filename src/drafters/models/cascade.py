@@ -54,24 +54,26 @@ class CascadeState:
 
 
 class Cascade(TwoDrafters[LookupDrafter]):
-    """The first, a draft model, drafts a chain, and the second, a lookup, guesses its tokens.
+    """The first, a draft model, drafts a chain or a tree, and the second, a lookup, guesses its nodes.
 
-    Vertical cascade: the first reads the newest token and several guesses of the tokens after it in one pass,
-    and draws its own token at each place, as it would have without them. While these are the guesses, no pass
-    is needed. So tokens and distributions q are the first's own, up to rounding; only the number of passes
-    differs. The first guesses of a round are read in the pass over the settled tokens, put off until then.
+    Vertical cascade: the first reads the newest tokens and several guesses of the nodes below them in one
+    pass, and chooses or draws its own at each place, as it would have without them. While these are among the
+    guesses, no pass is needed. So tokens and distributions q are the first's own, up to rounding; only the
+    number of passes differs. The first guesses of a round are read in the pass over the settled tokens, put
+    off until then. In a tree (staged speculation) a pass is spared where all nodes of a level that are
+    expanded were guessed.
 
-    Horizontal cascade: with `first_depth` the first drafts that many tokens and the second those after them,
-    which are accepted seldom. q of such a token is the second's distribution, all on that token.
+    Horizontal cascade: with `first_depth` the first drafts that many tokens of a chain and the second those
+    after them, which are accepted seldom. q of such a token is the second's distribution, all on that token.
 
-    Trees, and chains side by side, are the first's alone. It is trained, and exported, as its first is.
+    It is trained, and exported, as its first is.
 
     Args:
         first: built, or its short name and the settings of its constructor, {drafter: ..., settings: ...}; a
             draft model with the target's vocabulary.
         second: the same of a lookup in text, ngram or suffix.
-        second_length: most guesses that are read in one pass; None: all tokens that the chain still needs.
-        first_depth: in tokens; None: the whole chain.
+        second_length: most guesses of a row that are read in one pass; None: as many as the plan has nodes.
+        first_depth: of a chain, in tokens; None: the whole chain.
 
     Raises:
         UserError: drafters that cannot be combined, or an option out of range.
@@ -103,13 +105,18 @@ class Cascade(TwoDrafters[LookupDrafter]):
 
     @override
     def remark(self, plan: Plan) -> str:
-        remark = self.first.remark(plan)
+        said = [self.first.remark(plan)]
+        if plan.has_siblings:
+            said.append(
+                f"drafter.second={short_name(self.second)}: spares a pass only where it guesses all nodes of "
+                f"a level of {plan.name}, which is seldom (decode=chain)"
+            )
         if plan.has_siblings and self.first_depth is not None:
-            remark += "; " * bool(remark) + (
+            said.append(
                 f"drafter.first_depth={self.first_depth}: changes nothing in {plan.name}, which is no single "
                 "chain (decode=chain)"
             )
-        return remark
+        return "; ".join(filter(None, said))
 
     # -- decoding --------------------------------------------------------------------------------
 

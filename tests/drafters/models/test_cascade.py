@@ -408,10 +408,6 @@ ENUMERATED = {  # one row at a time, so that its guesses alone decide which pass
     "match": (Plan(2, proposal="sampled", rule="match"), {}),
     "token, horizontal": (DRAWN2, {"first_depth": 1}),
     "block, horizontal": (Plan(2, proposal="sampled", rule="block"), {"first_depth": 1}),
-    "tree": (Plan(3, 2, 5), {}),
-    "hybrid tree": (Plan(2, 2, 3, proposal="hybrid"), {}),
-    "drawn tree": (Plan(tree=((0,), (1,), (0, 0), (1, 0)), proposal="sampled"), {}),
-    "side by side": (Plan(2, proposal="sampled", drafts=2), {"second_length": 1}),
     "token, confident": (Plan(2, proposal="sampled", min_confidence=0.45), {}),
     "token, confident, horizontal": (Plan(2, proposal="sampled", min_confidence=0.45), {"first_depth": 1}),
 }
@@ -430,6 +426,33 @@ def test_every_outcome_has_the_targets_probability(tiny_target, make_drafter, ke
     check_lossless(target, drafter, plan, sampler, length=3, prompts=prompts, rows=[0])
     if "horizontal" not in case and sampler.temperature:
         assert set(kept) == {True, False}
+
+
+TREES_ENUMERATED = {
+    "fixed": Plan(3, 2, 5),
+    "hybrid": Plan(2, 2, 3, proposal="hybrid"),
+    "drawn": Plan(tree=((0,), (1,), (0, 0)), proposal="sampled"),
+    "drawn, traversal": Plan(tree=((0,), (1,), (0, 0)), proposal="sampled", rule="traversal"),
+    "side by side": Plan(2, proposal="sampled", drafts=2),
+}
+
+
+@pytest.mark.parametrize(
+    "sampler", [pytest.param(Sampler(0.7), marks=pytest.mark.proof), Sampler(1.0, top_k=2)], ids=str
+)
+@pytest.mark.parametrize("name", TREES_ENUMERATED)
+def test_every_outcome_of_a_tree_has_the_targets_probability(tiny_target, make_drafter, kept, name, sampler):
+    """All tokens are guessed for one level, so that passes are saved whatever is drawn, and not all."""
+    size = 2 if name == "side by side" else 3
+    target = tiny_target(vocab=size)
+    drafter = cascade(make_drafter, target)
+    drafter.second = Every(size, 1)
+    prompts = [[token % size for token in prompt] for prompt in READ]
+    plan = TREES_ENUMERATED[name]
+    check_lossless(target, drafter, plan, sampler, length=3, prompts=prompts[:1], abreast=1)
+    assert set(kept) == {True, False}
+    if name == "fixed":
+        check_lossless(target, drafter, plan, sampler, length=3, prompts=prompts, rows=[0])
 
 
 # -- what it is made of --------------------------------------------------------------------------------
@@ -455,14 +478,14 @@ def test_drafters_that_make_no_cascade_are_refused(tiny_target, make_drafter, tm
         Cascade(own, Ngram(1, 3))
 
 
-def test_the_horizontal_cascade_is_of_chains_and_says_so(target, make_drafter):
+def test_what_a_tree_leaves_out_is_said(target, make_drafter):
     for options in ({}, {"first_depth": 2}):
         drafter = cascade(make_drafter, target, **options)
         for plan in (Plan(3, 2, 5), Plan(2, proposal="sampled", drafts=2)):
             drafter.check(plan)
-            said = f"drafter.first_depth=2: changes nothing in {plan.name}" if options else ""
-            assert drafter.remark(plan).startswith(said)
-            assert bool(drafter.remark(plan)) == bool(said)
+            remark = drafter.remark(plan)
+            assert remark.startswith("drafter.second=ngram: spares a pass only where it guesses all nodes")
+            assert (f"drafter.first_depth=2: changes nothing in {plan.name}" in remark) == bool(options)
         assert not drafter.remark(Plan(3)) + drafter.remark(Plan(3, proposal="sampled"))
 
 
