@@ -83,7 +83,7 @@ class ReadNodes:
         self.count = 0
         self._slots: list[dict[Path, int]] = [{} for _ in range(rows)]
         self._parents: list[list[int]] = [[] for _ in range(rows)]  # slot of each slot's parent; -1: the root
-        self._reading: Reading | None = None
+        self._readings: list[tuple[int, Reading]] = []  # first slot of each pass; a later one has its slots
 
     def have(self, paths: Sequence[Sequence[Path]]) -> bool:
         """Whether all these nodes of each row were read."""
@@ -99,8 +99,7 @@ class ReadNodes:
             }
         self.count = 1 + max((slot for slots in self._slots for slot in slots.values()), default=-1)
         self._parents = [parents[: self.count] for parents in self._parents]
-        if self._reading is not None:
-            self._reading = Reading(*(part[:, : self.count] for part in self._reading))
+        self._readings = [(begin, reading) for begin, reading in self._readings if begin < self.count]
 
     def add(self, paths: Sequence[Sequence[Path]], device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Give slots to those of each row's nodes that have none.
@@ -139,21 +138,35 @@ class ReadNodes:
 
     def extend(self, reading: Reading) -> None:
         """Store what was made of the tokens of the newest slots."""
-        if self._reading is not None:
-            reading = Reading(*(torch.cat(parts, 1) for parts in zip(self._reading, reading, strict=True)))
-        self._reading = reading
+        self._readings.append((self.count - reading.last.shape[1], reading))
 
     def of(self, paths: Sequence[Sequence[Path]]) -> Reading:
         """What follows W nodes of each row, all of which were read."""
-        assert self._reading is not None
-        places = [
-            row * self.count + slots[path]
-            for row, (slots, wanted) in enumerate(zip(self._slots, paths, strict=True))
-            for path in wanted
+        slots = [[s[path] for path in row] for s, row in zip(self._slots, paths, strict=True)]
+        lowest, highest = min(map(min, slots)), max(map(max, slots))
+        begin, *parts = self._between(lowest, highest)
+        width = len(slots[0])
+        if all(row == list(range(lowest, lowest + width)) for row in slots):  # no copy of their logits
+            return Reading(*(part[:, lowest - begin : lowest - begin + width] for part in parts))
+        slot = upload(np.array(slots, np.int64) - begin, parts[0].device)  # (B, W)
+        row = torch.arange(len(slots), device=slot.device)[:, None]
+        return Reading(*(part[row, slot] for part in parts))
+
+    def _between(self, lowest: int, highest: int) -> tuple[int, Tensor, Tensor]:
+        """Slots of as few passes as these are among: the first slot, and `Reading` of all."""
+        ends = [*(begin for begin, _ in self._readings[1:]), self.count]
+        used = [
+            (begin, end, reading)
+            for (begin, reading), end in zip(self._readings, ends, strict=True)
+            if begin <= highest and lowest < end
         ]
-        place = upload(np.array(places, np.int64), self._reading.last.device)  # (B * W,)
-        found = (part.flatten(0, 1).index_select(0, place) for part in self._reading)
-        return Reading(*(part.unflatten(0, (len(paths), -1)) for part in found))
+        if len(used) == 1:
+            begin, _, reading = used[0]
+            return begin, reading.last, reading.logits
+        last, logits = (
+            torch.cat([reading[i][:, : end - begin] for begin, end, reading in used], 1) for i in (0, 1)
+        )
+        return used[0][0], last, logits
 
 
 Guess = Callable[[int, Path, int], Sequence[Path]]  # row, path, n -> at most n paths below it, parents first
