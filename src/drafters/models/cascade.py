@@ -60,8 +60,9 @@ class Cascade(TwoDrafters[LookupDrafter]):
     pass, and chooses or draws its own at each place, as it would have without them. While these are among the
     guesses, no pass is needed. So tokens and distributions q are the first's own, up to rounding; only the
     number of passes differs. The first guesses of a round are read in the pass over the settled tokens, put
-    off until then. In a tree (staged speculation) a pass is spared where all nodes of a level that are
-    expanded were guessed.
+    off until then. With `trees` it reads guesses of a tree's nodes, too (staged speculation): a pass is
+    spared where all nodes of a level that are expanded were guessed. Otherwise trees, and chains side by
+    side, are the first's alone.
 
     Horizontal cascade: with `first_depth` the first drafts that many tokens of a chain and the second those
     after them, which are accepted seldom. q of such a token is the second's distribution, all on that token.
@@ -74,6 +75,7 @@ class Cascade(TwoDrafters[LookupDrafter]):
         second: the same of a lookup in text, ngram or suffix.
         second_length: most guesses of a row that are read in one pass; None: as many as the plan has nodes.
         first_depth: of a chain, in tokens; None: the whole chain.
+        trees: whether guesses are read in trees and in chains side by side.
 
     Raises:
         UserError: drafters that cannot be combined, or an option out of range.
@@ -85,13 +87,14 @@ class Cascade(TwoDrafters[LookupDrafter]):
         second: Mapping[str, Any] | Drafter,
         second_length: int | None = None,
         first_depth: int | None = None,
+        trees: bool = False,
     ) -> None:
-        options = {"second_length": second_length, "first_depth": first_depth}
-        super().__init__(built(first), as_lookup(built(second)), options)
-        for name, value in options.items():
+        counts = {"second_length": second_length, "first_depth": first_depth}
+        super().__init__(built(first), as_lookup(built(second)), {**counts, "trees": trees})
+        for name, value in counts.items():
             if value is not None and value < 1:
                 raise UserError(f"drafter.{name}={value}: must be at least 1, or null")
-        self.second_length, self.first_depth = second_length, first_depth
+        self.second_length, self.first_depth, self.trees = second_length, first_depth, trees
         _check_first(self.first)
 
     # -- plans -----------------------------------------------------------------------------------
@@ -106,10 +109,10 @@ class Cascade(TwoDrafters[LookupDrafter]):
     @override
     def remark(self, plan: Plan) -> str:
         said = [self.first.remark(plan)]
-        if plan.has_siblings:
+        if plan.has_siblings and not self.trees:
             said.append(
-                f"drafter.second={short_name(self.second)}: spares a pass only where it guesses all nodes of "
-                f"a level of {plan.name}, which is seldom (decode=chain)"
+                f"drafter.second={short_name(self.second)}: adds nothing to {plan.name}, which is no single "
+                "chain (decode=chain, or drafter.trees=true)"
             )
         if plan.has_siblings and self.first_depth is not None:
             said.append(
@@ -159,6 +162,10 @@ class Cascade(TwoDrafters[LookupDrafter]):
     def propose(
         self, state: CascadeState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
     ) -> Draft:
+        if plan.has_siblings and not self.trees:
+            self._catch_up(state, target, [()] * len(state.second))
+            state.ahead = None  # its slots are used
+            return self.first.propose(state.first, target, sampler, coin, plan)
         depth = self._depth_of_first(plan)
         own = _of_first(plan, depth)
         guess = partial(self._guess, state.second, own)

@@ -63,9 +63,9 @@ def target(tiny_target):
     return tiny_target(vocab=5, positions=128)
 
 
-def cascade(make_drafter, target, second="ngram", **options) -> Cascade:
+def cascade(make_drafter, target, second="ngram", trees=True, **options) -> Cascade:
     """A random draft model and a lookup."""
-    return Cascade(make_drafter("lm", target), make_drafter(second, target), **options)
+    return Cascade(make_drafter("lm", target), make_drafter(second, target), trees=trees, **options)
 
 
 def drafts_of(target, drafter, prompts, plan, sampler, **options) -> list:
@@ -196,7 +196,7 @@ def test_and_so_with_every_kind_of_model(tiny_target, tmp_path, kept, kind):
     first = (
         DraftLM.for_target(target, path=draft_model(tmp_path / "draft", kind, **{size: 24})).double().eval()
     )
-    drafter = Cascade(first, Ngram(1, 3))
+    drafter = Cascade(first, Ngram(1, 3), trees=True)
     prompts = [[5, 1, 2, 3, 9, 1, 2, 4] * 2, [7, 8] * 3]
     plans = [
         (Plan(5), Sampler(0.0)),
@@ -218,10 +218,11 @@ def test_and_so_with_every_kind_of_model(tiny_target, tmp_path, kept, kind):
 @pytest.mark.parametrize(
     "order", list(itertools.permutations([CHAIN, SAMPLED, TREE])), ids=lambda o: o[0].name
 )
-def test_plans_may_take_turns(tiny_target, make_drafter, order, kept):
+@pytest.mark.parametrize("trees", [True, False], ids=["trees", "chains"])
+def test_plans_may_take_turns(tiny_target, make_drafter, order, trees, kept):
     """A guess that was read for one draft is no guess of the next where its slot was taken."""
     target = tiny_target(vocab=V, layers=4, hidden=16)
-    drafter = Cascade(make_drafter("lm", target), Ngram(1, 3))
+    drafter = Cascade(make_drafter("lm", target), Ngram(1, 3), trees=trees)
     texts = torch.tensor([[5, 1, 2, 3, 9, 1, 2, 4] * 4, [5, 1, 2, 3, 9, 1, 2, 3] * 4])
     ours, alone = Follower(drafter, target, texts), Follower(drafter.first, target, texts)
     for counts in [(9, 12), (3, 1), (1, 4), (2, 2), (1, 1)]:
@@ -331,7 +332,7 @@ def test_fewer_passes_read_the_trees_of_a_text_that_repeats_itself(target, make_
 def test_nodes_that_were_drafted_are_not_kept(tiny_target, make_drafter):
     """The draft model's cache has the settled tokens and the root, whatever was read below it."""
     target = tiny_target(vocab=V, layers=4, hidden=16)
-    drafter = Cascade(make_drafter("lm", target), Ngram(1, 3))
+    drafter = Cascade(make_drafter("lm", target), Ngram(1, 3), trees=True)
     follower = Follower(drafter, target, torch.tensor([[5, 1, 2, 3, 9, 1, 2, 4] * 4] * 2))
     for counts in [(9, 12), (3, 1), (1, 4)]:
         follower.advance(counts)
@@ -479,12 +480,12 @@ def test_drafters_that_make_no_cascade_are_refused(tiny_target, make_drafter, tm
 
 
 def test_what_a_tree_leaves_out_is_said(target, make_drafter):
-    for options in ({}, {"first_depth": 2}):
-        drafter = cascade(make_drafter, target, **options)
+    for trees, options in itertools.product((True, False), ({}, {"first_depth": 2})):
+        drafter = cascade(make_drafter, target, trees=trees, **options)
         for plan in (Plan(3, 2, 5), Plan(2, proposal="sampled", drafts=2)):
             drafter.check(plan)
             remark = drafter.remark(plan)
-            assert remark.startswith("drafter.second=ngram: spares a pass only where it guesses all nodes")
+            assert (f"drafter.second=ngram: adds nothing to {plan.name}" in remark) != trees
             assert (f"drafter.first_depth=2: changes nothing in {plan.name}" in remark) == bool(options)
         assert not drafter.remark(Plan(3)) + drafter.remark(Plan(3, proposal="sampled"))
 
@@ -494,7 +495,7 @@ def test_a_saved_one_comes_back_and_an_engine_is_given_the_first(target, make_dr
     hub.save(drafter.requires_grad_(False), target, tmp_path)
     loaded = hub.load(tmp_path, target)
     assert loaded.settings == drafter.settings
-    assert (loaded.second_length, loaded.first_depth) == (2, 3)
+    assert (loaded.second_length, loaded.first_depth, loaded.trees) == (2, 3, True)
     found = [
         drafts_of(target, one, PROMPTS, Plan(5), Sampler(0.0), max_new_tokens=9) for one in (drafter, loaded)
     ]

@@ -114,8 +114,8 @@ def test_a_tree_of_the_bundled_draft_model_is_sped_up(setting, monkeypatch, temp
     arms = {ALONE: (first, plan)}
     for length in (None, 4):
         told = "" if length is None else f", {length} guesses"
-        arms[f"ngram{told}"] = (Cascade(first, Ngram(1, 3), length), plan)
-        arms[f"suffix{told}"] = (Cascade(first, setting.suffix, length), plan)
+        arms[f"ngram{told}"] = (Cascade(first, Ngram(1, 3), length, trees=True), plan)
+        arms[f"suffix{told}"] = (Cascade(first, setting.suffix, length, trees=True), plan)
     Race(setting, arms, Sampler(temperature), Counted(monkeypatch)).show()
 
 
@@ -160,7 +160,7 @@ def test_which_nodes_of_a_tree_were_guessed(setting, monkeypatch, temperature):
         plan = Plan(depth, width, nodes, proposal="hybrid" if temperature else "fixed")
         for second in (Ngram(1, 3), setting.suffix):
             found.clear()
-            drafter = Cascade(first, second, 48)
+            drafter = Cascade(first, second, 48, trees=True)
             for number, (_, prompt) in enumerate(setting.held):
                 options = {"plan": plan, "sampler": Sampler(temperature), "requests": [number]}
                 generate(setting.target, drafter, [prompt], **options, **setting.options)
