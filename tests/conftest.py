@@ -193,6 +193,8 @@ def _sizes(yaml: Any, target: Target, depth: int, draft_folder: Callable[[int], 
         sizes["mask_token"] = target.vocab_size - 1
     parts = [part for part in ("first", "second") if yaml.get(part)]
     sizes |= {part: _sizes(yaml[part], target, depth, draft_folder) for part in parts}
+    if "trees" in yaml:  # so that the second takes part in every plan
+        sizes["trees"] = True
     if "mask_id" in yaml:  # five layers test nothing that two do not
         sizes["layers"] = 2
     return sizes

@@ -144,10 +144,11 @@ def test_every_group_option_composes():
     sizes = ["optimizer.optimizer.lr=1e-3", "rollout.max_new_tokens=8", "max_tokens=9"]  # reads no target
     for turn in range(max(map(len, groups.values()))):
         chosen = [f"{name}={found[turn % len(found)]}" for name, found in groups.items() if found]
-        url = ["rollout.url=http://a/v1"] * ("rollout=openai" in chosen)
+        more = ["rollout.url=http://a/v1"] * ("rollout=openai" in chosen)
+        more += ["drafter.first=eagle"] * ("drafter=boosted" in chosen)
         kind = SearchOptions if "drafter=auto" in chosen else TrainOptions
         with configurations(CONF):
-            cfg = hydra.compose("config", [*chosen, *url, *sizes, "target.path=a/b", "prompts.path=p.jsonl"])
+            cfg = hydra.compose("config", [*chosen, *more, *sizes, "target.path=a/b", "prompts.path=p.jsonl"])
         assert checked_options(kind, cfg).target.path == "a/b"
 
 
