@@ -46,6 +46,13 @@ DRAFTERS = {
     "dflash": {},
     "dflash in steps": {"steps": 2},
 }
+SIZED = [  # whose size `fit` may choose
+    *("eagle", "prism", "eagle3", "lyanna", "medusa", "dspark"),
+    *(
+        pytest.param(name, marks=pytest.mark.proof)
+        for name in ("hass", "p_eagle", "mtp", "hydra", "mlp", "lstm", "diffusion", "dflash", "prompt")
+    ),
+]
 
 
 @pytest.fixture(params=DRAFTERS)
@@ -230,10 +237,10 @@ def auto(make_drafter, target, name, **options):
     return drafter
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "medusa", "lyanna", "dspark"])
+@pytest.mark.parametrize("name", SIZED)
 def test_the_size_is_known_after_fit_and_a_checkpoint_has_it(tiny_target, make_drafter, name, tmp_path):
     target, hot = tiny_target(vocab=LARGE_V), 3000
-    more = {"hot_tokens": hot} if name == "lyanna" else {}
+    more = {"hot_tokens": hot} if name in ("lyanna", "diffusion") else {}
     drafter = auto(make_drafter, target, name, **more)
     said = drafter.fit(written(100, rare=0, common=300), target)
     size = -(-(hot + 1) // STEP) * STEP if more else FEWEST

@@ -37,6 +37,7 @@ class Prism(Eagle):
                 f"drafter.modules={self.order}: give a number for each step, 0 first and none left out "
                 f"in the {depth} of drafter.depth"
             )
+        options["draft_vocab_size"] = None  # the head's, of which there is one
         self.later = nn.ModuleList(Eagle(depth=depth, **options) for _ in range(len(used) - 1))
 
     @override
