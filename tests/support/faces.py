@@ -24,6 +24,8 @@ ONE = Sampler(1.0)
 SAMPLED, CHAIN = Plan(depth=K, proposal="sampled"), Plan(depth=K)
 TREE = Plan(depth=K, width=3, nodes=8)
 ROUNDING = 1e-5  # of fp32, where shapes differ
+# Made of two drafters, lookups, or drafting in verification: never the first of a union
+REFUSED_FIRST = ("boosted", "cascade", "union", "ngram", "suffix", "lookahead", "prompt", "tidar")
 CHUNKS = [(5, 3), (1, 4), (3, 1), (2, 2), (1, 1), (4, 3)]  # tokens settled by each of two rows
 
 

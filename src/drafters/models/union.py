@@ -27,7 +27,15 @@ from drafters.base import Drafter
 from drafters.drafting.deferred import Deferred
 from drafters.drafting.two_drafters import TwoDrafters, built, check_rounds
 from drafters.families.hf_model import check_no_adapters
-from drafters.families.lookup import IndexedText, LookupDrafter, Node, as_lookup, best_tree, pack_drafts
+from drafters.families.lookup import (
+    FixedNodesDrafter,
+    IndexedText,
+    LookupDrafter,
+    Node,
+    as_lookup,
+    best_tree,
+    pack_drafts,
+)
 from drafters.registry import short_name
 
 DEFERRED = 64  # tokens of a row that may wait for the first drafter
@@ -224,7 +232,7 @@ def _check(first: Drafter, alone: float | None, depth: int | None, weight: float
     if not 0 <= weight <= 1:
         raise UserError(f"drafter.first_weight={weight}: must be from 0 to 1")
     name = short_name(first)
-    if isinstance(first, LookupDrafter):
+    if isinstance(first, FixedNodesDrafter):
         raise UserError(f"drafter.first={name}: a lookup has no distribution; choose a trained drafter")
     check_rounds("first", first)
     check_no_adapters(first)

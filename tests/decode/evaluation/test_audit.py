@@ -165,8 +165,8 @@ def slots_as_positions(monkeypatch):
 def cousins_are_seen(monkeypatch):
     real = Target._mask
 
-    def mask(self, block, tokens):
-        return real(self, block if block is None else torch.ones_like(block).tril(), tokens)
+    def mask(self, block, *rest):
+        return real(self, block if block is None else torch.ones_like(block).tril(), *rest)
 
     monkeypatch.setattr(Target, "_mask", mask)
 

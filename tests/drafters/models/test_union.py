@@ -8,7 +8,20 @@ import math
 import pytest
 import torch
 from draft_models import adapted, quick
-from faces import CHAIN, SAMPLED, Follower, K, V, both, equal, paths, plans_of, random_rollouts, random_texts
+from faces import (
+    CHAIN,
+    REFUSED_FIRST,
+    SAMPLED,
+    Follower,
+    K,
+    V,
+    both,
+    equal,
+    paths,
+    plans_of,
+    random_rollouts,
+    random_texts,
+)
 from workbench import Bench, foredraft, make_target, same, train, weights
 
 from decode.errors import UserError
@@ -181,10 +194,12 @@ def test_a_part_that_no_union_writes_is_refused(tiny_target, make_drafter, tmp_p
 # -- saved, gone on from, exported -----------------------------------------------------------------
 
 
-@pytest.mark.ci("dflash", "eagle3", "lm", "lyanna", "medusa2")
+@pytest.mark.ci("dflash", "eagle3", "lm", "lookahead", "lyanna", "medusa2")
 def test_every_drafter_may_be_the_first(tiny_target, make_drafter, drafter_name, tmp_path):
-    if drafter_name in ("cascade", "union", "ngram", "suffix", "prompt", "tidar"):
-        pytest.skip("two drafters, a lookup, or what drafts in verification are refused as the first")
+    if drafter_name in REFUSED_FIRST:
+        with pytest.raises(UserError, match=rf"drafter\.first={drafter_name}: .*; choose"):
+            united(tiny_target, make_drafter, drafter_name)
+        return
     target, union = united(tiny_target, make_drafter, drafter_name)
     hub.save(union.requires_grad_(False), target, tmp_path)
     loaded = hub.load(tmp_path, target)
