@@ -58,15 +58,19 @@ def differences(lines: Sequence[Line], against: str) -> str:
 
 
 def other_plans(lines: Sequence[Line]) -> str:
-    """A table of tau by plan; empty where all were scored with one."""
-    settings = _settings(lines)
-    if len(settings) == len(TEMPERATURES):
+    """A table of tau by plan; empty where each was scored with one."""
+    if max(len(line.plans) for line in lines) == 1:
         return ""
+    plans = dict.fromkeys(plan for line in lines for plan in line.plans)
+    settings = [(plan, temperature) for plan in plans for temperature in TEMPERATURES]
     rows = [
         [
             line.arm,
             str(line.steps or ""),
-            *(f"{line.tau(temperature, plan):.2f}" for plan, temperature in settings),
+            *(
+                f"{line.tau(temperature, plan):.2f}" if plan in line.plans else "-"
+                for plan, temperature in settings
+            ),
         ]
         for line in lines
     ]

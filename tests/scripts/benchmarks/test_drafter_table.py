@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from workbench import CONF
 
 from benchmarks.drafter_table import arms, identical, main
-from benchmarks.drafter_table.page import budgets, differences, page
+from benchmarks.drafter_table.page import budgets, differences, other_plans, page
 from benchmarks.drafter_table.plot import plot
 from benchmarks.drafter_table.table import Result, grouped, table
 from decode.errors import UserError
@@ -200,6 +200,22 @@ def test_arms_are_compared_seed_by_seed():
     assert lines[2:] == [lines[2]]
     assert lines[2].startswith("| streak | 8 | +0.100 (+0.100..+0.100) | +0.100 (+0.100..+0.100)")
     assert differences(grouped(alone), "nll") == ""
+
+
+def test_a_plan_that_a_drafter_was_not_scored_with_is_a_dash():
+    def line(arm: str, *plans: str) -> Result:
+        rows = [row(t, tau=2 - t / 2, replay=None, decode=plan) for plan in plans for t in (0.0, 1.0)]
+        return Result(arms.Run(arm, 8, 0, ()), Scorecard.from_json(scorecard(rows, drafter=arm), "here"))
+
+    found = other_plans(
+        grouped([line("eagle", "tree-16", "chain-3"), line("prompt", "chain-2")])
+    ).splitlines()
+    heads = [f"{plan}, T={t}" for plan in ("tree-16", "chain-3", "chain-2") for t in (0, 1)]
+    assert found[0] == f"| drafter | steps | {' | '.join(heads)} |"
+    values = {cells[0]: cells[2:] for cells in (line.strip("| ").split(" | ") for line in found[2:])}
+    assert [cell[:4] for cell in values["eagle"]] == ["2.00", "1.50", "2.00", "1.50", "-", "-"]
+    assert [cell[:4] for cell in values["prompt"]] == ["-", "-", "-", "-", "2.00", "1.50"]
+    assert other_plans(grouped([line("eagle", "tree-16"), line("prompt", "chain-2")])) == ""
 
 
 def test_a_budget_names_the_best_that_it_pays_for():
