@@ -31,7 +31,12 @@ TEXTS = [[5, 9, 2, 7, 3], [4, 6]]
 GREEDY = Sampler(0.0)
 
 
-@pytest.fixture(params=["prompt", "prompt with ensembles", "tidar", "tidar with ensembles"])
+@pytest.fixture(
+    params=[
+        *("prompt", "prompt with ensembles", "tidar"),
+        pytest.param("tidar with ensembles", marks=pytest.mark.proof),
+    ]
+)
 def make(request, make_drafter):
     """Make, for a target, a drafter whose drafts come out of the pass that verifies."""
     name, *more = request.param.split()
