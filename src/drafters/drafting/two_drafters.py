@@ -29,6 +29,7 @@ class TwoDrafters(Drafter, Generic[Second]):
 
     Attributes:
         trained_part: which of them is trained; the other has no weights that train, or frozen ones.
+        needs: what a plan has to be for both to take part, as the end of a sentence.
 
     Raises:
         UserError: a drafter that is made of two itself, or that drafts in verification.
@@ -36,6 +37,7 @@ class TwoDrafters(Drafter, Generic[Second]):
 
     tunes_target = True  # of the class, since its first drafter may
     trained_part: ClassVar[str] = "first"
+    needs: ClassVar[str] = ""
     first: Any
     second: Second
 
@@ -179,6 +181,25 @@ class TwoDrafters(Drafter, Generic[Second]):
         """Whether a draft of this resolved plan is chosen among the nodes of both."""
         del plan
         return False
+
+    def check_part(self, name: str, plan: Plan) -> None:
+        """Check that one of them can draft a plan.
+
+        Raises:
+            UserError: it cannot; options are named as this drafter's.
+        """
+        try:
+            getattr(self, name).check(plan)
+        except UserError as error:
+            raise UserError(str(error).replace("drafter.", f"drafter.{name}.")) from None
+
+    @override
+    def remark(self, plan: Plan) -> str:
+        said = [self.first.remark(plan)]
+        if plan.depth and not self.combines(plan):
+            second = short_name(self.second)
+            said.append(f"drafter.second={second}: adds nothing to {plan.name}, which {self.needs}")
+        return "; ".join(filter(None, said))
 
     @override
     def verifier(self, target: Target) -> Target:

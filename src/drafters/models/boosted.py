@@ -62,6 +62,7 @@ class Boosted(TwoDrafters[Drafter]):
     """
 
     trained_part = "second"
+    needs = "is no dynamic tree of fixed nodes (decode=dynamic decode.proposal=fixed)"
     tunes_target = False
 
     def __init__(
@@ -165,25 +166,12 @@ class Boosted(TwoDrafters[Drafter]):
     def check(self, plan: Plan) -> None:
         parts: Sequence[str] = PARTS if self.combines(plan) else PARTS[:1]
         for name in parts:
-            try:
-                getattr(self, name).check(self._plan_of(name, plan))
-            except UserError as error:
-                raise UserError(str(error).replace("drafter.", f"drafter.{name}.")) from None
+            self.check_part(name, self._plan_of(name, plan))
 
     def _plan_of(self, name: str, plan: Plan) -> Plan:
         """What one of the two drafts for a plan; the second may have fewer levels."""
         deepest = self.second.max_depth
         return plan if name == "first" or deepest is None else _cut(plan, min(plan.depth, deepest))
-
-    @override
-    def remark(self, plan: Plan) -> str:
-        remark = self.first.remark(plan)
-        if plan.depth and not self.combines(plan):
-            remark += "; " * bool(remark) + (
-                f"drafter.second={short_name(self.second)}: adds nothing to {plan.name}, which is no dynamic "
-                "tree of fixed nodes (decode=dynamic decode.proposal=fixed)"
-            )
-        return remark
 
     # -- decoding ------------------------------------------------------------------------------
 
@@ -203,11 +191,6 @@ class Boosted(TwoDrafters[Drafter]):
     ) -> None:
         self.first.advance(state.first, target, tokens, self._own(self.first, taps), counts, root)
         self.second.advance(state.second, target, tokens, self._own(self.second, taps), counts, root)
-
-    @override
-    def select(self, state: BoostedState, rows: Sequence[int]) -> None:
-        self.first.select(state.first, rows)
-        self.second.select(state.second, rows)
 
     @override
     def append(self, state: BoostedState, target: Target, other: BoostedState) -> None:

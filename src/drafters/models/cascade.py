@@ -101,10 +101,7 @@ class Cascade(TwoDrafters[LookupDrafter]):
 
     @override
     def check(self, plan: Plan) -> None:
-        try:
-            self.first.check(plan)
-        except UserError as error:
-            raise UserError(str(error).replace("drafter.", "drafter.first.")) from None
+        self.check_part("first", plan)
 
     @override
     def remark(self, plan: Plan) -> str:

@@ -80,6 +80,7 @@ class Union(TwoDrafters[LookupDrafter]):
     """
 
     former_settings = ("second_nodes",)
+    needs = "needs fixed nodes in a chain or a dynamic tree (decode.proposal=fixed)"
 
     def __init__(
         self,
@@ -96,20 +97,7 @@ class Union(TwoDrafters[LookupDrafter]):
 
     @override
     def check(self, plan: Plan) -> None:
-        try:
-            self.first.check(self._tree_of_first(plan) if self.combines(plan) else plan)
-        except UserError as error:
-            raise UserError(str(error).replace("drafter.", "drafter.first.")) from None
-
-    @override
-    def remark(self, plan: Plan) -> str:
-        remark = self.first.remark(plan)
-        if plan.depth and not self.combines(plan):
-            remark += "; " * bool(remark) + (
-                f"drafter.second={short_name(self.second)}: adds nothing to {plan.name}, which needs fixed "
-                "nodes in a chain or a dynamic tree (decode.proposal=fixed)"
-            )
-        return remark
+        self.check_part("first", self._tree_of_first(plan) if self.combines(plan) else plan)
 
     @override
     def combines(self, plan: Plan) -> bool:
