@@ -183,6 +183,14 @@ def test_a_prompt_that_fills_the_context_is_refused(target, length):
 
 
 @SHAPES
+def test_a_padding_id_in_an_answer_is_a_token_like_any_other(target, answers, plan, monkeypatch):
+    written = [token for answer in answers for token in answer]
+    common = max(set(written), key=written.count)
+    monkeypatch.setattr(target.model.config, "pad_token_id", common)
+    assert tokens(run(target, oracle(answers, plan, 0.9), plan=plan)) == answers
+
+
+@SHAPES
 def test_the_context_is_filled_to_the_last_token(target, plan, monkeypatch):
     """Drafts reach past the end; no position does, and what is cut was never emitted."""
     prompts = [[3, 8, 1] * 15 + [2, 7], [3, 8, 1] * 15, [5] * 40, [5, 11]]
