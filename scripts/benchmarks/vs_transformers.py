@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from decode.generation.generate import generate
 from decode.generation.types import Proposer
+from decode.model.own_cache import cache_name
 from decode.model.target import Tap, Target
 from decode.plan import Plan
 from decode.sampling import Sampler
@@ -105,7 +106,7 @@ def hugging_face(
     model: Any = target.model
     cache = StaticCache(config=target.config, max_cache_len=static) if static else None
     if cache is not None:
-        arguments["past_key_values"] = cache
+        arguments[cache_name(type(model))] = cache
         if target.device.type == "cpu":  # where transformers does not compile by itself
             model = _with_compiled_steps(model)
 

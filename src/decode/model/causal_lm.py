@@ -17,6 +17,7 @@ from decode.model.cache import KVCache, RowStore, attention_mask
 from decode.model.compiled_forward import compiled_pass
 from decode.model.fused_forward import Fused, Parts
 from decode.model.head import Head
+from decode.model.own_cache import cache_name
 
 
 class CausalLM:
@@ -215,13 +216,10 @@ class CausalLM:
             return self._fused(positions, mask, store, inputs, parts, **read)
         assert parts is None, "only a fused pass can leave out sublayers"
         assert store is self.cache.store, "only a fused pass can read another store"
+        read = self.layer_input(tokens) | {cache_name(type(self.base)): self.cache}
         with record_inputs(self.layers, inputs), fast_linears(self.head.weight):
             return self.base(
-                **self.layer_input(tokens),
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=self.cache,
-                use_cache=True,
+                **read, attention_mask=mask, position_ids=positions, use_cache=True
             ).last_hidden_state
 
     def keep(self, counts: Sequence[int], slots: Tensor | None = None) -> None:

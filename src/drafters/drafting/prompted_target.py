@@ -22,6 +22,7 @@ from decode.draft import Draft
 from decode.errors import UserError
 from decode.kernels.packed_linear import fast_linears
 from decode.model.causal_lm import CausalLM
+from decode.model.own_cache import cache_name
 from decode.model.target import Target, TargetOutput
 
 READ_TOGETHER = 512  # prompts in one pass over a text that has been read: its mask has (512, T + 512) entries
@@ -112,7 +113,8 @@ def read_with_prompts(lm: CausalLM, prompts: Tensor, tokens: Tensor, places: Ten
         Head inputs (B, T, D) of the tokens, and (B, A, K, D) means of the prompts behind the places.
     """
     text = [_ReadText() for _ in lm.layers]
-    read = lm.base(input_ids=tokens, past_key_values=Cache(layers=[*text]), use_cache=True)
+    cache = {cache_name(type(lm.base)): Cache(layers=[*text])}
+    read = lm.base(input_ids=tokens, use_cache=True, **cache)
     together = max(1, READ_TOGETHER // len(prompts.flatten(0, 1)))
     ahead = [_read_behind(lm, prompts, text, part) for part in places.split(together, 1)]
     return read.last_hidden_state, torch.cat(ahead, 1)
@@ -134,8 +136,8 @@ def _read_behind(lm: CausalLM, prompts: Tensor, text: Sequence[_ReadText], place
         inputs_embeds=prompts.to(lm.dtype).expand(rows, anchors, -1, -1, -1).flatten(1, 3),
         attention_mask=lm.additive_mask([0] * rows, block, block.shape[2], every),
         position_ids=positions,
-        past_key_values=Cache(layers=[_Behind(layer) for layer in text]),
         use_cache=True,
+        **{cache_name(type(lm.base)): Cache(layers=[_Behind(layer) for layer in text])},
     )
     return _depth_means(read.last_hidden_state, anchors, prompts)
 
