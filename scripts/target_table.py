@@ -42,7 +42,8 @@ GROUPS = {"n_group": 1, "topk_group": 1}
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 ROUTED = GROUPS | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ROUTED_MLA = BASE | LATENT | ROUTED | {"num_key_value_heads": 4, "first_k_dense_replace": 1}
-INDEX = {"index_topk": 64, "index_head_dim": 8, "index_n_heads": 2, "head_dim": 4}
+# With few heads, many places have the index 0, and any of them may be chosen.
+INDEX = {"index_topk": 64, "index_head_dim": 8, "index_n_heads": 32, "head_dim": 4}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 SSM = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}

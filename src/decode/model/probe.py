@@ -1,9 +1,11 @@
 """Checks what can be done with a model class: train for it, replay acceptance, decode it losslessly.
 
-The probe builds a small random copy of the model (same class, few layers, short window, fp32). For decoding
-it compares two rows of different lengths, a five-node tree, a cache compaction and the next token with plain
-forward passes. A model that ignores masks or positions, or whose state cannot be rolled back, fails here. For
-such a model it compares padded texts, and the model's own cache, with texts that are read alone.
+The probe builds a small random copy of the model (same class, a layer of each kind, fp32). Windows, blocks
+and whatever else its configuration counts in tokens are shortened there, so that the probe's texts pass them
+three times. For decoding it compares two rows of different lengths, a five-node tree, a cache compaction and
+the next token with plain forward passes. A model that ignores masks or positions, or whose state cannot be
+rolled back, fails here. For such a model it compares padded texts, and the model's own cache, with texts that
+are read alone.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import copy
 import hashlib
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +23,8 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 
 from decode import draft as draft_module
 from decode.draft import Draft
@@ -28,12 +33,25 @@ from decode.hardware import cache_folder
 from decode.model import cache as cache_module
 from decode.model import causal_lm as lm_module
 from decode.model import fused_forward as fused_module
+from decode.model import own_cache as own_cache_module
 from decode.model.abilities import Abilities, why_no_rollback
 from decode.model.causal_lm import CausalLM, record_inputs
 from decode.model.own_cache import OwnCache
 from decode.model.target import Target
 
 TOLERANCE = 1e-4  # relative, fp32
+SHORT = 4  # tokens of a window, block or period of a small copy; texts of 13 pass it three times
+LONGEST = 20  # tokens of the probe's texts: tests decode models whose context is so short
+# Fields of a configuration that count tokens, and such names that count or size something else.
+IN_TOKENS = re.compile(
+    "window|block|chunk|period|interval|stride|local|sparse|compress|dilat|span|segment|landmark|budget|every|recent"
+    "|index.*top_?k"
+)
+NOT_IN_TOKENS = re.compile(
+    "layer|expert|moe|mlp|ffn|feed_forward|head|vocab|hidden|dim|intermediate|multiple|types|prob|num_blocks"
+    "|n_blocks|rope|sparse_step|pattern"
+)
+BEHIND = re.compile("mlp|moe|expert|ffn|feed_forward|router|gate")  # parts of a layer behind its attention
 
 
 def probe(lm: CausalLM, what: str = "target") -> None:
@@ -70,7 +88,7 @@ def _why_undecodable(lm: CausalLM) -> str:
     marker = _marker(lm)
     if marker.exists():
         return ""
-    if not (failure := _attempt(lambda: _compare(_small_copy(lm)))):
+    if not (failure := _check_copy(lm, _compare)):
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
     return failure
@@ -78,8 +96,17 @@ def _why_undecodable(lm: CausalLM) -> str:
 
 def _forward_failures(lm: CausalLM) -> tuple[str, str]:
     """What speaks against training for a model, and against replay; see `Abilities`."""
-    train = _attempt(lambda: _compare_padded(_small_copy(lm)))
-    return train, train or _attempt(lambda: _compare_own_cache(_small_copy(lm)))
+    train = _check_copy(lm, _compare_padded)
+    return train, train or _check_copy(lm, _compare_own_cache)
+
+
+def _check_copy(lm: CausalLM, compare: Callable[[CausalLM], str]) -> str:
+    """The failure of a small copy; where one passes that is not shortened, it names what was."""
+    failure = _attempt(lambda: compare(_small_copy(lm)))
+    fields = _shorten(copy.deepcopy(lm.config)) if failure else []
+    if fields and not _attempt(lambda: compare(_small_copy(lm, shortened=False))):
+        failure += f" past its {', '.join(fields)}"
+    return failure
 
 
 def _attempt(check: Callable[[], str]) -> str:
@@ -113,22 +140,25 @@ def _check_head(lm: CausalLM, name: str) -> None:
         )
 
 
-def _small_copy(lm: CausalLM) -> CausalLM:
-    """A random model of the same class with few layers, in fp32."""
+def _small_copy(lm: CausalLM, shortened: bool = True) -> CausalLM:
+    """A random model of the same class with few layers, in fp32.
+
+    Args:
+        lm: the model.
+        shortened: whether its windows are, see `_shorten`.
+    """
     config = copy.deepcopy(lm.model.config)
     text = config.get_text_config()
     text.vocab_size = 128
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(text, name, None)
+        _set(text, name, None, 0)
     kinds = getattr(text, "layer_types", None)
-    # Enough layers for every layer type, and at least two, so that states pass between layers.
-    count = 2 if not kinds else max(2, max(kinds.index(kind) for kind in set(kinds)) + 1)
-    text.num_hidden_layers = min(count, text.num_hidden_layers)
+    text.num_hidden_layers = _enough_layers(lm)
     if kinds:
         with suppress(AttributeError):  # some classes derive them from other settings
             text.layer_types = kinds[: text.num_hidden_layers]
-    if getattr(text, "sliding_window", None):
-        text.sliding_window = 4  # shorter than the probe's rows, so that the window has an effect
+    if shortened:
+        _shorten(text)
     state = torch.random.get_rng_state()
     torch.manual_seed(0)
     try:
@@ -141,11 +171,60 @@ def _small_copy(lm: CausalLM) -> CausalLM:
     return CausalLM(small.eval())
 
 
+def _set(config: Any, name: str, *values: Any) -> None:
+    """Set a field to the first of these values that the configuration's checks admit."""
+    for value in values:
+        with suppress(StrictDataclassError):
+            setattr(config, name, value)
+            return
+
+
+def _enough_layers(lm: CausalLM) -> int:
+    """Number of first layers among which is every kind; at least two, so that states pass between layers."""
+    kinds = getattr(lm.config, "layer_types", None) or [""] * len(lm.layers)
+    kinds = [(kind, _kind(layer)) for kind, layer in zip(kinds, lm.layers, strict=False)]
+    return min(max(2, *(kinds.index(kind) + 1 for kind in set(kinds))), len(lm.layers))
+
+
+def _kind(layer: nn.Module) -> frozenset[tuple[str, str]]:
+    """What tells layers of a model apart: classes of their parts, and the parts' flags and names.
+
+    Parts behind attention look at one token each, so what they are is left out: a copy of experts is large.
+    """
+    found = set[tuple[str, str]]()
+    for place, part in layer.named_modules():
+        flags = {n: str(v) for n, v in vars(part).items() if v is None or isinstance(v, bool | str)}
+        found |= {(f"{place}.{name}", value) for name, value in flags.items() if not re.search(r"\d", value)}
+        found.add((place, type(part).__name__))
+    return frozenset(fact for fact in found if not BEHIND.search(fact[0]))
+
+
+def _shorten(config: Any) -> list[str]:
+    """Shorten what a text configuration counts in tokens to `SHORT`; returns the names of these fields."""
+    fields = []
+    for name, value in config.to_dict().items():
+        short = _shortened(value)
+        if IN_TOKENS.search(name) and not NOT_IN_TOKENS.search(name) and short != value:
+            # Blocks that are chosen: one, since several could be all that there are.
+            setattr(config, name, 1 if name.endswith(("blocks", "chunks")) else short)
+            fields.append(name)
+    return fields
+
+
+def _shortened(value: Any) -> Any:
+    """A number of tokens, or numbers of each layer or kind, at most `SHORT`; other values as they are."""
+    if isinstance(value, list | tuple):
+        return type(value)(_shortened(one) for one in value)
+    if isinstance(value, dict):
+        return {key: _shortened(one) for key, one in value.items()}
+    return min(value, SHORT) if type(value) is int else value
+
+
 @torch.inference_mode()
 def _compare(lm: CausalLM) -> str:
     """Run the operations of decoding; returns the first failure, or an empty string."""
-    prompts = [[5, 9, 2, 7, 3, 11, 8], [4, 6, 10]]
-    tokens = torch.tensor([prompts[0], prompts[1] + [0] * 4])
+    prompts = _texts(lm, 13, 9, more=7)  # with what they are given below, both pass a window three times
+    tokens = _padded(prompts)
     lm.start(2, 32)
     last = lm.forward(tokens)
     for row, prompt in enumerate(prompts):
@@ -182,8 +261,8 @@ def _compare(lm: CausalLM) -> str:
 @torch.inference_mode()
 def _compare_padded(lm: CausalLM) -> str:
     """Read texts as training and replay do, padded on the right; the first failure, or an empty string."""
-    prompts = [[5, 9, 2, 7, 3, 11, 8, 12, 13, 14, 15, 16], [4, 6, 10]]
-    tokens = torch.tensor([prompts[0], prompts[1] + [0] * 9])
+    prompts = _texts(lm, LONGEST, 13)
+    tokens = _padded(prompts)
     inputs = dict.fromkeys(range(len(lm.layers)), tokens[:0])
     with record_inputs(lm.layers, inputs):
         last = lm.base(input_ids=tokens, use_cache=False).last_hidden_state
@@ -191,7 +270,8 @@ def _compare_padded(lm: CausalLM) -> str:
         if entering.shape != last.shape:
             return f"found hidden states of shape {tuple(entering.shape)} entering layer {layer}"
     for row, prompt in enumerate(prompts):
-        for length in range(1, len(prompt) + 1):
+        # At every remainder of windows and blocks.
+        for length in {*range(1, SHORT + 1), *range(SHORT, len(prompt), SHORT - 1), len(prompt)}:
             if _differs(lm, last[row, length - 1], prompt[:length]):
                 return "found rows that depend on later tokens or on padding"
     return ""
@@ -200,7 +280,7 @@ def _compare_padded(lm: CausalLM) -> str:
 @torch.inference_mode()
 def _compare_own_cache(lm: CausalLM) -> str:
     """Write as `decode.generation.forward_only` does; the first failure, or an empty string."""
-    texts = [[5, 9, 2, 7, 3, 11, 8, 12, 13, 14], [4, 6, 10, 17, 18, 19, 20, 21, 22, 23]]
+    texts = _texts(lm, 14, 14)
     cache, begin = OwnCache(lm.base, lm.head.weight), 3
     last = cache.read(torch.tensor([text[:begin] for text in texts]))[:, -1]
     for length in range(begin, len(texts[0])):
@@ -212,6 +292,23 @@ def _compare_own_cache(lm: CausalLM) -> str:
             texts = texts[1:]
         last = cache.read(torch.tensor([text[length : length + 1] for text in texts]))[:, -1]
     return ""
+
+
+def _texts(lm: CausalLM, *lengths: int, more: int = 0) -> list[list[int]]:
+    """Texts of such lengths, or shorter ones where the model's context has no room for `more` behind them."""
+    room = LONGEST if lm.max_positions is None else lm.max_positions
+    starts = (5, 60)
+    texts = [
+        [(start + 7 * i) % 128 for i in range(max(3, min(length, room - more)))]
+        for start, length in zip(starts, lengths, strict=True)
+    ]
+    return texts
+
+
+def _padded(texts: list[list[int]]) -> torch.Tensor:
+    """(B, T) texts, padded on the right."""
+    longest = max(map(len, texts))
+    return torch.tensor([text + [0] * (longest - len(text)) for text in texts])
 
 
 def check_packing(target: Target) -> None:
@@ -234,8 +331,8 @@ def check_packing(target: Target) -> None:
 
 
 def _packing_error(target: Target) -> float:
-    """Largest relative error of two rows; the first is longer than the window of a small copy."""
-    lengths = (13, 5)
+    """Largest relative error of two rows, which pass the window of a small copy three times."""
+    lengths = (LONGEST, 13)
     tokens = (torch.arange(2 * lengths[0], device=target.device) + 5).view(2, -1) % target.vocab_size
     padded, packed = (target.read(tokens, n).last.float() for n in (None, lengths))
     rows = [(padded[i, :n], packed[i, :n]) for i, n in enumerate(lengths)]
@@ -256,7 +353,14 @@ def _marker(lm: CausalLM) -> Path:
     config: dict[str, Any] = lm.model.config.to_diff_dict()
     sources = [
         inspect.getsource(m)
-        for m in (cache_module, draft_module, fused_module, lm_module, sys.modules[__name__])
+        for m in (
+            cache_module,
+            draft_module,
+            fused_module,
+            lm_module,
+            own_cache_module,
+            sys.modules[__name__],
+        )
     ]
     # private API: transformers has no public way to ask for the attention kernel.
     kernel = lm.config._attn_implementation  # not in the diff; kernels use different masks

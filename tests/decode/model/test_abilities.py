@@ -86,7 +86,7 @@ def forgets(monkeypatch):
     real = OwnCache.read
 
     def read(self, tokens):
-        self._held = {}
+        self._held = None
         return real(self, tokens)
 
     monkeypatch.setattr(OwnCache, "read", read)
