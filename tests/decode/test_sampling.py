@@ -145,6 +145,17 @@ BAD = [
     {"min_p": 1.5},
     {"repetition_penalty": 0.0},
     {"repetition_penalty": -1.0},
+    {"temperature": float("inf")},
+    {"temperature": 1e39},
+    {"temperature": True},
+    {"temperature": "1"},
+    {"top_k": 2.5},
+    {"top_k": True},
+    {"top_p": float("nan")},
+    {"min_p": float("nan")},
+    {"repetition_penalty": float("nan")},
+    {"repetition_penalty": float("inf")},
+    {"repetition_penalty": 1e-40},
 ]
 
 
@@ -164,3 +175,42 @@ def test_the_greedy_token_is_the_first_largest_however_many_there_are(size, dtyp
     logits[3, [1, size - 1]] = torch.inf
     assert Sampler(0.0).argmax(logits).equal(logits.argmax(-1))
     assert logits.argmax(-1)[1:4].tolist() == [0, size // 2, 1]
+
+
+@pytest.mark.parametrize("temperature", [1e-39, 1e-45, 5e-324, 1.17e-38])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_temperature_below_the_smallest_normal_number_is_greedy(temperature, dtype):
+    logits, sampler = rows(ties=True)[0].to(dtype), Sampler(temperature)
+    assert sampler == Sampler(0.0)
+    assert sampler.probs(logits).equal(Sampler(0.0).probs(logits))
+
+
+@pytest.mark.parametrize("temperature", [1.2e-38, 1e-30, 1e-10])
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_a_small_temperature_makes_no_nan(temperature, options):
+    logits = 1e4 * rows(ties=False)[0].float()
+    law = Sampler(temperature, **options).probs(logits)
+    assert law.equal(Sampler(0.0).probs(logits))
+
+
+def test_a_large_temperature_is_uniform_over_what_is_not_masked():
+    logits = rows(ties=False)[0].float()
+    logits[:, 3] = -torch.inf
+    law = Sampler(3e38).probs(logits)
+    assert (law[:, 3] == 0).all()
+    torch.testing.assert_close(law[:, 4:], torch.full_like(law[:, 4:], 1 / (V - 1)), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("size", [151_936, 262_144])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"min_p": 1e-6}, {"top_k": 100_000}], ids=str)
+def test_probabilities_over_a_large_vocabulary_sum_to_1_within_a_few_roundings(size, options):
+    logits = 4 * torch.randn(4, size)
+    law = Sampler(1.0, **options).probs(logits).double()
+    assert ((law.sum(-1) - 1).abs() < 8 * torch.finfo(torch.float32).eps).all()
+
+
+def test_the_mass_that_top_p_keeps_over_a_large_vocabulary_is_that_of_exact_numbers():
+    logits = 4 * torch.randn(8, 262_144)
+    kept = Sampler(1.0, top_p=0.99999).probs(logits).gt(0).sum(-1)
+    exact = Sampler(1.0, top_p=0.99999).probs(logits.double()).gt(0).sum(-1)
+    assert ((kept - exact).abs() <= 0.01 * exact).all()

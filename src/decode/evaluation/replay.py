@@ -27,6 +27,7 @@ from decode.generation.types import Proposer, depends_on_rounds
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
+from decode.verification.result import drawn_from
 
 CONFIDENCE = 0.99  # of the interval of the difference between replay and decoder
 ROUND_OFF = 1e-12  # relative, of tau in float64
@@ -231,8 +232,7 @@ def _keep_chances(draft: Draft, ahead: Tensor, p: Tensor) -> np.ndarray:
             drafted = draft.probs
             fixed = node & ~drafted.sampled  # (B, N) a fixed child with token y is always accepted
             node = torch.where(fixed.any(1, keepdim=True), fixed, node)
-            owner = (drafted.owner == slot[:, None]).int().argmax(1)  # (B,) row of q
-            q = drafted.q[rows, owner, y.clamp_min(0)].to(p.dtype)  # (B,) q(y)
+            q = drawn_from(drafted, slot, p.dtype).gather(1, y.clamp_min(0)[:, None])[:, 0]  # (B,) q(y)
             keep = torch.where(fixed.any(1), 1.0, (q / p[:, level]).clamp_max(1))
         on_path = on_path & node.any(1)
         keeps.append(keep * on_path)

@@ -36,7 +36,7 @@ from torch import Tensor
 from decode.draft import PAD, Draft
 from decode.generation.types import Round
 from decode.sampling import Sampler
-from decode.verification.result import first_true, without_token
+from decode.verification.result import first_true, normalised, without_token
 
 BINS = 20
 EXPECTED = 5  # minimum expected tokens per bin; p-values of 1e-6 are then correct to a factor of 4
@@ -113,7 +113,7 @@ class SamplingTests:
             row = row.to(device)
             slot = seen.result.slots[row, i]
             p = self.sampler.probs(seen.logits[row, slot], before).double()  # (M, V)
-            self._test(p / p.sum(-1, keepdim=True), token.to(device), seen.draft, row, slot)
+            self._test(normalised(p), token.to(device), seen.draft, row, slot)
             if history is not None:
                 history[request, token] = True
         if self.reads_probs:
@@ -127,7 +127,7 @@ class SamplingTests:
         count = drafted.q.shape[1]
         turn = (torch.arange(min(count, Q_ROWS)) + self.rounds * Q_ROWS) % max(count, 1)
         self.rounds += 1
-        owner, q = drafted.owner[:, turn], drafted.q[:, turn].double()  # (B, n), (B, n, V)
+        owner, q = drafted.owner[:, turn], normalised(drafted.q[:, turn].double())  # (B, n), (B, n, V)
         waiting = (draft.parents[:, None] == owner[..., None] - 1) & (owner >= 0)[..., None]  # (B, n, N)
         waiting = waiting & (drafted.sampled & (draft.tokens != PAD))[:, None]
         for rank in range(drafted.siblings if draft.depth else 0):

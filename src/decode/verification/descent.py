@@ -8,9 +8,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from decode.draft import PAD, Draft, DraftProbs
+from decode.draft import PAD, Draft
 from decode.rng import Coin, Key, Purpose
-from decode.verification.result import VerificationResult, accept_longest, first_true, ratio, without_token
+from decode.verification.result import (
+    VerificationResult,
+    accept_longest,
+    drawn_from,
+    first_true,
+    ratio,
+    without_token,
+)
 from decode.verification.target_probs import TargetProbs
 
 HALVINGS = 40  # of the interval of a kseq rule's rho, from at most k
@@ -158,7 +165,7 @@ def try_sampled(
     """
     drafted = draft.probs
     assert drafted is not None
-    q = _drawn_from(drafted, slot, p)  # (B, V)
+    q = drawn_from(drafted, slot, p.dtype)  # (B, V)
     child = torch.full_like(slot, -1)
     waiting = children & drafted.sampled  # (B, N) not examined yet
     for rank in range(drafted.siblings):
@@ -179,7 +186,7 @@ def _try_independent(
     """Like `try_sampled`, by the rule of `kseq`."""
     drafted = draft.probs
     assert drafted is not None
-    q = _drawn_from(drafted, slot, p)  # (B, V)
+    q = drawn_from(drafted, slot, p.dtype)  # (B, V)
     waiting = children & drafted.sampled  # (B, N) not examined yet
     count = waiting.sum(-1)  # (B,) k
     rho = smallest_rho(p, q, count)  # (B,)
@@ -230,12 +237,6 @@ def _next_child(draft: Draft, waiting: Tensor, undecided: Tensor) -> tuple[Tenso
 def _without(waiting: Tensor, node: Tensor) -> Tensor:
     """(B, N) nodes without (B,) `node`."""
     return waiting.scatter(1, node.clamp_min(0)[:, None], value=False)
-
-
-def _drawn_from(drafted: DraftProbs, slot: Tensor, p: Tensor) -> Tensor:
-    """(B, V) distribution that the first sampled child of (B,) `slot` was drawn from, in the dtype of p."""
-    row = torch.arange(slot.shape[0], device=slot.device)
-    return drafted.q[row, first_true(drafted.owner == slot[:, None]).clamp_min(0)].to(p.dtype)
 
 
 def _residual(p: Tensor, q: Tensor, rejected: Tensor) -> Tensor:

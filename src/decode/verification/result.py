@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from decode.draft import PAD, Draft
+from decode.draft import PAD, Draft, DraftProbs
 
 
 class VerificationResult(NamedTuple):
@@ -50,10 +50,23 @@ def first_true(mask: Tensor) -> Tensor:
     return torch.where(mask.any(-1), mask.int().argmax(-1), -1)
 
 
+def drawn_from(drafted: DraftProbs, slot: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, V) distribution that the first sampled child of (B,) `slot` was drawn from."""
+    row = torch.arange(slot.shape[0], device=slot.device)
+    return normalised(drafted.q[row, first_true(drafted.owner == slot[:, None]).clamp_min(0)].to(dtype))
+
+
+def normalised(q: Tensor) -> Tensor:
+    """(..., V) q divided by its sum, as a coin draws from it: a q in half precision misses 1 by more than p.
+
+    Rows of zeros stay as they are.
+    """
+    return q / q.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
+
+
 def without_token(q: Tensor, token: Tensor) -> Tensor:
     """Set q of `token` to 0 and renormalise, for draws without replacement."""
-    rest = q.scatter(-1, token, 0.0)
-    return rest / rest.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
+    return normalised(q.scatter(-1, token, 0.0))
 
 
 def ratio(top: Tensor, bottom: Tensor) -> Tensor:

@@ -7,7 +7,14 @@ from torch import Tensor
 
 from decode.draft import PAD, Draft
 from decode.rng import Coin, Key, Purpose
-from decode.verification.result import VerificationResult, emit_path, first_true, ratio, without_token
+from decode.verification.result import (
+    VerificationResult,
+    emit_path,
+    first_true,
+    normalised,
+    ratio,
+    without_token,
+)
 from decode.verification.target_probs import TargetProbs
 
 
@@ -66,7 +73,7 @@ def _pass_chances(draft: Draft, residual: Tensor) -> tuple[Tensor, Tensor]:
     start = 0
     for level, size in enumerate(drafted.levels):  # parents of this level, root first
         owner, q = drafted.owner[:, start : start + size], drafted.q[:, start : start + size]
-        _fail_sampled(draft, owner, q.to(residual.dtype), w, residual)
+        _fail_sampled(draft, owner, normalised(q.to(residual.dtype)), w, residual)
         start += size
         # Fixed children in closed form: child c of a parent with residual r passes with
         # w r(c) / (1 - w R), where R is the mass of its earlier siblings.

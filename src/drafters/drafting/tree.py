@@ -133,7 +133,8 @@ class _Grower:
         is_child = _fixed_children(fans, probs.device)[:, : count - 1]
         rest = probs.scatter(-1, token, top_probs.masked_fill(is_child, 0.0))
         mass = rest.sum(-1, keepdim=True)  # (B, W, 1)
-        drawn = self._draw(rest / mass.clamp_min(torch.finfo(probs.dtype).tiny), 1)
+        tiny = torch.finfo(probs.dtype).tiny  # less is rounded too coarsely to be drawn from
+        drawn = self._draw((rest / mass.clamp_min(tiny)).masked_fill(mass < tiny, 0.0), 1)
         return torch.cat([drawn, token], -1), torch.cat([mass, top_probs], -1).log()
 
     def _draw(self, probs: Tensor, count: int) -> Tensor:
