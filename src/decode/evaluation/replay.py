@@ -23,6 +23,7 @@ from decode.draft import PAD, Draft
 from decode.evaluation.bootstrap import interval
 from decode.evaluation.stateful_replay import walk
 from decode.evaluation.teacher_forced import ForcedTokens, Rollout, TeacherForcedTexts
+from decode.generation.finite import check_logits
 from decode.generation.types import Proposer, depends_on_rounds
 from decode.model.target import Target
 from decode.plan import Plan
@@ -200,6 +201,7 @@ def _token_probs(
         return probs
     for row, (prompt, answer) in enumerate(rollouts):
         logits = target.head(last[row, len(prompt) - 1 : len(prompt) + len(answer) - 1])  # (n, V)
+        check_logits(target, logits, prompt + answer, len(prompt), "a prompt with its stored answer")
         seen = None
         if sampler.needs_history:
             text = torch.tensor(prompt + answer, device=target.device)

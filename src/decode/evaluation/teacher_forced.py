@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from decode.draft import PAD
+from decode.generation.finite import check_states
 from decode.generation.types import Proposer, reads_cache
 from decode.model.target import Target, TargetOutput
 from decode.rng import Key
@@ -69,6 +70,9 @@ class TeacherForcedTexts:
         rollouts: sorted by length of the answer, longest first.
         ahead: number of tokens after a start that are read.
 
+    Raises:
+        UserError: the target's hidden states are not finite.
+
     Attributes:
         answers: (B, longest + ahead) tokens, padded with `PAD`.
         output: hidden states and taps of the full texts.
@@ -84,6 +88,7 @@ class TeacherForcedTexts:
         self.target, self.rollouts = target, rollouts
         self.tokens, self.answers = tokens.to(target.device), answers.to(target.device)
         self.output: TargetOutput = target.read(self.tokens)
+        check_states(target, self.output.last, texts, "a prompt with its stored answer")
 
     def starts(self, drafter: Proposer) -> Iterator[Start]:
         """Iterate over all starts in order; the drafter may `propose` several times at each."""

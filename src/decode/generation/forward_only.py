@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from decode.draft import Draft
+from decode.generation.finite import broken_slot, not_finite
 from decode.generation.types import Generation, Output, Times, Until
 from decode.model.own_cache import OwnCache
 from decode.model.target import Target
@@ -47,9 +48,13 @@ def write_forward(
         drawn = [max(read - len(prompts[request]), 0) for request in rows]  # tokens of each answer so far
         here = coin.at(np.full(len(rows), read), np.array([max(count - 1, 0) for count in drawn]))
         logits = target.head(last)[:, None]  # (B, 1, V)
-        result = match(Draft.empty(len(rows), device), TargetProbs(logits, sampler, seen), here)
+        draft = Draft.empty(len(rows), device)
+        result = match(draft, TargetProbs(logits, sampler, seen), here)
         running = []
-        for row, (request, token) in enumerate(zip(rows, result.tokens[:, 0].tolist(), strict=True)):
+        table = torch.stack([result.tokens[:, 0], broken_slot(logits, draft)], 1).tolist()
+        for row, (request, (token, broken)) in enumerate(zip(rows, table, strict=True)):
+            if broken:
+                raise not_finite(target, [texts[request][:read]], f"prompt {request}")
             if len(texts[request]) == read:
                 texts[request].append(token)
                 _emit(outputs[request], token, clock() - begin)

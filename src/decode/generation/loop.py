@@ -18,6 +18,7 @@ from decode.draft import PAD, Draft
 from decode.draft_check import FAULTS, draft_fault
 from decode.errors import UserError
 from decode.generation.adaptive import adapt_depth
+from decode.generation.finite import broken_slot, not_finite
 from decode.generation.types import (
     Output,
     Piece,
@@ -211,7 +212,7 @@ class Loop:
         draft = Draft.empty(len(prompts), device)
         result = match(draft, TargetProbs(logits, self.sampler, batch.seen), coin)
         self.state = self.drafter.new_state(len(prompts)) if self.drafter else None
-        running = self._settle(result)
+        running = self._settle(draft, result, broken_slot(logits, draft))
         self._observe(logits, draft, result)
         texts = [[*prompt, *new] for prompt, new in zip(prompts, self._settled, strict=True)]
         self._advance(running, tokens, forward.taps, Settled(counts, end + 1, texts, ()), result)
@@ -240,8 +241,8 @@ class Loop:
 
         tagged = None if batch.inside is None else Tagged(batch.inside, *self._tags)
         result = verify(self.plan, draft, TargetProbs(logits, self.sampler, batch.seen, tagged), coin)
-        shape = draft.lengths(), (draft.tokens >= 0).sum(-1), fault  # (B,) each
-        running = self._settle(result, shape, logits.argmax(-1) if self.observe else None)
+        answers = logits.argmax(-1) if self.observe else None
+        running = self._settle(draft, result, broken_slot(logits, draft), fault, answers)
         self._observe(logits, draft, result)
 
         # Keep the root and the accepted nodes in the cache. Emitted token i was drawn at slots[i], so
@@ -261,8 +262,10 @@ class Loop:
 
     def _settle(
         self,
+        draft: Draft,
         result: VerificationResult,
-        shape: tuple[Tensor, Tensor, Tensor] | None = None,
+        broken: Tensor,
+        fault: Tensor | None = None,
         answers: Tensor | None = None,
     ) -> list[int]:
         """Copy the emitted tokens to the host and append them to the outputs.
@@ -270,28 +273,35 @@ class Loop:
         This is the only device synchronisation of a round, so all results travel in one table.
 
         Args:
+            draft: of the round.
             result: of the round.
-            shape: (B,) draft lengths, (B,) numbers of draft nodes and (B,) faults; None in the prefill.
+            broken: (B,) see `broken_slot`.
+            fault: (B,) see `draft_fault`; None in the prefill.
             answers: (B, S) the target's most likely token at every slot, for a drafter that observes it.
 
         Returns:
             The rows that are not finished.
 
         Raises:
-            UserError: a draft with which verification would not be lossless.
+            UserError: logits of the target that are not finite; a draft with which verification would not be
+                lossless.
         """
-        batch, is_prefill = self.batch, shape is None
-        columns = [result.accepted[:, None], result.tokens, *(s[:, None] for s in shape or ())]
+        batch, is_prefill, width = self.batch, fault is None, result.tokens.shape[1]
+        shape = broken if fault is None else fault, draft.lengths(), (draft.tokens >= 0).sum(-1)
+        columns = [result.accepted[:, None], result.tokens, broken[:, None], *(s[:, None] for s in shape)]
         columns += [] if answers is None else [answers]
-        # Rows of [accepted, *tokens, draft length, nodes, fault, *answers]
-        table, width = torch.cat(columns, 1).tolist(), result.tokens.shape[1]
-        if not is_prefill and (fault := next((line[3 + width] for line in table if line[3 + width]), 0)):
+        # Rows of [accepted, *tokens, broken slot, fault, draft length, nodes, *answers]
+        table = torch.cat(columns, 1).tolist()
+        for row, line in enumerate(table):
+            if slot := line[1 + width]:
+                raise self._not_finite(row, draft, slot - 1)
+        if not is_prefill and (number := next((line[2 + width] for line in table if line[2 + width]), 0)):
             raise UserError(
-                f"{self.proposer} drafted {FAULTS[fault]}; decode.rule={self.plan.rule} would not be "
+                f"{self.proposer} drafted {FAULTS[number]}; decode.rule={self.plan.rule} would not be "
                 "lossless: correct its `propose` (docs/adding.md)"
             )
         if self.observe and answers is not None:
-            self.observe(self.state, [line[4 + width :] for line in table])
+            self.observe(self.state, [line[5 + width :] for line in table])
         self._requests, self._accepted = batch.request, []
         self._settled, self._emitted = [], []  # before and after the cut at the end of a request
         running = []
@@ -310,14 +320,27 @@ class Loop:
             if not is_prefill:
                 output.emitted.append(len(tokens))
                 output.accepted.append(accepted)
-                output.draft_lengths.append(line[1 + width])
-                output.drafted.append(line[2 + width])
+                output.draft_lengths.append(line[3 + width])
+                output.drafted.append(line[4 + width])
             batch.remaining[row] -= len(tokens)
             if batch.remaining[row] > 0 and not output.stopped:
                 running.append(row)
         batch.position = batch.position + np.array(self._accepted) + 1
         batch.rounds = batch.rounds + (0 if is_prefill else 1)
         return running
+
+    def _not_finite(self, row: int, draft: Draft, slot: int) -> UserError:
+        """The error about a row whose logits are not finite, first at this slot.
+
+        A broken node spoils all slots of its row, since attention multiplies what it must not see by 0. So
+        the nodes' paths are looked at as well.
+        """
+        request = self.batch.request[row]
+        text, nodes = [*self.prompts[request], *self.outputs[request].tokens], draft.tokens[row]
+        real = [0, *((nodes != PAD).nonzero()[:, 0] + 1).tolist()]
+        paths = [draft.ancestors()[row, s, 1:].nonzero()[:, 0] for s in [slot, *real]]
+        texts = [[*text, *nodes[path].tolist()] for path in paths]
+        return not_finite(self.target, texts, f"prompt {request}{' and its draft' if draft.depth else ''}")
 
     @property
     def _tags(self) -> tuple[int, int]:

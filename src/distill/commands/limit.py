@@ -13,6 +13,7 @@ import torch
 from decode.errors import UserError
 from decode.evaluation.bootstrap import interval
 from decode.evaluation.replay import Rollout
+from decode.generation.finite import check_logits
 from decode.hardware import hardware
 from decode.limits.entropy_bound import Entropy, best_trees, bound, entropy, published_bound
 from decode.limits.tree_efficiency import RoundStart, first_level_bound, round_starts, tree_acceptance
@@ -79,8 +80,9 @@ def _distributions(target: Target, rollouts: Sequence[Rollout], sampler: Sampler
     probs = []
     for prompt, answer in rollouts:
         tokens = torch.tensor([prompt + answer], device=target.device)
-        last = target.read(tokens).last[0, len(prompt) - 1 : -1]
-        probs.append(sampler.probs(target.head(last)))
+        logits = target.head(target.read(tokens).last[0, len(prompt) - 1 : -1])
+        check_logits(target, logits, prompt + answer, len(prompt), "a prompt with its answer")
+        probs.append(sampler.probs(logits))
     return probs
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from decode.evaluation.sampling_tests import surprisals
+from decode.generation.finite import check_states
 from decode.model.target import Target
 from decode.sampling import Sampler
 from distill.utils.progress import bar
@@ -87,6 +88,9 @@ def measure(target: Target, rows: Sequence[dict[str, Any]], sampler: Sampler) ->
         target: rows are truncated to its context.
         rows: with `tokens` and `loss_mask`.
         sampler: turns logits into the distribution; must not need the history.
+
+    Raises:
+        UserError: the target's hidden states are not finite.
     """
     parts: list[tuple[Tensor, ...]] = []
     with bar(len(rows), "entropy", "rows", leave=False) as progress:
@@ -98,6 +102,7 @@ def measure(target: Target, rows: Sequence[dict[str, Any]], sampler: Sampler) ->
             if len(before):
                 last = target.read(tokens[None]).last[0]  # (T, D)
                 number = mask.cumsum(0)[before]  # (A,) index among supervised tokens
+                check_states(target, last[None], [tokens.tolist()], "a stored row")
                 for at, place in zip(before.split(CHUNK), number.split(CHUNK), strict=True):
                     parts.append((*_statistics(target.head(last[at]), tokens[at + 1], sampler), place))
             progress.update(1)

@@ -6,13 +6,15 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decode.errors import UserError
+from decode.generation.finite import check_states
+from decode.model.target import Target
 from distill.data.batches import MicroBatch
 from distill.data.datamodule import rollout_data
 from distill.utils.atomic_files import write_json
@@ -55,6 +57,7 @@ class NonFiniteGuard:
         if math.isfinite(loss) and (scaled or math.isfinite(norm)):
             return
         step, rank = self._micros[0].step, trainer.global_rank
+        cause = _target_fault(trainer, self._micros) or "lower optimizer.lr, or look at the rollouts"
         path = Path(trainer.default_root_dir) / FAILED / f"step-{step}-rank-{rank}.safetensors"
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         try:
@@ -64,9 +67,26 @@ class NonFiniteGuard:
         except OSError as error:
             where = f"The batch could not be saved to {path} ({error.strerror})"
         raise UserError(
-            f"training: {what} at step {step}; lower optimizer.lr, or look at the rollouts. {where}; "
-            "the last checkpoint is untouched"
+            f"training: {what} at step {step}; {cause}. {where}; the last checkpoint is untouched"
         )
+
+
+def _target_fault(trainer: L.Trainer, micros: Sequence[MicroBatch]) -> str:
+    """What is wrong with the target's hidden states of a step; "" if they are finite.
+
+    With several processes nothing is read again: those whose rows are fine would not take part.
+    """
+    target: Target = cast(Any, trainer.lightning_module).target
+    if trainer.world_size > 1 or target.source:
+        return ""
+    for micro in micros:
+        tokens = micro.tokens.to(target.device)
+        try:
+            states = target.read(tokens, micro.lengths).last
+            check_states(target, states, tokens.tolist(), "a row of the step")
+        except UserError as error:
+            return str(error)
+    return ""
 
 
 def save(path: Path, micros: Sequence[MicroBatch], rows: Sequence[Sequence[int]], **numbers: float) -> None:

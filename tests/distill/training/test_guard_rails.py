@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from workbench import CONF, Bench, fresh, ranks, same, weights
 
 from decode.errors import TooLargeError, UserError
+from decode.model.target import Target
 from distill.cli.main import rewrite
 from distill.config.compose import compose
 from distill.data.batches import MicroBatch
@@ -52,6 +53,22 @@ def spoil_loss(total):
 def spoil_gradient(total):
     """The same number, with a gradient that is none."""
     return total + (0 * total).sqrt()
+
+
+def test_a_step_that_a_broken_target_spoils_names_the_target(bench, tmp_path, monkeypatch):
+    read = Target.read
+
+    def broken(self, tokens, lengths=None):
+        found = read(self, tokens, lengths)
+        found.last[0] = torch.nan
+        return found
+
+    bench.run(tmp_path / "made", trainer__max_steps=1, score__enabled=False)  # its rollouts are used again
+    monkeypatch.setattr(Target, "read", broken)
+    with pytest.raises(
+        UserError, match="the loss is nan at step 0; the target's logits are not finite behind"
+    ):
+        bench.run(tmp_path / "bad", score__enabled=False, taps="online")
 
 
 @pytest.mark.parametrize(
