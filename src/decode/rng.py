@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.errors import UserError
+from decode.integers import whole_number
 from decode.transfer import upload
 
 
@@ -109,17 +111,24 @@ class KeyedCoin:
 
     Args:
         seed: of the whole run.
-        requests: (B,) identifier of each row's request.
+        requests: (B,) identifier of each row's request: a text, or an integer of any type.
         samples: (B,) index of the row among the samples of its request; default 0.
+
+    Raises:
+        UserError: a seed, request or sample that is none of these; fewer or more samples than requests.
     """
 
     def __init__(
         self, seed: int, requests: Sequence[int | str], samples: Sequence[int] | None = None
     ) -> None:
-        samples = [0] * len(requests) if samples is None else samples
+        seed = whole_number(seed, "seed")
+        names = [str(r if isinstance(r, str) else whole_number(r, "requests")) for r in requests]
+        numbers = [0] * len(names) if samples is None else [whole_number(s, "samples") for s in samples]
+        if len(numbers) != len(names):
+            raise UserError(f"samples: {len(numbers)} for {len(names)} requests; give one for each")
         digests = [
-            hashlib.blake2b(repr((seed, str(r), s)).encode(), digest_size=8).digest()
-            for r, s in zip(requests, samples, strict=True)
+            hashlib.blake2b(repr((seed, r, s)).encode(), digest_size=8).digest()
+            for r, s in zip(names, numbers, strict=True)
         ]
         # Two 32-bit words per row: the Philox key.
         key = np.frombuffer(b"".join(digests), "<u4").reshape(-1, 2).astype(np.uint64)

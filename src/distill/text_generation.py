@@ -51,7 +51,7 @@ class TextGenerator:
         plan: what is drafted in a round and how it is verified.
         sampler: the distribution that tokens are drawn from.
         max_new_tokens: of an answer.
-        stop: strings that end an answer.
+        stop: string or strings that end an answer.
         seed: of all draws.
     """
 
@@ -60,7 +60,7 @@ class TextGenerator:
     plan: Plan
     sampler: Sampler
     max_new_tokens: int
-    stop: Sequence[str] = ()
+    stop: str | Sequence[str] = ()
     seed: int = 0
 
     def tapped_target(self) -> Target:
@@ -75,13 +75,15 @@ class TextGenerator:
 
     def generate(self, prompts: Sequence[Sequence[int]]) -> Generation:
         """Decode prompts, given as token ids, in one batch."""
-        target = self.tapped_target()
-        return generate(target, self.drafter, prompts, plan=self.resolved_plan, **self._options(target))
+        with self.model.target.lock:  # another thread would set other taps
+            target = self.tapped_target()
+            return generate(target, self.drafter, prompts, plan=self.resolved_plan, **self._options(target))
 
     def stream(self, prompt: Sequence[int]) -> Iterator[Piece]:
         """Decode one prompt; yields what every round adds."""
-        target = self.tapped_target()
-        return stream(target, self.drafter, prompt, plan=self.resolved_plan, **self._options(target))
+        with self.model.target.lock:
+            target = self.tapped_target()
+            return stream(target, self.drafter, prompt, plan=self.resolved_plan, **self._options(target))
 
     @property
     def resolved_plan(self) -> Plan:
@@ -97,5 +99,5 @@ class TextGenerator:
             "sampler": self.sampler,
             "seed": self.seed,
             "stop": stop_tokens(target),
-            "until": StopStrings(self.model.chat.tokenizer, list(self.stop)) if self.stop else None,
+            "until": StopStrings(self.model.chat.tokenizer, self.stop) if self.stop else None,
         }

@@ -15,6 +15,7 @@ from decode.evaluation.score import HeldOut, ScoreOptions, Setting
 from decode.evaluation.scorecard import Scorecard
 from decode.generation.text import Detokenizer
 from decode.generation.types import Output
+from decode.integers import whole_number
 from decode.model.load import stop_tokens
 from decode.plan import Plan
 from decode.sampling import Sampler
@@ -100,7 +101,7 @@ def generate(  # pyright: ignore[reportOverlappingOverload]  a str is a Sequence
     plan: Plan | None = None,
     sampler: Sampler = GREEDY,
     max_new_tokens: int = 256,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     seed: int = 0,
 ) -> Answer: ...
 @overload
@@ -112,7 +113,7 @@ def generate(
     plan: Plan | None = None,
     sampler: Sampler = GREEDY,
     max_new_tokens: int = 256,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     seed: int = 0,
 ) -> list[Answer]: ...
 def generate(
@@ -123,7 +124,7 @@ def generate(
     plan: Plan | None = None,
     sampler: Sampler = GREEDY,
     max_new_tokens: int = 256,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     seed: int = 0,
 ) -> Answer | list[Answer]:
     """Answer prompts; a drafter does not change the distribution of the answers.
@@ -136,7 +137,7 @@ def generate(
         plan: what is drafted in a round and how it is verified; default: a dynamic tree.
         sampler: temperature, top_k, top_p, min_p; default: greedy.
         max_new_tokens: of the answer.
-        stop: strings that end it.
+        stop: string or strings that end it.
         seed: of all draws.
 
     Returns:
@@ -167,7 +168,7 @@ def stream(
     plan: Plan | None = None,
     sampler: Sampler = GREEDY,
     max_new_tokens: int = 256,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     seed: int = 0,
 ) -> Iterator[str]:
     """Answer a prompt as `generate` does; yields text as it comes, whole characters at a time."""
@@ -205,31 +206,37 @@ def score(
         The scorecard; `headline` is its first row.
 
     Raises:
-        UserError: no prompts, or a plan that the drafter does not support.
+        UserError: no prompts or temperatures, a number out of range, or a plan that the drafter does not
+            support.
     """
-    plans = list(plans) or [default_plan()]
+    plans, seed = list(plans) or [default_plan()], whole_number(seed, "seed")
     for plan in plans:
         drafter.check(plan)
-    ids = [model.encode(prompt) for prompt in prompts]
+    batch_size = whole_number(batch_size, "batch_size", 1)
+    max_new_tokens = whole_number(max_new_tokens, "max_new_tokens", 1)
     samplers = [Sampler(temperature) for temperature in temperatures]
-    target = TextGenerator(model, drafter, plans[0], GREEDY, max_new_tokens).tapped_target()
-    rollouts = {}
-    for sampler in samplers:
-        plain = TextGenerator(Model(target, model.chat), None, Plan(), sampler, max_new_tokens, seed=seed)
-        answers = plain.generate(ids).outputs if ids else []
-        rollouts[sampler] = [Rollout(prompt, o.tokens) for prompt, o in zip(ids, answers, strict=True)]
-    target.tap(drafter.taps)
-    return scoring.score(
-        target,
-        drafter,
-        HeldOut(ids, rollouts=rollouts),
-        [
-            Setting(sampler, plan.resolved(sampler.temperature, drafter.proposals), batch_size)
-            for sampler in samplers
-            for plan in plans
-        ],
-        ScoreOptions(max_new_tokens, stop_tokens(target), seed),
-    )
+    if not samplers:
+        raise UserError("no temperatures: give at least one, such as 0.0")
+    with model.target.lock:  # of other threads; the whole score is of one state of the target
+        ids = [model.encode(prompt) for prompt in prompts]
+        target = TextGenerator(model, drafter, plans[0], GREEDY, max_new_tokens).tapped_target()
+        rollouts = {}
+        for sampler in samplers:
+            plain = TextGenerator(Model(target, model.chat), None, Plan(), sampler, max_new_tokens, seed=seed)
+            answers = plain.generate(ids).outputs if ids else []
+            rollouts[sampler] = [Rollout(prompt, o.tokens) for prompt, o in zip(ids, answers, strict=True)]
+        target.tap(drafter.taps)
+        return scoring.score(
+            target,
+            drafter,
+            HeldOut(ids, rollouts=rollouts),
+            [
+                Setting(sampler, plan.resolved(sampler.temperature, drafter.proposals), batch_size)
+                for sampler in samplers
+                for plan in plans
+            ],
+            ScoreOptions(max_new_tokens, stop_tokens(target), seed),
+        )
 
 
 def _generator(
@@ -238,7 +245,7 @@ def _generator(
     plan: Plan | None,
     sampler: Sampler,
     max_new_tokens: int,
-    stop: Sequence[str],
+    stop: str | Sequence[str],
     seed: int,
 ) -> TextGenerator:
     plan = plan or (default_plan() if drafter else Plan())

@@ -1,8 +1,14 @@
 """The public face: a notebook's lines, and what they are refused."""
 
+import dataclasses
+import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+import torch
 from workbench import ROOT, make_target
 
 import foredraft
@@ -11,6 +17,7 @@ from decode.generation.generate import generate
 from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
+from distill.text_generation import TextGenerator
 from drafters.checkpoint import io as checkpoints
 
 
@@ -101,3 +108,87 @@ def test_what_is_wrong_is_a_user_error(folders):
         foredraft.generate(model, [], drafter)
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         _ = foredraft.lode
+
+
+@pytest.fixture(scope="module")
+def loaded(folders):
+    """The model in float32, and its drafter."""
+    model = foredraft.load_target(str(folders / "target"), "target.dtype=float32")
+    return model, foredraft.load_drafter(str(folders / "drafter"), model)
+
+
+def test_a_number_of_any_type_gives_the_same_answers_and_scores(loaded):
+    model, drafter = loaded
+    options = {"sampler": Sampler(1.0), "max_new_tokens": 8}
+    expected = foredraft.generate(model, "say 3", seed=3, **options).tokens
+    for seed in (np.int64(3), torch.tensor(3)):
+        assert foredraft.generate(model, "say 3", seed=seed, **options).tokens == expected
+        assert "".join(foredraft.stream(model, "say 3", seed=seed, **options)) == "".join(
+            foredraft.stream(model, "say 3", seed=3, **options)
+        )
+    numbers = {"max_new_tokens": np.int32(6), "batch_size": np.int64(1), "seed": torch.tensor(3)}
+    card = foredraft.score(model, drafter, ["say 3"], temperatures=[np.float64(0.0)], **numbers)
+    json.dumps(dataclasses.asdict(card.conditions))
+    assert card.conditions.seed == 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seed": 1.5},
+        {"seed": True},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": -3},
+        {"batch_size": 0},
+        {"batch_size": 2.0},
+        {"temperatures": []},
+        {"temperatures": [float("nan")]},
+    ],
+    ids=str,
+)
+def test_a_number_that_is_none_is_named(loaded, wrong):
+    (name,) = wrong
+    said = {"temperatures": "temperature"}.get(name, f"^{name}=")
+    with pytest.raises(UserError, match=said) as error:
+        foredraft.score(*loaded, ["say 3"], **wrong)
+    assert "context" not in str(error.value)
+    if name in ("seed", "max_new_tokens"):
+        with pytest.raises(UserError, match=said):
+            foredraft.generate(loaded[0], "say 3", **wrong)
+        with pytest.raises(UserError, match=said):
+            next(foredraft.stream(loaded[0], "say 3", **wrong))
+
+
+def test_one_stop_string_is_not_read_as_its_letters(loaded):
+    model, _ = loaded
+    free = foredraft.generate(model, "say 3", max_new_tokens=40)
+    pair = next(free.text[i : i + 2] for i in range(8, 30) if free.text.find(free.text[i : i + 2]) == i)
+    alone = foredraft.generate(model, "say 3", max_new_tokens=40, stop=pair)
+    assert alone.tokens == foredraft.generate(model, "say 3", max_new_tokens=40, stop=[pair]).tokens
+    assert alone.text.endswith(pair)
+    letters = foredraft.generate(model, "say 3", max_new_tokens=40, stop=list(pair))
+    assert len(letters.tokens) < len(alone.tokens), "the letters alone end it no earlier: choose others"
+
+
+def test_threads_that_answer_with_and_without_a_drafter_take_turns(loaded, monkeypatch):
+    model, drafter = loaded
+    prompts, plan = ["say 3", "count to ten"], Plan(2)
+    options = {"max_new_tokens": 12, "plan": plan}
+    expected = [foredraft.generate(model, prompt, max_new_tokens=12).tokens for prompt in prompts]
+    tapped, inside, second = TextGenerator.tapped_target, threading.Event(), threading.Event()
+
+    def paused(self):
+        found = tapped(self)
+        if self.drafter is None:
+            second.set()  # the taps of the other thread are gone
+        else:
+            inside.set()
+            second.wait(0.3)
+        return found
+
+    monkeypatch.setattr(TextGenerator, "tapped_target", paused)
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(foredraft.generate, model, prompts[0], drafter, **options)
+        assert inside.wait(10)
+        two = pool.submit(foredraft.generate, model, prompts[1], max_new_tokens=12)
+        assert [one.result().tokens, two.result().tokens] == expected

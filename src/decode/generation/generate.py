@@ -12,6 +12,7 @@ from decode.errors import UserError
 from decode.generation.forward_only import write_forward
 from decode.generation.loop import Loop
 from decode.generation.types import Generation, Piece, Proposer, Round, Times, Until
+from decode.integers import token_ids, whole_number
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
@@ -58,35 +59,54 @@ def generate(
             None: all at once.
 
     Raises:
-        UserError: an empty prompt, or one that leaves no room in the target's context; a target that can
-            verify no drafts, and a drafter.
+        UserError: an empty prompt, or one that leaves no room in the target's context; a token that the
+            target does not have; a number that is none or out of range; a target that can verify no drafts,
+            and a drafter; logits of the target that are not finite.
     """
+    prompts, limits = _checked(target, prompts, max_new_tokens)
+    if batch_size is not None:
+        batch_size = whole_number(batch_size, "batch_size", 1)
     if not prompts:
         return Generation([], Times())
     names = range(len(prompts)) if requests is None else requests
+    if len(names) != len(prompts):
+        raise UserError(f"requests: {len(names)} for {len(prompts)} prompts; give one for each")
     coin = KeyedCoin(seed, names, samples) if coin is None else coin
-    limits = _limits(target, prompts, max_new_tokens)
-    if target.abilities.own_cache and drafter is None and on_round is None:
-        if target.abilities.replay:
-            name, reason = type(target.model).__name__, target.abilities.replay
-            raise UserError(
-                f"target: {name} cannot write answers here: {reason}; take them from a server or a file "
-                "(rollout=openai, rollout=given)"
-            )
-        # All rows of such a batch begin together, so one batch follows the other.
-        whole, size = Generation([], Times()), batch_size or len(prompts)
-        for first in range(0, len(prompts), size):
-            part, rows = slice(first, first + size), range(first, min(first + size, len(prompts)))
-            texts, here = (prompts[part], limits[part]), coin.select(rows)
-            whole = whole.followed_by(write_forward(target, *texts, sampler, here, stop, until, clock))
-        return whole
-    loop = Loop(
-        *(target, drafter, prompts, limits, sampler, plan or Plan(), coin, stop, until, on_round, clock),
-        batch_size,
-    )
-    for _ in loop.rounds():
-        pass
+    stop = token_ids(stop)
+    plan, rest = plan or Plan(), (until, on_round, clock)
+    with target.lock:
+        if target.abilities.own_cache and drafter is None and on_round is None:
+            return _in_turn(target, prompts, limits, sampler, coin, stop, until, clock, batch_size)
+        loop = Loop(target, drafter, prompts, limits, sampler, plan, coin, stop, *rest, batch_size)
+        for _ in loop.rounds():
+            pass
     return Generation(loop.outputs, loop.times)
+
+
+def _in_turn(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    sampler: Sampler,
+    coin: Any,
+    stop: Sequence[int],
+    until: Until | None,
+    clock: Callable[[], float] | None,
+    batch_size: int | None,
+) -> Generation:
+    """Plain decoding through the target's own cache, one batch after the other: its rows begin together."""
+    if target.abilities.replay:
+        name, reason = type(target.model).__name__, target.abilities.replay
+        raise UserError(
+            f"target: {name} cannot write answers here: {reason}; take them from a server or a file "
+            "(rollout=openai, rollout=given)"
+        )
+    whole, size = Generation([], Times()), batch_size or len(prompts)
+    for first in range(0, len(prompts), size):
+        part, rows = slice(first, first + size), range(first, min(first + size, len(prompts)))
+        texts, here = (prompts[part], limits[part]), coin.select(rows)
+        whole = whole.followed_by(write_forward(target, *texts, sampler, here, stop, until, clock))
+    return whole
 
 
 def stream(
@@ -110,28 +130,36 @@ def stream(
     `sample` as this prompt's entries of `requests` and `samples`. The iterator may be closed early.
 
     Raises:
-        UserError: immediately for a prompt that `generate` rejects; from the iterator if the target has
-            started another text since the last piece.
+        UserError: immediately for what `generate` rejects; from the iterator if the target has started
+            another text since the last piece, or its logits are not finite.
     """
     coin = KeyedCoin(seed, [request], [sample]) if coin is None else coin
-    limits = _limits(target, [prompt], max_new_tokens)
-    loop = Loop(target, drafter, [prompt], limits, sampler, plan or Plan(), coin, stop, until)
+    prompts, limits = _checked(target, [prompt], max_new_tokens)
+    loop = Loop(target, drafter, prompts, limits, sampler, plan or Plan(), coin, token_ids(stop), until)
     return loop.pieces()
 
 
-def _limits(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:
-    """Maximum number of new tokens per prompt; rejects prompts that leave no room."""
-    limits = []
-    for i, prompt in enumerate(prompts):
-        if not len(prompt):
+def _checked(
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> tuple[list[list[int]], list[int]]:
+    """The prompts as lists, and the maximum number of new tokens of each.
+
+    Raises:
+        UserError: a prompt that is empty, leaves no room, or has a token that the target does not have.
+    """
+    most, known, limits = whole_number(max_new_tokens, "max_new_tokens", 1), target.num_embeddings, []
+    texts = [token_ids(prompt) for prompt in prompts]
+    for i, text in enumerate(texts):
+        if not text:
             raise UserError(f"prompt {i} is empty: give at least one token")
-        room = max_new_tokens
-        if target.max_positions is not None:
-            room = min(room, target.max_positions - len(prompt))
+        if not 0 <= min(text) <= max(text) < known:
+            wrong = next(token for token in text if not 0 <= token < known)
+            raise UserError(f"prompt {i} has token {wrong}; the target has tokens 0 to {known - 1}")
+        room = most if target.max_positions is None else target.max_positions - len(text)
         if room < 1:
             raise UserError(
-                f"prompt {i} has {len(prompt)} tokens and leaves no room in the target's "
-                f"context of {target.max_positions}: shorten it, or ask for at least one token"
+                f"prompt {i} has {len(text)} tokens and leaves no room in the target's "
+                f"context of {target.max_positions}: shorten it"
             )
-        limits.append(room)
-    return limits
+        limits.append(min(most, room))
+    return texts, limits

@@ -108,6 +108,7 @@ class Loop:
             target.abilities.check_decode(f"target: {type(target.model).__name__}")
         plan = plan.resolved(sampler.temperature, supported_proposals(drafter))
         self.target, self.prompts, self.limits, self.clock = target, prompts, limits, clock
+        self.taps = target.taps
         self.drafter = adapt_depth(drafter, plan) if drafter and plan.depth else None
         self.proposer = type(drafter).__name__
         self.observe: Observe | None = getattr(self.drafter, "observe", None)
@@ -125,12 +126,14 @@ class Loop:
         """Decode to the end; yields after every prefill and after every round."""
         while self.waiting or self.batch.request:
             free = self.size - len(self.batch.request)
-            if self.waiting and free >= min(self.waiting, max(1, self.size // SHARE)):
-                self.admit()
-            else:
-                begin = self.now()
-                self.round()
-                self.times.total += self.now() - begin
+            with self.target.lock:  # of another thread; not held while a stream's reader has its piece
+                if self.waiting and free >= min(self.waiting, max(1, self.size // SHARE)):
+                    self.target.taps = self.taps  # another text may have set others since
+                    self.admit()
+                else:
+                    begin = self.now()
+                    self.round()
+                    self.times.total += self.now() - begin
             yield
 
     def pieces(self) -> Generator[Piece, None, None]:
@@ -223,6 +226,8 @@ class Loop:
         target, batch, times = self.target, self.batch, self.times
         if target.cache is not self.cache:
             raise UserError("stream: the target has started another text; finish one stream before the next")
+        if self.drafter and target.taps != self.taps:
+            raise UserError("stream: the target was told to record other hidden states (`tap`) in between")
         coin = batch.coin.at(batch.position, batch.rounds)
         begin = self.now()
         if self.drafter is None or self.plan.depth == 0:  # a timer changes the plan between rounds

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import Lock, RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,9 @@ from decode.model.compiled_forward import compiled_pass
 from decode.model.fused_forward import Fused, Parts
 from decode.model.head import Head
 from decode.model.own_cache import cache_name
+
+_GUARD = Lock()
+_LOCKS: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()  # not on a model, which may be copied
 
 
 class CausalLM:
@@ -61,6 +66,21 @@ class CausalLM:
         self._unsettled: Tensor | None = (
             None  # (B, scratch + n) positions of the unsettled slots, for a window
         )
+
+    @property
+    def lock(self) -> RLock:
+        """Held by whoever runs the model: it has one cache, and its layers one set of hooks.
+
+        All objects made of one model share it. It can be taken again by the thread that has it.
+        """
+        with _GUARD:
+            return _LOCKS.setdefault(self.model, RLock())
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of tokens that can be read; the head may have fewer or more."""
+        weight: Any = self.model.get_input_embeddings().weight
+        return weight.shape[0]
 
     @property
     def dtype(self) -> torch.dtype:

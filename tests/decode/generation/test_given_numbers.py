@@ -1,0 +1,134 @@
+"""Numbers that callers give: the same text for the same number of any type, one line for what is none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from decode.errors import UserError
+from decode.generation.generate import generate, stream
+from decode.generation.reward_guided import generate_judged
+from decode.plan import Plan
+from decode.rng import Key, KeyedCoin, Purpose
+from decode.sampling import Sampler
+
+V = 9
+PROMPTS = [[1, 2, 3], [4, 5]]
+ONE = Sampler(1.0)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    return tiny_target(V)
+
+
+def decoded(target, prompts=PROMPTS, **changes):
+    options = {"max_new_tokens": 8, "sampler": ONE, "seed": 3, "requests": [0, 1], "samples": [0, 1]}
+    return [o.tokens for o in generate(target, None, prompts, **options | changes).outputs]
+
+
+SAME = {
+    "seed": [np.int64(3), np.uint8(3), torch.tensor(3), torch.tensor(3, dtype=torch.int32)],
+    "samples": [np.arange(2), range(2), torch.arange(2), (np.int32(0), torch.tensor(1))],
+    "requests": [np.arange(2), range(2), torch.arange(2), ["0", "1"], np.array(["0", "1"])],
+    "max_new_tokens": [np.int64(8), torch.tensor(8)],
+    "batch_size": [np.int64(1), torch.tensor(2), 5],
+    "prompts": [
+        [np.array(p) for p in PROMPTS],
+        [torch.tensor(p) for p in PROMPTS],
+        [tuple(map(np.int64, p)) for p in PROMPTS],
+        [list(torch.tensor(p)) for p in PROMPTS],
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_number_of_another_type_gives_the_same_text(target, name):
+    expected = decoded(target)
+    for value in SAME[name]:
+        assert decoded(target, **{name: value}) == expected, value
+
+
+def test_end_tokens_of_a_tensor_end_a_text(target):
+    end = decoded(target)[0][2]
+    expected = decoded(target, stop=[end])
+    assert len(expected[0]) <= 3
+    for stop in (torch.tensor([end]), np.array([end]), [torch.tensor(end)], (np.int16(end),)):
+        assert decoded(target, stop=stop) == expected
+        (piece, *rest) = stream(target, None, PROMPTS[0], max_new_tokens=8, sampler=ONE, seed=3, stop=stop)
+        assert [*piece.tokens, *(t for p in rest for t in p.tokens)] == expected[0]
+        judged = generate_judged(
+            *(target, target, PROMPTS[:1], lambda *_: 1.0, 0.5, lambda: lambda _: False),
+            max_new_tokens=8,
+            sampler=ONE,
+            seed=3,
+            stop=stop,
+        )
+        assert judged.outputs[0].stopped
+
+
+BAD = [
+    ("seed", 3.0),
+    ("seed", True),
+    ("seed", np.True_),
+    ("seed", None),
+    ("seed", "3"),
+    ("seed", np.float64(3)),
+    ("seed", torch.tensor(3.0)),
+    ("samples", [0.0, 1.0]),
+    ("samples", [0]),
+    ("requests", [0.5, 1]),
+    ("requests", [0]),
+    ("max_new_tokens", 0),
+    ("max_new_tokens", -1),
+    ("max_new_tokens", 2.5),
+    ("max_new_tokens", float("nan")),
+    ("max_new_tokens", None),
+    ("batch_size", 0),
+    ("batch_size", -2),
+    ("batch_size", 1.5),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD, ids=str)
+def test_what_is_no_such_number_is_named_in_one_line(target, name, value):
+    with pytest.raises(UserError, match=f"^{name}") as error:
+        decoded(target, **{name: value})
+    assert "\n" not in str(error.value)
+    assert "context" not in str(error.value)
+    if name in ("seed", "max_new_tokens"):
+        with pytest.raises(UserError, match=f"^{name}="):
+            stream(target, None, [1], **{"max_new_tokens": 4, "sampler": ONE, name: value})
+        judged = target, target, PROMPTS, lambda *_: 1.0, 0.5, lambda: lambda _: True
+        with pytest.raises(UserError, match=f"^{name}="):
+            generate_judged(*judged, **{"max_new_tokens": 4, "sampler": ONE, name: value})
+
+
+def test_no_prompts_do_not_excuse_a_wrong_number(target):
+    for name, value in (("max_new_tokens", 0), ("batch_size", 0)):
+        with pytest.raises(UserError, match=f"^{name}=0: give an integer of at least 1"):
+            generate(target, None, [], **{"max_new_tokens": 4, "sampler": ONE, name: value})
+
+
+@pytest.mark.parametrize("wrong", [-1, V, V + 100])
+def test_a_token_that_the_target_does_not_have_is_named(target, wrong):
+    with pytest.raises(UserError, match=rf"prompt 1 has token {wrong}; the target has tokens 0 to {V - 1}"):
+        decoded(target, prompts=[[1], [2, wrong]])
+
+
+def test_a_lookup_finds_what_a_tensor_holds(target, make_drafter):
+    """A drafter keeps the text in dicts, where a tensor is equal to nothing."""
+    drafter, prompt = make_drafter("suffix", target), [1, 2, 3, 1, 2, 3, 1, 2]
+    options = {"max_new_tokens": 8, "sampler": Sampler(0.0), "plan": Plan(3)}
+    (expected,) = generate(target, drafter, [prompt], **options).outputs
+    (found,) = generate(target, drafter, [list(torch.tensor(prompt))], **options).outputs
+    assert (found.tokens, found.drafted) == (expected.tokens, expected.drafted)
+    assert sum(found.drafted)
+
+
+def test_keys_of_python_integers_are_what_they_were():
+    """Texts are reproducible from one version to the next."""
+    key = Key(Purpose.TARGET, 0)
+    drawn = [float(KeyedCoin(s, r, n).uniform(key)[0]) for s, r, n in [(0, [0], None), (7, ["a"], [2])]]
+    assert drawn == [0.21681354706614353, 0.061978448130017516]
