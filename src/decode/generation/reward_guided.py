@@ -6,12 +6,15 @@ target writes that step. The output does NOT have the target's distribution.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.generation.types import Generation, Times, Until
+from decode.integers import token_ids, whole_number
 from decode.model.target import Target
 from decode.sampling import Sampler
 
@@ -94,17 +97,24 @@ def generate_judged(
         stop: end tokens.
         seed: of all draws.
         requests: identifiers that key each prompt's draws; default 0, 1, ...
+
+    Raises:
+        UserError: see `generate`; a score that is no number.
     """
+    if math.isnan(least):
+        raise UserError("judge: the least score is NaN; give a number")
+    stop, max_new_tokens = token_ids(stop), whole_number(max_new_tokens, "max_new_tokens", 1)
+    prompts = [token_ids(prompt) for prompt in prompts]
     names = list(range(len(prompts))) if requests is None else list(requests)
     options = {"sampler": sampler, "seed": seed, "stop": stop, "until": step}
     outputs, times = [JudgedOutput() for _ in prompts], [Times(), Times()]
-    limits = [_room(target, draft, prompt, max_new_tokens) for prompt in prompts]
+    limits = [_room(target, draft, row, prompt, max_new_tokens) for row, prompt in enumerate(prompts)]
     rows = list(range(len(prompts)))
 
     def write(writer: int, rows: Sequence[int]) -> dict[int, list[int]]:
         """Row -> the next step of it, by one of the models."""
         texts = [[*prompts[row], *outputs[row].tokens] for row in rows]
-        room = [max_new_tokens - len(outputs[row].tokens) for row in rows]
+        room = [limits[row] - len(outputs[row].tokens) for row in rows]
         keys = {"requests": [names[row] for row in rows], "samples": [writer] * len(rows)}
         model = (draft, target)[writer]
         found = generate(model, None, texts, max_new_tokens=max(room), **keys, **options)
@@ -113,7 +123,7 @@ def generate_judged(
 
     while rows:
         drafts = write(DRAFT, rows)
-        scores = {row: judge(row, outputs[row].tokens, tokens) for row, tokens in drafts.items()}
+        scores = {row: _score(judge, row, outputs[row], tokens) for row, tokens in drafts.items()}
         rejected = [row for row in rows if scores[row] < least]
         written = write(TARGET, rejected) if rejected else {}
         for row in rows:
@@ -125,7 +135,32 @@ def generate_judged(
     return JudgedGeneration(outputs, *times)
 
 
-def _room(target: Target, draft: Target, prompt: Sequence[int], most: int) -> int:
-    """How many tokens an answer may have in the contexts of both models."""
-    limits = [model.max_positions for model in (target, draft) if model.max_positions is not None]
-    return min([most, *(limit - len(prompt) for limit in limits)])
+def _score(judge: Judge, row: int, output: JudgedOutput, step: Sequence[int]) -> float:
+    """What the judge says of a step.
+
+    Raises:
+        UserError: it is no number; NaN is neither below nor above the least score.
+    """
+    found = judge(row, output.tokens, step)
+    try:
+        score = math.nan if isinstance(found, str) else float(found)
+    except (TypeError, ValueError):
+        score = math.nan
+    if math.isnan(score):
+        number = len(output.steps)
+        raise UserError(f"judge: its score of step {number} of prompt {row} is {found!r}, which is no number")
+    return score
+
+
+def _room(target: Target, draft: Target, row: int, prompt: Sequence[int], most: int) -> int:
+    """How many tokens an answer may have in the contexts of both models.
+
+    Raises:
+        UserError: none.
+    """
+    context = min((m.max_positions for m in (target, draft) if m.max_positions is not None), default=None)
+    if context is not None and len(prompt) >= context:
+        raise UserError(
+            f"prompt {row} has {len(prompt)} tokens and leaves no room in a context of {context}: shorten it"
+        )
+    return most if context is None else min(most, context - len(prompt))

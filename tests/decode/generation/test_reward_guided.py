@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
+import torch
 from scipy import stats
 
+from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.generation.reward_guided import DRAFT, TARGET, generate_judged
 from decode.sampling import Sampler
@@ -113,3 +116,48 @@ def test_an_answer_ends_with_the_smaller_context(tiny_target):
     options = {"max_new_tokens": 30, "sampler": Sampler(0.0)}
     (output,) = generate_judged(target, draft, [[1, 2]], lambda *_: 1.0, 0.5, of_length(4), **options).outputs
     assert len(output.tokens) == 7
+
+
+@pytest.mark.parametrize("least", [0.5, 1.5], ids=["drafted", "rewritten"])
+@pytest.mark.parametrize("smaller", ["target", "draft"])
+def test_every_answer_ends_with_the_context_that_it_fits(tiny_target, smaller, least):
+    models = {"target": tiny_target(vocab=V), "draft": tiny_target(vocab=V, seed=7)}
+    models[smaller].max_positions = 12
+    options = {"max_new_tokens": 20, "sampler": Sampler(0.0)}
+    prompts = [[1, 2, 3, 0, 1, 2], [1], [2, 2, 2]]
+    pair = models["target"], models["draft"]
+    for step in (1, 4, 30):
+        found = generate_judged(*pair, prompts, lambda *_: 1.0, least, of_length(step), **options)
+        assert [len(one.tokens) for one in found.outputs] == [6, 11, 9]
+
+
+def test_a_prompt_that_fills_a_context_is_refused(tiny_target):
+    target, draft = tiny_target(vocab=V), tiny_target(vocab=V, seed=7)
+    draft.max_positions = 3
+    with pytest.raises(UserError, match="prompt 1 has 3 tokens and leaves no room in a context of 3"):
+        generate_judged(
+            target,
+            draft,
+            [[1], [1, 2, 3]],
+            lambda *_: 1.0,
+            0.5,
+            of_length(4),
+            max_new_tokens=5,
+            sampler=Sampler(0.0),
+        )
+
+
+@pytest.mark.parametrize("score", [math.nan, None, "0.7", "good", torch.tensor(math.nan)], ids=str)
+def test_a_score_that_is_no_number_is_refused(models, score):
+    options = {"max_new_tokens": 5, "sampler": Sampler(0.0)}
+    with pytest.raises(UserError, match=r"judge: its score of step 0 of prompt 0 is .* no number"):
+        generate_judged(*models, PROMPTS, lambda *_: score, 0.5, of_length(4), **options)
+    with pytest.raises(UserError, match="least score is NaN"):
+        generate_judged(*models, PROMPTS, lambda *_: 1.0, math.nan, of_length(4), **options)
+
+
+def test_a_score_may_be_of_any_type_of_number(models):
+    options = {"max_new_tokens": 5, "sampler": Sampler(0.0)}
+    for score in (1, True, torch.tensor(1.0), np.float32(1.0), math.inf):
+        found = generate_judged(*models, PROMPTS, lambda *_, s=score: s, 0.5, of_length(4), **options)
+        assert all(step.drafted for one in found.outputs for step in one.steps)
