@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from decode.generation.generate import generate, stream
 from decode.generation.text import StopStrings, with_tag_ids
 from decode.generation.types import Generation, Piece
+from decode.kernels.weight_state import WeightState, notice_changes, weight_state
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
@@ -26,15 +28,24 @@ class Model:
 
     target: Target
     chat: Chat
-    _verifiers: WeakKeyDictionary[Drafter, Target] = field(
+    _verifiers: WeakKeyDictionary[Drafter, tuple[list[WeightState], Target]] = field(
         default_factory=WeakKeyDictionary, repr=False, compare=False
     )
 
     def verifier(self, drafter: Drafter) -> Target:
-        """The target that verifies: another one, if it was tuned with its drafter. It is made once."""
-        if drafter not in self._verifiers:  # merging a LoRA copies the decoder layers
-            self._verifiers[drafter] = drafter.verifier(self.target)
-        return self._verifiers[drafter]
+        """The target that verifies: another one, if it was tuned with its drafter.
+
+        That one is made once, and again where weights of the target or the drafter have changed.
+        """
+        made = self._verifiers.get(drafter)
+        if made is None and (verifier := drafter.verifier(self.target)) is self.target:
+            return verifier
+        notice_changes()
+        weights = chain(self.target.model.parameters(), drafter.parameters())
+        state = [weight_state(weight) for weight in weights]
+        if made is None or made[0] != state:  # merging a LoRA copies the decoder layers
+            made = self._verifiers[drafter] = state, drafter.verifier(self.target)
+        return made[1]
 
     def encode(self, prompt: str | Messages) -> list[int]:
         """Token ids of a user's message, or of a conversation ({"role": ..., "content": ...})."""

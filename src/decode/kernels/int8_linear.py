@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decode.kernels.weight_state import weight_state
+from decode.kernels.weight_state import WeightState, weight_state
 
 LARGEST = 127
 
@@ -22,7 +22,7 @@ class Rounded(NamedTuple):
     """Numbers and scales of a rounded weight."""
 
     weight: weakref.ref[Tensor]
-    state: tuple[int, int]
+    state: WeightState
     numbers: Tensor  # (N, K) int8
     scales: Tensor  # (N,) in the weight's dtype
 

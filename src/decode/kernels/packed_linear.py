@@ -24,7 +24,7 @@ from decode.hardware import memory_bytes
 from decode.kernels import int8_linear
 from decode.kernels.half_products import HALF, product_dtype
 from decode.kernels.measured import remembered, time_ratio
-from decode.kernels.weight_state import is_frozen, may_copy, weight_state
+from decode.kernels.weight_state import WeightState, is_frozen, may_copy, notice_changes, weight_state
 
 ROWS = 128  # with more rows, rearranging is a small part of the product
 MEASURED_ROWS = (1, 17)  # plain decoding, and a draft of 16 nodes
@@ -41,8 +41,7 @@ class _Copy(NamedTuple):
     """Packed copy of a weight, and what it was made from."""
 
     weight: weakref.ref[Tensor]
-    pointer: int
-    version: int
+    state: WeightState
     packed: Tensor | None  # None: the plain weight is faster, or there is no room
     least: int  # rows of a product that reads it
     size: int  # bytes of `packed`; it does not tell, but it is the plain one's but for some padding
@@ -105,9 +104,16 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias) if packed is None else _product(x, packed, bias)
 
 
-def fast_linears(weight: Tensor) -> AbstractContextManager:
-    """Within, code of others multiplies with fp32 copies, where a CPU is slow in the dtype of the weight."""
+def fast_linears(weight: Tensor, begins: bool = False) -> AbstractContextManager:
+    """Within, code of others multiplies with fp32 copies, where a CPU is slow in the dtype of the weight.
+
+    Args:
+        weight: of the model's head.
+        begins: texts begin here, so that weights are compared with those that were copied.
+    """
     slow = weight.device.type == "cpu" and _widens(weight.dtype)
+    if slow and begins:
+        notice_changes()
     return _Linears() if slow else nullcontext()
 
 
@@ -134,7 +140,7 @@ def _packed(x: Tensor, weight: Tensor) -> Tensor | None:
     if not rows or (rows > ROWS and not _widens(weight.dtype)):
         return None
     copy = _COPIES.get(id(weight))
-    if copy is None or (copy.pointer, copy.version) != weight_state(weight) or copy.weight() is not weight:
+    if copy is None or copy.state != weight_state(weight) or copy.weight() is not weight:
         copy = _COPIES[id(weight)] = _make_copy(weight)
     return copy.packed if rows >= copy.least else None
 
@@ -151,7 +157,7 @@ def _make_copy(weight: Tensor) -> _Copy:
     least = copy_rows(weight.dtype, *weight.shape) if size <= room else 0
     packed, size = (_pack(weight), size) if least else (None, 0)
     reference = weakref.ref(weight, lambda _: _COPIES.pop(key, None))
-    return _Copy(reference, *weight_state(weight), packed, least, size)
+    return _Copy(reference, weight_state(weight), packed, least, size)
 
 
 def _pack(weight: Tensor) -> Tensor:

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.kernels.packed_linear import fast_linears, is_packed
+from decode.kernels.weight_state import notice_changes
 from decode.model.abilities import Abilities
 from decode.model.cache import KVCache, RowStore, attention_mask
-from decode.model.compiled_forward import compiled_pass
+from decode.model.compiled_forward import compiled_pass, compiled_weights
 from decode.model.fused_forward import Fused, Parts
 from decode.model.head import Head
 from decode.model.own_cache import cache_name
@@ -52,7 +53,7 @@ class CausalLM:
             self.base = getattr(model, "model", model)
         self.config = model.config.get_text_config()
         self.layers = decoder_layers(model)
-        self.head = _head(model, self.config)
+        self._head = _head(model, self.config)
         self.vocab_size, self.hidden_size = self.head.weight.shape
         # Cached: attribute access of transformers' configurations is slow.
         self.max_positions = max_positions(self.config)
@@ -83,6 +84,14 @@ class CausalLM:
         return weight.shape[0]
 
     @property
+    def head(self) -> Head:
+        """The output head, with the weights that the model has at the moment."""
+        out: Any = self.model.get_output_embeddings()
+        if self._head.weight is not out.weight or self._head.bias is not getattr(out, "bias", None):
+            self._head = _head(self.model, self.config)
+        return self._head
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights."""
         return self.head.weight.dtype
@@ -107,7 +116,11 @@ class CausalLM:
         return part.state_dict()
 
     def start(self, rows: int, capacity: int) -> None:
-        """Start new texts: an empty cache with room for `capacity` tokens in each of `rows` rows."""
+        """Start new texts: an empty cache with room for `capacity` tokens in each of `rows` rows.
+
+        Copies of weights, the drafter's too, are made again where the weights have changed.
+        """
+        notice_changes()
         self._cache = KVCache(self._places, rows, capacity)
         self._fused = self.fused
 
@@ -129,6 +142,8 @@ class CausalLM:
         if fused is None:
             return f"{type(self.model).__name__} has no forward pass that can be compiled"
         fused.compiled, reason = compiled_pass(fused)
+        if fused.compiled:
+            fused.watch(self.base, compiled_weights(fused))
         return reason
 
     @property

@@ -195,7 +195,7 @@ def _key(fused: Fused) -> str:
         norms = [layer.input_norm.eps, layer.mlp_norm.eps]
         facts.append([layer.dim, layer.scale, layer.heads, layer.qk_heads, repr(layer.activation), *norms])
     digest = hashlib.sha256(json.dumps(facts).encode())
-    for weight in _weights(fused):
+    for weight in compiled_weights(fused):
         digest.update(f"{weight.dtype} {list(weight.shape)}".encode())
         digest.update(weight.detach().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:24]
@@ -211,7 +211,8 @@ def _slow(weight: Tensor) -> bool:
     return product_dtype(weight.dtype, weight.device) != weight.dtype
 
 
-def _weights(fused: Fused) -> Iterator[Tensor]:
+def compiled_weights(fused: Fused) -> Iterator[Tensor]:
+    """Weights that are constants of the compiled code."""
     for layer in fused.layers:
         for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
             yield from (part for part in linear if part is not None)

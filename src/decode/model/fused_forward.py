@@ -8,7 +8,7 @@ model may decode. Training and rescoring (`Target.read`, the audit) always run t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 from weakref import WeakKeyDictionary
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from decode.kernels.half_products import HALF
 from decode.kernels.norm import rms_norm
 from decode.kernels.packed_linear import linear, linear_add
+from decode.kernels.weight_state import WeightState, counted, weight_state
 from decode.model.attention import attend
 from decode.model.cache import RowStore
 
@@ -181,7 +182,8 @@ class Fused:
         self.embed, self.norm, self.rotary = base.embed_tokens, Norm(base.norm), base.rotary_emb
         self.layers = [FusedLayer(layer) for layer in base.layers]
         self.compiled: CompiledPass | None = None  # for passes of up to `COMPILED_SLOTS`
-        self._versions = _versions(base)
+        self._copied: list[Tensor] = []
+        self.watch(base, (norm.weight for norm in self._norms() if norm.twice is not None))
         self._angles: Tensor | None = None  # (positions, 2, 1, dim)
 
     @classmethod
@@ -190,14 +192,26 @@ class Fused:
         if not _fits(base, layers, config):
             return None
         fused = _CACHE.get(base)
-        first = base.layers[0].self_attn.q_proj.weight
-        # Rebuild after a cast or move of the model, which gives its parameters separate storage, and after
-        # a change of weights, of which packed ones are copies.
-        moved = fused is None or fused.layers[0].qkv.weight.data_ptr() != first.data_ptr()
-        if fused is None or moved or fused._versions != _versions(base):
+        # Rebuild after a cast or move of the model, or new parameters, which have storage of their own, and
+        # after a change of weights of which there are copies.
+        if fused is None or fused._state != fused._current(base):
             with torch.inference_mode(False):  # autograd may use the weights later
                 fused = _CACHE[base] = cls(base)
         return fused
+
+    def watch(self, base: nn.Module, weights: Iterable[Tensor]) -> None:
+        """Be made again when one of these weights, of which there are copies, has another content."""
+        self._copied += weights
+        self._state = self._current(base)
+
+    def _current(self, base: nn.Module) -> tuple[list[tuple[int, int]], list[WeightState]]:
+        """State of all weights, and of those that were copied; see `weight_state`."""
+        return [counted(p) for p in base.parameters()], [weight_state(w) for w in self._copied]
+
+    def _norms(self) -> Iterator[Norm]:
+        for layer in self.layers:
+            yield from (layer.input_norm, layer.mlp_norm, *(layer.qk_norm or ()))
+        yield self.norm
 
     def __call__(
         self,
@@ -249,12 +263,6 @@ class Fused:
             positions = torch.arange(max(256, 2 * limit), device=like.device)[None]
             self._angles = torch.stack(self.rotary(like, positions), -2)[0, :, :, None]
         return self._angles
-
-
-def _versions(base: nn.Module) -> int:
-    """Number that every change in place of a parameter increases."""
-    # private API: torch has no public way to ask whether a tensor was changed.
-    return sum(p._version for p in base.parameters())
 
 
 _CACHE: WeakKeyDictionary[nn.Module, Fused] = WeakKeyDictionary()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.kernels.packed_linear import fast_linears
+from decode.kernels.weight_state import notice_changes
 
 # Of the cache in transformers' outputs and arguments, the newest first. From 5.24 on the others are aliases.
 NAMES = ("cache", "past_key_values", "cache_params")
@@ -45,6 +46,7 @@ class OwnCache:
     """
 
     def __init__(self, base: Any, weight: Tensor) -> None:
+        notice_changes()
         self._base, self._weight = base, weight
         self._name = cache_name(type(base))
         self._held: Any = None  # the cache

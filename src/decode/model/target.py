@@ -118,12 +118,13 @@ class Target(CausalLM):
         """
         layer_inputs = self._tap_inputs()
         if lengths is None:
-            with record_inputs(self.layers, layer_inputs), fast_linears(self.head.weight):
+            with record_inputs(self.layers, layer_inputs), fast_linears(self.head.weight, begins=True):
                 out = self.base(input_ids=tokens, use_cache=False)
             return self._output(out.last_hidden_state, layer_inputs)
         index, positions = (part.to(tokens.device) for part in pack_indices(lengths, tokens.shape[1]))  # (N,)
         per_row = attention_per_row(self.config, lengths)
-        with record_inputs(self.layers, layer_inputs), per_row, fast_linears(self.head.weight):
+        fast = fast_linears(self.head.weight, begins=True)
+        with record_inputs(self.layers, layer_inputs), per_row, fast:
             packed = tokens.flatten()[index][None]  # (1, N)
             out = self.base(input_ids=packed, position_ids=positions[None], use_cache=False)
 

@@ -87,7 +87,7 @@ class PromptedTarget(Target):
     def read(self, tokens: Tensor, lengths: Sequence[int] | None = None) -> TargetOutput:
         """As `Target.read`, with padding, and with prompts behind every token."""
         places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        with fast_linears(self.head.weight):
+        with fast_linears(self.head.weight, begins=True):
             return TargetOutput(*read_with_prompts(self, self.prompts, tokens, places))
 
     def _ids(self, slots: int) -> Tensor:

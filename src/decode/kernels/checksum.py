@@ -1,0 +1,139 @@
+"""Checksums over every element of a tensor, by integer reductions on the device where it lies.
+
+A tensor is read as 64-bit words. A checksum is the sum of all words, each multiplied with an odd number that
+belongs to its place, modulo 2**64. So one changed word always changes it. Two changed or swapped words change
+it unless their differences cancel, which has a chance of about 2**-48. Integers wrap around alike on every
+device, so a CPU and a GPU find the same number. It is no protection against people who search for a collision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+WORDS = 2**17  # of a block: 1 MiB. Places are numbered within a block, and blocks by themselves.
+BLOCKS = {"cpu": 1}  # blocks of one pass, so that a CPU's cache holds them
+OTHER_BLOCKS = 32  # on other devices, where a pass costs a launch
+NAN = {torch.bfloat16: (0x7F80, 0x7FC0), torch.float16: (0x7C00, 0x7E00)}  # bits of infinity and of our NaN
+
+
+@torch.no_grad()
+def bit_checksum(tensor: Tensor) -> Tensor:
+    """() int64 checksum of a tensor's bits, on its device."""
+    return _checksum(tensor.detach(), None)
+
+
+@torch.no_grad()
+def value_checksum(tensor: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """() int64 checksum of a tensor's values, rounded to a dtype, on the tensor's device.
+
+    The same for all dtypes that hold these values, and for every NaN. 0 and -0 differ. What is no floating-point
+    number of at least 16 bits counts with its bits.
+
+    Args:
+        tensor: of any strides.
+        dtype: bfloat16 or float16.
+    """
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return _checksum(tensor, dtype if has_values(tensor) else None)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether `value_checksum` counts a tensor by its values, rather than by its bits."""
+    return tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
+
+
+def _checksum(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The checksum of the bits, after rounding to a dtype if there is one."""
+    size = WORDS * 8 // (tensor.itemsize if dtype is None else dtype.itemsize)  # elements of a block
+    size *= BLOCKS.get(tensor.device.type, OTHER_BLOCKS)
+    sums = []
+    for piece in pieces(tensor, size):
+        words = _words(piece if dtype is None else _rounded(piece, dtype))
+        whole = len(words) // WORDS * WORDS
+        table = _odd(WORDS, 0, tensor.device)
+        if whole:
+            sums.append((words[:whole].view(-1, WORDS) * table).sum(1))
+        if whole < len(words):
+            sums.append((words[whole:] * table[: len(words) - whole]).sum()[None])
+    if not sums:
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    found = torch.cat(sums)  # (blocks,)
+    return (found * _odd(len(found), 1, tensor.device)).sum()
+
+
+def pieces(tensor: Tensor, size: int) -> Iterator[Tensor]:
+    """A tensor's elements in order, as contiguous pieces of `size` elements of which the last may be shorter.
+
+    Memory for copies is that of a piece, whatever the strides.
+    """
+    if tensor.is_contiguous():
+        yield from tensor.view(-1).split(size) if tensor.numel() else ()
+        return
+    held: list[Tensor] = []
+    count = 0
+    for part in _contiguous(tensor, size):
+        rest = part
+        while len(rest):
+            first, rest = rest[: size - count], rest[size - count :]
+            held.append(first)
+            count += len(first)
+            if count == size:
+                yield torch.cat(held)
+                held, count = [], 0
+    if held:
+        yield torch.cat(held)
+
+
+def _contiguous(tensor: Tensor, size: int) -> Iterator[Tensor]:
+    """A tensor's elements in order, as pieces of at most `size`."""
+    if tensor.numel() <= size:
+        yield tensor.reshape(-1)
+    elif (row := tensor[0].numel()) > size:
+        for part in tensor:
+            yield from _contiguous(part, size)
+    else:
+        for rows in tensor.split(size // row):
+            yield rows.reshape(-1)
+
+
+def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """(N,) values -> (N,) int16 bits in a dtype of 16 bits, with one NaN."""
+    infinity, nan = NAN[dtype]
+    if values.dtype == dtype or dtype == torch.float16:
+        bits = values.to(dtype).view(torch.int16)
+        return bits.masked_fill((bits & 0x7FFF) > infinity, nan)
+    # Rounded by integers: instructions for it flush subnormal numbers on some processors.
+    wide = values.to(torch.float32).view(torch.int32)
+    halfway = (wide >> 16).bitwise_and_(1).add_(0x7FFF)  # to the even neighbour
+    bits = halfway.add_(wide).bitwise_right_shift_(16)
+    return bits.masked_fill_((wide & 0x7FFFFFFF) > 0x7F800000, nan).to(torch.int16)
+
+
+def _words(piece: Tensor) -> Tensor:
+    """(N,) elements -> (M,) int64, with zeros to the end of the last word."""
+    found = piece.view(torch.uint8)
+    if found.numel() % 8:
+        found = torch.nn.functional.pad(found, (0, -found.numel() % 8))
+    if found.storage_offset() % 8:
+        found = found.clone()
+    return found.view(torch.int64)
+
+
+@lru_cache(maxsize=128)
+def _odd(count: int, stream: int, device: torch.device) -> Tensor:
+    """(count,) int64 odd numbers that look random: splitmix64 (Steele et al., OOPSLA 2014) of their places."""
+    golden, first = np.uint64(0x9E3779B97F4A7C15), np.uint64(2**40 * stream + 1)
+    with np.errstate(over="ignore"):
+        z = (np.arange(count, dtype=np.uint64) + first) * golden
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    odd = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    with torch.inference_mode(False):  # cached, so it must be usable outside inference mode
+        return torch.from_numpy(odd.view(np.int64)).to(device)
