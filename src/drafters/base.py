@@ -124,7 +124,7 @@ class Origin(NamedTuple):
         fingerprint: of the target's weights, `Target.fingerprint`.
         tokenizer: hash of the target's vocabulary; "" without a readable tokenizer.
         folder: the checkpoint folder; None for a drafter built in this process.
-        sample: hash of the weights as loaded, to detect later changes.
+        content: fingerprint of the drafter's weights as loaded, to detect later changes.
         exports: programs that can serve the drafter, see `export.formats.accepting`.
     """
 
@@ -133,7 +133,7 @@ class Origin(NamedTuple):
     fingerprint: str
     tokenizer: str
     folder: Path | None = None
-    sample: str = ""
+    content: str = ""
     exports: tuple[str, ...] = ()
 
 

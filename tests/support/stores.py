@@ -14,6 +14,7 @@ from distill.rollouts.writer import Writer
 
 PLAN = RolloutPlan(
     target="t",
+    config="c",
     tokenizer="k",
     dtype="float32",
     stop=[3],

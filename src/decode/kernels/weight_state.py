@@ -76,7 +76,9 @@ def notice_changes() -> None:
         else:
             same.setdefault(content.device, []).append((watched, weight, content))
     for group in same.values():  # one wait for each device
-        before, after = (torch.stack(parts) for parts in ([w.content for w, *_ in group], [c for *_, c in group]))
+        before, after = (
+            torch.stack(parts) for parts in ([w.content for w, *_ in group], [c for *_, c in group])
+        )
         for (watched, weight, content), changed in zip(group, (before != after).tolist(), strict=True):
             if changed:
                 watched.take(weight, content)

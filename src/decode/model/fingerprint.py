@@ -1,96 +1,180 @@
-"""Fingerprint of a model's weights, which does not depend on the dtype that they are loaded in."""
+"""Fingerprint of a model: a checksum over every element of all its weights.
+
+It counts parameters and the buffers of the state dict by name, shape and values rounded to bf16
+(`kernels.checksum`), so it is the same in every dtype that a folder is loaded in, and wherever weights lie.
+Every name of a tied weight counts, so a model with tied weights has the fingerprint of one with equal copies.
+It is computed at every call, since changes in place through `.data` leave no other trace.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
-SAMPLED_ROWS = 64  # of each weight
-FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+from decode.errors import UserError
+from decode.kernels.checksum import has_values, value_checksum
+from decode.model.weight_files import VALUES, WeightFiles
 
-
-def weight_sample(weight: Tensor) -> Tensor:
-    """About 64 rows of a weight, on the host."""
-    return weight[:: max(1, weight.shape[0] // SAMPLED_ROWS)].cpu()
-
-
-def hash_samples(label: str, samples: Iterable[Tensor]) -> str:
-    """Hash of samples of weights, rounded to bf16, and a label."""
-    digest = hashlib.sha256(label.encode())
-    for sample in samples:
-        digest.update(sample.to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]
+PREFIX = "all-"  # of fingerprints that count every element; older versions wrote 16 digits of samples alone
+VALUE = "value"  # kind of what counts by its values
+# Fields of configurations: names, and what is said elsewhere (end tokens, dtype) or seen in the weights.
+NO_COMPUTATION = {
+    *("_name_or_path", "architectures", "auto_map", "transformers_version", "id2label", "label2id"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype"),
+    *("tie_word_embeddings", "quantization_config", "use_cache"),
+}
+Named = Iterable[tuple[str, Tensor]]
 
 
-def stored_samples(
-    model: PreTrainedModel, names: Sequence[Sequence[str]], loaded: Sequence[Tensor]
-) -> Sequence[Tensor]:
-    """Samples of weights as they are in the files of a model that was loaded in float16.
+class Entry(NamedTuple):
+    """What counts of a tensor.
 
-    Rounding to float16 and then to bf16 is not rounding to bf16: small values become 0 or subnormal, and
-    float32 values are rounded twice. No hash of the loaded weights can undo that.
+    Attributes:
+        names: in the model; several if it is tied.
+        shape: of the tensor.
+        kind: `VALUE`, or the dtype of what counts by its bits.
+        checksum: () int64, on some device; None: the tensor is not in this process.
+        half: the checksum of its values in float16, if that is its dtype.
+    """
+
+    names: list[str]
+    shape: list[int]
+    kind: str
+    checksum: Tensor | None
+    half: Tensor | None
+
+
+def check_current(name: str, what: str) -> None:
+    """Refuse a fingerprint that is of no use here.
 
     Args:
-        model: as `from_pretrained` returned it.
-        names: for each weight its names in the model.
-        loaded: `weight_sample` of each weight.
+        name: the fingerprint.
+        what: bears it, for the error.
 
-    Returns:
-        The samples, or `loaded` if the files are not there or have other values than the model.
+    Raises:
+        UserError: an older version wrote it.
     """
-    stored = []
-    for aliases, sample in zip(names, loaded, strict=True):
-        weight = _read(model, aliases)
-        if weight is None or weight.shape[1:] != sample.shape[1:]:
-            return loaded
-        stored.append(weight_sample(weight))
-        if not torch.equal(stored[-1].to(sample.dtype), sample):
-            return loaded  # changed after loading
-    return stored
+    if not name.startswith(PREFIX):
+        raise UserError(
+            f"{what}: an older version made it, whose fingerprint saw a few rows of the weights alone; "
+            "make it again with this version"
+        )
 
 
-def _read(model: PreTrainedModel, names: Sequence[str]) -> Tensor | None:
-    """A weight from the files of a model; None if it is not there under one of its names."""
+def hashed(text: str) -> str:
+    """A fingerprint that follows from a text."""
+    return PREFIX + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def fingerprint(tensors: Named, files: WeightFiles | None = None) -> str:
+    """The fingerprint of weights as they are.
+
+    Rounding to float16 and then to bf16 is not rounding to bf16: small values become 0 or subnormal, and fp32
+    values are rounded twice. So a tensor in float16 counts with the values on file, as long as it is what these
+    are in float16. One that was changed after loading counts as it is.
+
+    Args:
+        tensors: names and values.
+        files: that they were loaded from; None: not there.
+
+    Raises:
+        UserError: a tensor is not in this process, and not in the files under its name and shape.
+    """
+    entries = _entries(tensors)
+    own, halves = _to_host([e.checksum for e in entries]), _to_host([e.half for e in entries])
+    lines = []
+    for (names, shape, kind, *_), checksum, half in zip(entries, own, halves, strict=True):
+        if files and (checksum is None or half is not None):
+            stored = _on_file(files, names, shape, half)
+            checksum = checksum if stored is None else stored
+        if checksum is None:
+            raise UserError(f"target: {names[0]} is not in its files as it is in the model")
+        lines += [f"{name} {shape} {kind} {checksum}" for name in names]
+    return hashed("\n".join(sorted(lines)))
+
+
+def module_fingerprint(module: nn.Module) -> str:
+    """The fingerprint of a module's parameters and persistent buffers as they are in memory."""
+    return fingerprint(module.state_dict().items())
+
+
+def config_hash(config: Any) -> str:
+    """Hash of what a configuration says of the computation, beside the weights.
+
+    Fields with the defaults of their class do not count, so that those which a later version of transformers
+    adds leave it as it is.
+
+    Args:
+        config: of a language model.
+    """
     try:
-        files: dict[str, str]  # weight -> file; as in transformers, a single file comes first
-        if (single := _locate(model, FILE)) is not None:
-            with safe_open(single, "pt") as file:
-                files = dict.fromkeys(file.keys(), FILE)
-        elif (index := _locate(model, INDEX)) is not None:
-            files = json.loads(index.read_text())["weight_map"]
+        usual = type(config)().to_dict()
+    except (TypeError, ValueError):  # a class whose fields have no defaults
+        usual = {}
+    own = {k: v for k, v in config.to_dict().items() if k not in NO_COMPUTATION and usual.get(k, ...) != v}
+    text = json.dumps([config.model_type, own], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _on_file(files: WeightFiles, names: list[str], shape: list[int], half: int | None) -> int | None:
+    """Checksum of a tensor on file; None if it is not there, or has other values than the one in float16."""
+    for name in names:
+        key = files.key(name, shape)
+        dtype = None if key is None else files.headers[key].dtype
+        if key is None or dtype not in VALUES or (half is not None and dtype == "F16"):  # exact in memory
+            continue
+        if half is None or files.checksum(key, torch.float16) == half:
+            return files.checksum(key)
+    return None
+
+
+def _entries(tensors: Named) -> list[Entry]:
+    """What counts of tensors; those that share memory are one entry."""
+    found: list[Entry] = []
+    known: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], Entry]] = {}
+    for name, tensor in _plain(tensors):
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        other, entry = known.get(place, (None, None))
+        # Memory of a tensor that is gone may have another content by now.
+        if entry is None or other is None or other() is None or tensor.is_meta:
+            shape, kind = list(tensor.shape), VALUE if has_values(tensor) else str(tensor.dtype)
+            checksum = None if tensor.is_meta else value_checksum(tensor)
+            rounded = tensor.dtype == torch.float16 and not tensor.is_meta
+            half = value_checksum(tensor, torch.float16) if rounded else None
+            entry = Entry([], shape, kind, checksum, half)
+            known[place] = weakref.ref(tensor), entry
+            found.append(entry)
+        entry.names.append(name)
+    return found
+
+
+def _plain(tensors: Named) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, and in place of quantised ones the tensors that they are made of."""
+    for name, tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            continue  # what modules of other packages add to a state dict
+        flatten = getattr(tensor, "__tensor_flatten__", None)  # of subclasses, as torch documents it
+        if flatten is None:
+            yield name, tensor
         else:
-            return None
-        # A base model's file lacks the prefix that the language model's has, or the other way round.
-        key = next((key for key in files for name in names if _same(key, name)), None)
-        path = None if key is None else _locate(model, files[key])
-        if path is None:
-            return None
-        with safe_open(path, "pt") as file:
-            return file.get_tensor(key)
-    except (OSError, ValueError, KeyError, SafetensorError):
-        return None  # other formats; the loaded weights are hashed
+            yield from _plain((f"{name}.{part}", getattr(tensor, part)) for part in flatten()[0])
 
 
-def _same(key: str, name: str) -> bool:
-    return key == name or name.endswith(f".{key}") or key.endswith(f".{name}")
-
-
-def _locate(model: PreTrainedModel, name: str) -> Path | None:
-    """Path of a file of the folder or the cached hub repository that a model was loaded from."""
-    source = model.name_or_path  # empty if it was not loaded
-    if not source:
-        return None
-    folder = Path(source)
-    if folder.is_dir():
-        return folder / name if (folder / name).is_file() else None
-    commit = getattr(model.config, "_commit_hash", None)  # the revision that transformers resolved
-    cached = try_to_load_from_cache(source, name, revision=commit) if source.count("/") == 1 else None
-    return Path(cached) if isinstance(cached, str) else None
+def _to_host(values: Sequence[Tensor | None]) -> list[int | None]:
+    """() integers on any devices -> their values, with one wait for each device."""
+    devices: dict[torch.device, list[int]] = {}
+    for place, value in enumerate(values):
+        if value is not None:
+            devices.setdefault(value.device, []).append(place)
+    found: list[int | None] = [None] * len(values)
+    for places in devices.values():
+        stacked = torch.stack([value for place in places if (value := values[place]) is not None])
+        for place, value in zip(places, stacked.tolist(), strict=True):
+            found[place] = value
+    return found

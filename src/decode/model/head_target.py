@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, Self
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from typing_extensions import override
 
 from decode.errors import UserError
-from decode.model.fingerprint import FILE, INDEX, hash_samples, weight_sample
-from decode.model.load import DTYPES, auto_class, load_config, source_of
+from decode.model.fingerprint import fingerprint, hashed
+from decode.model.load import DTYPES, auto_class, load_config, load_target, source_of
 from decode.model.target import Target, TargetOutput
+from decode.model.weight_files import FILE, INDEX, WeightFiles, remembered
 
-TAIL = 2  # last components of a weight's name that files of all programs share: `embed_tokens.weight`
+GENERATION = "generation_config.json"
 
 
 class HeadTarget(Target):
@@ -33,7 +35,8 @@ class HeadTarget(Target):
     Args:
         model: with the weights of these three alone.
         norm: the last module before the head.
-        samples: rows of weights that the fingerprint is made of.
+        files: of the whole target's weights.
+        whole: loads the whole target, given a folder for weights that memory has no room for.
 
     Attributes:
         norm: (..., D) output of the last layer -> (..., D) input of the head.
@@ -41,9 +44,11 @@ class HeadTarget(Target):
 
     movable = False
 
-    def __init__(self, model: PreTrainedModel, norm: nn.Module, samples: Sequence[Tensor]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, norm: nn.Module, files: WeightFiles, whole: Callable[..., Target]
+    ) -> None:
         super().__init__(model)
-        self.norm, self._samples = norm, samples
+        self.norm, self._files, self._whole = norm, files, whole
 
     @classmethod
     def load(
@@ -69,20 +74,36 @@ class HeadTarget(Target):
             kind = DTYPES.get(dtype) or config.dtype or torch.float32
             model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code, dtype=kind)
         model.tie_weights()  # outside, where weights that were made without values stay the same object
-        files = WeightFiles(name, revision)
-        whole = Target(model)  # finds layers and head
-        norm = final_norm(whole)
+        files = WeightFiles(name, partial(_locate, name, *source_of(name, revision)))
+        norm = final_norm(Target(model))
         for part in (model.get_input_embeddings(), norm, model.get_output_embeddings()):
             _fill(part, model, files, kind, torch.device(device))
-        model.generation_config = files.generation_config() or model.generation_config
-        middle = whole.layers[len(whole.layers) // 2]
-        samples = [weight_sample(model.get_output_embeddings().weight), *_sample(model, middle, files)]
-        return cls(model, norm, samples)
+        if (path := _locate(name, *source_of(name, revision), GENERATION)) is not None:
+            model.generation_config = GenerationConfig.from_pretrained(path.parent)  # it has the end tokens
+        whole = partial(load_target, name, "auto", "cpu", revision, trust_remote_code)
+        return cls(model, norm, files, partial(whole, placement="device_map", decodes=False))
 
     @override
-    def fingerprints(self) -> list[str]:
-        """That of the whole target, where its weights are in its files as they are in the model."""
-        return [hash_samples(f"{self.head.weight.shape} {len(self.layers)}", self._samples)]
+    def fingerprint(self) -> str:
+        """That of the whole target; checksums of its files are computed once and remembered.
+
+        Where the files have weights in another form than the model, the whole target is loaded once on this
+        machine. Where that cannot be done, it is a name of its own, of these files.
+        """
+        try:
+            return fingerprint(self.tensors(), self._files)
+        except UserError:
+            paths, versions = self._files.paths(), [transformers.__version__, torch.__version__]
+        return remembered(paths, ["whole", *versions], self._loaded_fingerprint)
+
+    def _loaded_fingerprint(self) -> str:
+        with TemporaryDirectory(prefix="foredraft-") as folder:
+            try:
+                return self._whole(offload_folder=folder).fingerprint()
+            except UserError:
+                headers = self._files.headers
+                parts = [(key, *headers[key][1:], self._files.checksum(key)) for key in sorted(headers)]
+                return hashed(f"files {parts}")
 
     @property
     @override
@@ -118,77 +139,25 @@ class HeadTarget(Target):
         )
 
 
-class WeightFiles:
-    """Names and tensors in a model's safetensors files, of which only those that are asked for are fetched.
-
-    Args:
-        name: folder, hub id or GGUF file; see `source_of`.
-        revision: of a hub id.
+def _locate(name: str, source: str | Path, revision: str | None, file: str) -> Path | None:
+    """Path of a file of a model's folder or hub repository, from which it is fetched; None: there is none.
 
     Raises:
-        UserError: it has no such files.
+        UserError: the hub cannot be reached, and the file is not in the cache.
     """
-
-    def __init__(self, name: str, revision: str | None = None) -> None:
-        self.name = name
-        self.source, self.revision = source_of(name, revision)
-        self.files: Mapping[str, str] = {}  # weight -> file; as in transformers, a single file comes first
-        try:
-            if (single := self._path(FILE)) is not None:
-                with safe_open(single, "pt") as file:
-                    self.files = dict.fromkeys(file.keys(), FILE)
-            elif (index := self._path(INDEX)) is not None:
-                self.files = json.loads(index.read_text())["weight_map"]
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise UserError(f"target={name}: damaged weights ({error})") from None
-        if not self.files:
-            raise UserError(f"target={name}: no {FILE}, nor {INDEX}; taps=engine reads safetensors alone")
-
-    def tensor(self, name: str, shape: Sequence[int], inner: bool = False) -> Tensor | None:
-        """A weight by its name in the model, with any prefix in the files; None if there is none.
-
-        Args:
-            name: in the model.
-            shape: that it has there.
-            inner: it is a layer's, of which there are several with the same last names.
-        """
-        tail = name.split(".")[-TAIL:]
-        alike = [] if inner else [key for key in self.files if key.split(".")[-TAIL:] == tail]
-        alike = [key for key in alike if not any(part.isdigit() for part in key.split("."))]  # of no stack
-        exact = [
-            key for key in self.files if key == name or key.endswith(f".{name}") or name.endswith(f".{key}")
-        ]
-        for key in dict.fromkeys([*exact, *alike]):
-            try:
-                path = self._path(self.files[key])
-                if path is None:
-                    continue
-                with safe_open(path, "pt") as file:
-                    if file.get_slice(key).get_shape() == list(shape):
-                        return file.get_tensor(key)
-            except (OSError, ValueError, SafetensorError) as error:
-                raise UserError(f"target={self.name}: damaged weights ({error})") from None
-        return None
-
-    def generation_config(self) -> GenerationConfig | None:
-        """The model's, which has its end tokens; None if it has none."""
-        path = self._path("generation_config.json")
-        return None if path is None else GenerationConfig.from_pretrained(path.parent)
-
-    def _path(self, name: str) -> Path | None:
-        if isinstance(self.source, Path):
-            path = self.source / name
-            return path if path.is_file() else None
-        try:
-            return Path(hf_hub_download(self.source, name, revision=self.revision))
-        except LocalEntryNotFoundError as error:
-            if name in (FILE, INDEX, "generation_config.json"):  # offline, and not in the cache
-                return None
-            raise UserError(f"target={self.name}: {name} is not in the cache ({error})") from None
-        except EntryNotFoundError:
+    if isinstance(source, Path):
+        path = source / file
+        return path if path.is_file() else None
+    try:
+        return Path(hf_hub_download(source, file, revision=revision))
+    except LocalEntryNotFoundError as error:
+        if file in (FILE, INDEX, GENERATION):  # offline, and not in the cache
             return None
-        except OSError as error:
-            raise UserError(f"target={self.name}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"target={name}: {file} is not in the cache ({error})") from None
+    except EntryNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"target={name}: {str(error).splitlines()[0]}") from None
 
 
 def final_norm(target: Target) -> nn.Module:
@@ -231,12 +200,3 @@ def _fill(part: Any, model: Any, files: WeightFiles, dtype: torch.dtype, device:
                     setattr(module, key, value)
     for name, buffer in list(part.named_buffers(recurse=False)):
         setattr(part, name, buffer.to(device))
-
-
-def _sample(model: Any, layer: nn.Module, files: WeightFiles) -> list[Tensor]:
-    """Rows of a layer's first matrix; none where the files have it in another form."""
-    prefix = next(name for name, module in model.named_modules() if module is layer)
-    name, matrix = next((n, w) for n, w in layer.named_parameters() if w.dim() > 1)
-    stored = files.tensor(f"{prefix}.{name}", matrix.shape, inner=True)
-    whole = stored is not None and stored.is_floating_point() and stored.itemsize > 1
-    return [weight_sample(stored)] if whole and stored is not None else []

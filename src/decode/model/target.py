@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,8 +14,9 @@ from decode.draft import Draft
 from decode.errors import UserError
 from decode.kernels.packed_linear import fast_linears
 from decode.model.causal_lm import CausalLM, record_inputs
-from decode.model.fingerprint import hash_samples, stored_samples, weight_sample
+from decode.model.fingerprint import config_hash, fingerprint
 from decode.model.packing import attention_per_row, pack_indices
+from decode.model.weight_files import local_files
 
 LAST = "last"  # tap of the head's input, after the final norm
 Tap = int | str
@@ -73,22 +74,17 @@ class Target(CausalLM):
             )
 
     def fingerprint(self) -> str:
-        """Hash of samples of the weights, the same in every dtype that a model is loaded in."""
-        return self.fingerprints()[0]
+        """The model's fingerprint, over every element of its weights as they are now, in any dtype."""
+        half = self.dtype == torch.float16
+        return fingerprint(self.tensors(), local_files(self.model) if half else None)
 
-    def fingerprints(self) -> list[str]:
-        """The fingerprint; and in float16 the different one that older versions gave."""
-        layer = self.layers[len(self.layers) // 2]
-        part, matrix = next((n, w) for n, w in self.weights(layer).items() if w.dim() > 1)
-        label = f"{self.head.weight.shape} {len(self.layers)}"
-        loaded = [weight_sample(self.head.weight), weight_sample(matrix)]
-        if self.dtype != torch.float16:
-            return [hash_samples(label, loaded)]
-        prefix = next(name for name, module in self.model.named_modules() if module is layer)
-        every = self.model.named_parameters(remove_duplicate=False)
-        heads = [name for name, weight in every if weight is self.head.weight]  # two names if tied
-        stored = stored_samples(self.model, [heads, [f"{prefix}.{part}"]], loaded)
-        return [hash_samples(label, stored), hash_samples(label, loaded)]
+    def config_hash(self) -> str:
+        """Hash of what the configuration says of the computation, which the fingerprint does not see."""
+        return config_hash(self.config)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and values of all parameters and persistent buffers, where they lie."""
+        yield from self.model.state_dict().items()
 
     # -- several processes -----------------------------------------------------------------------
 

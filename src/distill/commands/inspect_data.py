@@ -20,7 +20,7 @@ from distill.config.build import build_target, quiet, read_chat
 from distill.options import InspectOptions
 from distill.rollouts import surprisal as surprise
 from distill.rollouts.statistics import RowCounts
-from distill.rollouts.store import find
+from distill.rollouts.store import SCHEMA, find
 from distill.scoring.scorer import threads
 from distill.utils.paths import bundled
 from distill.utils.progress import bar, say, wants_color
@@ -70,7 +70,7 @@ def inspect(options: InspectOptions) -> float:
     if not sample:
         return 0.0
     target = build_target(options.target, decodes=False)
-    if plan["target"] not in target.fingerprints():
+    if plan["target"] != target.fingerprint():
         say(f"WARNING: the store names another target than {options.target.path}")
     reference = surprise.reference_distribution(plan)
     with threads(options.threads):
@@ -91,11 +91,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise UserError(f"store={folder}: {reason}; give a folder of outputs/rollouts")
     try:
         manifest = json.loads(path.read_text())
+        older = manifest["schema"] != SCHEMA
         for name in ("template", "tokenizer", "target", "answers", "sampler", "stop"):
             manifest["plan"][name]
         [(shard["file"], shard["rows"]) for shard in manifest["shards"]]
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path}: not the manifest of a store of rollouts") from None
+    if older:
+        raise UserError(f"store={folder}: another version made it; make the answers again with this one")
     return manifest
 
 

@@ -139,7 +139,15 @@ class TapCache:
         self.share = float(self._bytes[: self.count].sum() / max(1, self._bytes.sum()))
         self._bytes = self._bytes[: self.count]
         self._rows = rows.with_format("numpy")
-        key = [SCHEMA, store, target.fingerprint(), str(target.dtype), list(target.taps), max_tokens]
+        key = [
+            SCHEMA,
+            store,
+            target.fingerprint(),
+            target.config_hash(),
+            str(target.dtype),
+            list(target.taps),
+        ]
+        key += [max_tokens]
         key += ["packed"] * packing + [target.source] * bool(target.source)  # which change rounding
         key += [stored.name] * (stored is not FORMATS["bfloat16"])
         self.folder = root / f"taps-{digest(json.dumps(key))[:12]}"

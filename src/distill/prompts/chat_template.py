@@ -17,6 +17,7 @@ from distill.prompts.prompt import Message, unanswered
 from distill.utils.provenance import digest
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+CALLS = {"truncation", "padding"}  # parts of a tokenizer's state that its last call has left
 Tools = Sequence[dict[str, Any]]
 
 
@@ -50,10 +51,14 @@ class Chat:
         self.splits = re.compile("|".join(map(re.escape, _splitting(tokenizer))) or "(?!)")
 
     def fingerprint(self) -> str:
-        """Hash of vocabulary, template and options."""
-        vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
-        options = json.dumps(self.options, sort_keys=True) if self.options else ""
-        return digest(vocabulary + str(self.tokenizer.chat_template) + options)
+        """Hash of all that token ids follow from: the tokenizer's rules and vocabulary, template and options."""
+        tokenizer = self.tokenizer
+        rules = [tokenizer.get_vocab(), tokenizer.special_tokens_map, tokenizer.chat_template, self.options]
+        # The tokenizers package's own, with merges, normalisation and what is put around a text.
+        if (whole := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+            state = json.loads(whole.to_str())
+            rules.append({name: state[name] for name in state if name not in CALLS})
+        return digest(json.dumps(rules, sort_keys=True, default=str))
 
     def encode(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Token ids up to where the target's answer begins; a final answer is left out."""

@@ -94,7 +94,7 @@ def in_process(
     target.abilities.check_decode(HELPED)
     # The target may have been trained on since (`foredraft follow`).
     drafter = hub.load(hub.fetch(str(helper)), target, same_weights=False)
-    if drafter.origin and drafter.origin.fingerprint not in target.fingerprints():
+    if drafter.origin and drafter.origin.fingerprint != target.fingerprint():
         say(f"rollouts: {helper} was trained for other weights; fewer of its drafts may be accepted")
     helping = helping_plan(options, drafter)
     return InProcess(drafter.verifier(target), plan.batch_size, plan.seed, drafter, helping)
@@ -239,7 +239,8 @@ def _check_started(options: AnswerOptions, plan: RolloutPlan, rollout: RayRollou
 
 
 def _check_same(options: AnswerOptions, target: Target, chat: Chat, plan: RolloutPlan) -> None:
-    if plan.target not in target.fingerprints() or chat.fingerprint() != plan.tokenizer:
+    here = target.fingerprint(), target.config_hash(), chat.fingerprint()
+    if here != (plan.target, plan.config, plan.tokenizer):
         raise UserError(f"target={options.target.path}: a worker has another model there than this machine")
 
 

@@ -17,7 +17,7 @@ from distill.engines.base import InProcess
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import NO_LIMIT
 from distill.prompts.prompt import Prompt, prompts_digest
-from distill.rollouts.store import RolloutPlan, RolloutStore, stored_plan
+from distill.rollouts.store import RolloutPlan, RolloutStore
 from distill.rollouts.writer import Writer
 from distill.utils.progress import bar
 
@@ -49,6 +49,7 @@ def held_out_answers(
     """
     plan = RolloutPlan(
         target=target.fingerprint(),
+        config=target.config_hash(),
         tokenizer=chat.fingerprint(),
         dtype=str(target.dtype).removeprefix("torch."),
         stop=stop_tokens(target),
@@ -68,7 +69,7 @@ def held_out_answers(
         batch_size=SHARD,
         seed=seed,
     )
-    store = RolloutStore(root, stored_plan(plan, target.fingerprints(), root), prompts)
+    store = RolloutStore(root, plan, prompts)
     if not store.complete:
         label = f"held-out answers at T={sampler.temperature:g}"
         with bar(store.shards, label, "shards", store.shards - len(store.missing()), leave=False) as progress:

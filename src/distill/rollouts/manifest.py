@@ -15,8 +15,13 @@ from distill.utils.atomic_files import read_json
 from distill.utils.provenance import commit
 
 PLAN, MANIFEST = "plan.json", "manifest.json"
-LABELS = {"tokenizer": "tokenizer", "dtype": "dtype of the target", "sampler": "sampler"}
-HASHED = ("tokenizer", "prompts", "drafter")  # hashes, which error messages leave out
+LABELS = {
+    "config": "configuration of the target",
+    "tokenizer": "tokenizer",
+    "dtype": "dtype of the target",
+    "sampler": "sampler",
+}
+HASHED = ("config", "tokenizer", "prompts", "drafter")  # hashes, which error messages leave out
 
 
 REMADE = "remove it to have it written again, if the shards are of this plan"
@@ -50,7 +55,10 @@ def refuse_other(where: str, stored: dict[str, Any], expected: dict[str, Any]) -
     """
     hint = "give another rollout.store"
     if stored.get("schema") != expected["schema"]:
-        raise UserError(f"{where}: made with schema {stored.get('schema')}, not {expected['schema']}; {hint}")
+        raise UserError(
+            f"{where}: another version made it (schema {stored.get('schema')}, not {expected['schema']}), whose "
+            f"fingerprints of targets are others; {hint} to make the answers again"
+        )
     old, new = stored.get("plan"), expected["plan"]
     if not (isinstance(old, dict) and "target" in old and isinstance(stored.get("origin"), dict)):
         raise UserError(f"{where}: its {PLAN} is damaged; {REMADE}")

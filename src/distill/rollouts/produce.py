@@ -21,7 +21,7 @@ from distill.prompts.prompt import Prompt, prompts_digest
 from distill.rollouts.build import HELPED, Helper, helping_plan, work_of
 from distill.rollouts.estimate import estimate
 from distill.rollouts.shard import count
-from distill.rollouts.store import EVERY, RolloutPlan, RolloutStore, stored_plan, whole_plan
+from distill.rollouts.store import EVERY, RolloutPlan, RolloutStore, whole_plan
 from distill.rollouts.surprisal import mismatch_warning
 from distill.rollouts.writer import check_plan
 from distill.utils.atomic_files import read_json, sha256, write_json
@@ -48,6 +48,7 @@ def rollout_plan(
     seed = int(np.random.SeedSequence([rollout.seed, phase]).generate_state(1)[0]) if phase else rollout.seed
     return RolloutPlan(
         target=target.fingerprint(),
+        config=target.config_hash(),
         tokenizer=chat.fingerprint(),
         dtype=str(target.dtype).removeprefix("torch."),
         stop=stop_tokens(target),
@@ -155,7 +156,6 @@ def open_store(
     # private API: the commit of a hub id or the SHA-256 of a GGUF file, which has no public place
     revision = options.target.revision or getattr(target.model.config, "_commit_hash", None)
     origin = {"target": options.target.path, "revision": revision}
-    plan = stored_plan(plan, target.fingerprints(), root, place)
     if isinstance(target, EngineTarget):
         plan = whole_plan(plan, root, place)
     store = RolloutStore(root, plan, prompts, place, origin)

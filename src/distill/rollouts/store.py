@@ -33,7 +33,7 @@ from distill.utils.progress import rank_and_world
 from distill.utils.provenance import digest
 from drafters.base import Text
 
-SCHEMA = 3
+SCHEMA = 4
 OURS = ("shard-*.tmp", "shard-*.lock", "*.json.*.tmp")  # temporary files of writers
 EVERY = 1.0  # seconds between looks at what other processes have made
 Make = Callable[[int, list[Prompt], int], list[Row]]  # shard, its prompts, self-written ones -> rows
@@ -44,7 +44,8 @@ class RolloutPlan:
     """Everything that determines the rows; its hash names the store.
 
     Args:
-        target: fingerprint of the target.
+        target: fingerprint of the target's weights.
+        config: hash of its configuration.
         tokenizer: fingerprint of the tokenizer.
         dtype: in which the target decodes.
         stop: end tokens.
@@ -68,6 +69,7 @@ class RolloutPlan:
     """
 
     target: str
+    config: str
     tokenizer: str
     dtype: str
     stop: list[int]
@@ -92,24 +94,6 @@ class RolloutPlan:
         """Short hash of the plan."""
         text = json.dumps([SCHEMA, asdict(self)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def stored_plan(
-    plan: RolloutPlan, fingerprints: Sequence[str], root: Path, place: str | None = None
-) -> RolloutPlan:
-    """The plan with an older fingerprint of its target, if there is a store of that name.
-
-    Args:
-        plan: with the current fingerprint.
-        fingerprints: `Target.fingerprints`.
-        root: see `RolloutStore`.
-        place: see `RolloutStore`.
-    """
-    for older in (replace(plan, target=name) for name in fingerprints[1:]):
-        path = Path(place or root / older.key) / PLAN
-        if path.is_file() and f'"{older.target}"' in path.read_text():
-            return older
-    return plan
 
 
 def whole_plan(plan: RolloutPlan, root: Path, place: str | None = None) -> RolloutPlan:

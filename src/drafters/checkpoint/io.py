@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from decode.errors import UserError
+from decode.model.fingerprint import check_current, module_fingerprint
 from decode.model.load import load_tokenizer
 from decode.model.target import Target
 from drafters.base import Drafter, Origin
@@ -39,12 +40,19 @@ from drafters.registry import drafter_class, short_name
 FILES = (*layout.FILES, *adapters.FILES, *files.PATTERNS)
 
 
-def origin_of(drafter: Drafter, target: Target, name: str = "") -> Origin:
-    """Origin of a drafter of this target; `name` overrides the path that the target was loaded from."""
+def origin_of(drafter: Drafter, target: Target, name: str = "", fingerprint: str = "") -> Origin:
+    """Origin of a drafter of this target.
+
+    Args:
+        drafter: of the target.
+        target: that it drafts for.
+        name: in place of the path that the target was loaded from.
+        fingerprint: of the target, where it has just been computed.
+    """
     where, revision = target.model.name_or_path or "", getattr(target.model.config, "_commit_hash", None)
     exports = tuple(table.accepting(short_name(drafter), drafter.settings, target))
     tokenizer = tokenizer_hash(where, revision)
-    return Origin(name or where, revision, target.fingerprint(), tokenizer, exports=exports)
+    return Origin(name or where, revision, fingerprint or target.fingerprint(), tokenizer, exports=exports)
 
 
 @lru_cache(maxsize=8)
@@ -106,17 +114,20 @@ def load(folder: str | Path, target: Target, same_weights: bool = True) -> Draft
             the output is right, but few are accepted.
 
     Raises:
-        UserError: no checkpoint there, a damaged one, or one for another target; the base model of
-            adapters is missing or has changed.
+        UserError: no checkpoint there, a damaged one, one of an older version, or one for another target; the
+            base model of adapters is missing or has changed.
     """
     folder = Path(folder)
     config = read_config(folder)
     origin = config_origin(config)
-    if same_weights and is_native(config) and origin.fingerprint not in target.fingerprints():
-        raise UserError(
-            f"{folder}: this drafter was made for target {origin.name or '(unnamed)'!r} "
-            "with other weights or another vocabulary; give that one as target="
-        )
+    fingerprint = target.fingerprint()
+    if same_weights and is_native(config):
+        check_current(origin.fingerprint, f"{folder}")
+        if origin.fingerprint != fingerprint:
+            raise UserError(
+                f"{folder}: this drafter was made for target {origin.name or '(unnamed)'!r} "
+                "with other weights or another vocabulary; give that one as target="
+            )
     saved = read_saved(folder, config, target)
     kind = drafter_class(saved.drafter)
     try:
@@ -135,14 +146,14 @@ def load(folder: str | Path, target: Target, same_weights: bool = True) -> Draft
     except DAMAGE_ERRORS as error:
         raise UserError(f"{folder}: damaged checkpoint ({first_line(error)})") from None
     drafter = drafter.to(target.device, target.dtype).eval().requires_grad_(False)
-    current = origin_of(drafter, target)
+    current = origin_of(drafter, target, fingerprint=fingerprint)
     drafter.origin = Origin(
         origin.name or current.name,
         origin.revision or current.revision,
         current.fingerprint,
         origin.tokenizer or current.tokenizer,
         folder,
-        weight_hash(drafter),
+        module_fingerprint(drafter),
         current.exports,
     )
     return drafter
@@ -154,11 +165,6 @@ def load_as_saved(folder: Path, target: Target) -> Drafter:
     if weights := weights_on_file(folder, drafter, target):
         drafter.load_state_dict(_named_twice(drafter, weights), assign=True)
     return drafter
-
-
-def weight_hash(drafter: Drafter) -> str:
-    """Hash of a sample of a drafter's weights and buffers, to detect changes."""
-    return adapters.sample_hash(drafter.state_dict().items())
 
 
 def as_saved(drafter: Drafter) -> Saved:

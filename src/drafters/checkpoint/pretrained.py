@@ -16,6 +16,7 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard
+from decode.model.fingerprint import module_fingerprint
 from decode.model.load import load_target
 from decode.model.target import Target
 from drafters.base import Drafter, Origin
@@ -136,7 +137,7 @@ def write(
         layout.write(folder)
     else:
         hub.save(drafter, origin, folder, weights=weights)
-    same = origin.folder if origin.sample and origin.sample == hub.weight_hash(drafter) else None
+    same = origin.folder if origin.content and origin.content == module_fingerprint(drafter) else None
     score, recipe = scorecard(same), recipe or read_notes(same, RECIPE)
     if score:
         score = replace(score, checkpoint=replace(score.checkpoint, target=origin.name))
@@ -182,7 +183,7 @@ def _origin(drafter: Drafter, target: Target | None) -> Origin:
         if origin is None:
             raise UserError("this drafter does not know whom it was made for; pass target=")
         return origin
-    if origin and origin.fingerprint in target.fingerprints():
+    if origin and origin.fingerprint == target.fingerprint():
         return origin
     return hub.origin_of(drafter, target)
 

@@ -43,12 +43,7 @@ class PromptedTarget(Target):
     def __init__(self, source: Target, prompts: Tensor) -> None:
         super().__init__(source.model)
         self.source, self.abilities = source.source, source.abilities
-        self._fingerprints = source.fingerprints()
         self.prompts = prompts.detach().to(self.head.weight)  # (K, E, D)
-
-    @override
-    def fingerprints(self) -> list[str]:
-        return self._fingerprints
 
     @override
     def slots(self, draft: int) -> int:

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.model.causal_lm import CausalLM, decoder_layers
+from decode.model.fingerprint import module_fingerprint
 from decode.model.head import Head
 from decode.model.load import load_tokenizer
 from decode.model.target import Target
@@ -32,7 +33,6 @@ from drafters.families.hf_build import (
 )
 from drafters.families.lora_files import (
     LoraBase,
-    fingerprint,
     missing_adapters,
     split_adapters,
     write_adapters,
@@ -78,7 +78,7 @@ class HFModelDrafter(Drafter):
             return self.to(training_dtype(dtype))
         # Gradients underflow in fp16 layers.
         self.to(torch.float32 if dtype is torch.float16 else dtype)
-        base = base._replace(fingerprint=fingerprint(self.model))
+        base = base._replace(fingerprint=module_fingerprint(self.model))
         targets = list(add_lora(self.model, **lora))
         self.settings |= {"lora": lora | {"targets": targets}, "base": base._asdict()}
         for weight in self.parameters():
@@ -159,7 +159,7 @@ class HFModelDrafter(Drafter):
         if not (lora and base):
             return merge_lora(weights, self, _scale(lora)) if lora else weights
         if base["fingerprint"] != (
-            settings_here["base"]["fingerprint"] if settings_here["base"] else fingerprint(self.model)
+            settings_here["base"]["fingerprint"] if settings_here["base"] else module_fingerprint(self.model)
         ):
             where = f"drafter.path={base['path']}" if base["path"] else f"drafter.layers={base['layers']}"
             raise UserError(f"its adapters were trained on another model; set {where}")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from decode.errors import UserError
+from decode.model.fingerprint import check_current, module_fingerprint
 from decode.model.load import is_masked, load_model
 from decode.model.target import Target
 from drafters.families.hf_build import DOWN, UP, cut_target
@@ -30,7 +29,7 @@ class LoraBase(NamedTuple):
         path: absolute folder or hub id; None: layers of the target.
         revision: commit of a hub id.
         layers: number of layers taken from the target.
-        fingerprint: see `fingerprint`.
+        fingerprint: of its weights, see `decode.model.fingerprint`.
     """
 
     path: str | None = None
@@ -46,15 +45,16 @@ class LoraBase(NamedTuple):
             masked: as in `decode.model.load.load_config`.
 
         Raises:
-            UserError: it no longer exists, or its weights have changed.
+            UserError: it no longer exists, its weights have changed, or an older version wrote its fingerprint.
         """
         if self.path is None:  # the target's own fingerprint says whether its weights are the same
             return cut_target(target, self.layers or 0)
+        check_current(self.fingerprint, f"adapters of {OPTION}={self.path}")
         try:
             model = load_model(self.path, revision=self.revision, what=OPTION, masked=masked)
         except UserError as error:
             raise UserError(f"these adapters need the model that they were trained on: {error}") from None
-        if fingerprint(model) != self.fingerprint:
+        if module_fingerprint(model) != self.fingerprint:
             raise UserError(
                 f"these adapters were trained on other weights than {OPTION}={self.path} has now; "
                 "write there where the original is, or train anew"
@@ -68,22 +68,6 @@ def locate_base(model: PreTrainedModel, path: str, revision: str | None = None) 
     if path and folder.is_dir():
         return LoraBase(str(folder.resolve()))
     return LoraBase(path or None, getattr(model.config, "_commit_hash", None) or revision)
-
-
-def fingerprint(model: PreTrainedModel) -> str:
-    """Hash of a sample of every weight of a model, independent of dtype."""
-    return sample_hash(model.named_parameters())
-
-
-def sample_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Hash of a few hundred values of each tensor."""
-    digest = hashlib.sha256()
-    for name, weight in sorted(tensors, key=lambda pair: pair[0]):
-        flat = weight.detach().flatten()
-        sample = flat[:: flat.numel() // 512 | 1].to("cpu", torch.bfloat16)  # odd, so columns change
-        digest.update(f"{name} {tuple(weight.shape)}".encode())
-        digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 # -- files -----------------------------------------------------------------------------------------

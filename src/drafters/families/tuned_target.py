@@ -24,6 +24,7 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.kernels.half_products import product_dtype
 from decode.model.causal_lm import CausalLM
+from decode.model.fingerprint import hashed
 from decode.model.target import Target
 from drafters.base import ParamGroup
 from drafters.families.hf_build import BASE, DOWN, UP, add_lora, check_lora, checkpoint_layers, merge_lora
@@ -173,17 +174,16 @@ class TunedTarget(Target):
     Args:
         model: with merged weights.
         source: the original target.
-        weight_hash: of the factors, for the fingerprint; a sample of the weights may miss the change.
+        weight_hash: of the factors, for the fingerprint; a rounded weight may miss a change of theirs.
     """
 
     def __init__(self, model: PreTrainedModel, source: Target, weight_hash: str) -> None:
         super().__init__(model, source.taps)
-        names = [f"{name} {weight_hash}" for name in source.fingerprints()]
-        self._names = [hashlib.sha256(name.encode()).hexdigest()[:16] for name in names]
+        self._weight_hash = weight_hash
 
     @override
-    def fingerprints(self) -> list[str]:
-        return self._names
+    def fingerprint(self) -> str:
+        return hashed(f"{super().fingerprint()} {self._weight_hash}")
 
 
 # A cache outside the module: attributes would be copied, moved and saved with it.

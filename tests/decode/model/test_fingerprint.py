@@ -1,20 +1,53 @@
-"""The fingerprint of a target's weights: the same in every dtype that its folder is loaded in."""
+"""The fingerprint of weights: every element counts, in every dtype that a folder is loaded in."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 import torch
+from families import WORKS, save
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from workbench import make_target
 
 from decode.errors import UserError
+from decode.hardware import cache_folder
+from decode.kernels.checksum import WORDS, bit_checksum, value_checksum
+from decode.model import weight_files
+from decode.model.fingerprint import PREFIX, check_current, config_hash, fingerprint, module_fingerprint
+from decode.model.head_target import HeadTarget
 from decode.model.load import load_target
 from decode.model.target import Target
 from drafters.checkpoint import io as hub
 from drafters.models.mlp import Mlp
 
 DTYPES = ["float32", "bfloat16", "float16", "float64"]
+KINDS = [
+    "llama tied, biased",
+    "qwen3",
+    "gemma3, window 6",
+    "qwen3 experts",
+    "phi, biased head",
+    "gpt2",
+]  # of weights and names
 
 
-def write(folder, tied: bool, gpt2: bool, stored: torch.dtype, size: str):
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def write(folder: Path, tied: bool, gpt2: bool, stored: torch.dtype, size: str) -> Path:
     """A model folder whose weights reach far below the smallest value of float16."""
     make_target(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -32,6 +65,126 @@ def write(folder, tied: bool, gpt2: bool, stored: torch.dtype, size: str):
     return folder
 
 
+def flip(weight: Tensor, place: int) -> None:
+    """Move an element by one unit in the last place of bf16, without a trace but the value."""
+    flat = weight.data.view(-1)
+    before = flat[place].to(torch.bfloat16)
+    after = (before.view(torch.int16) ^ 1).view(torch.bfloat16)
+    flat[place] = after.to(weight.dtype)
+
+
+# -- checksums -------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_one_flipped_bit_changes_a_checksum_and_layout_does_not(data):
+    rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]))
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    values = torch.randn(rows, columns).to(torch.bfloat16).to(dtype)
+    found = int(value_checksum(values))
+    assert found == int(value_checksum(values.t().contiguous().t()))
+    assert found == int(value_checksum(torch.stack([values, values], 1)[:, 1]))
+    if dtype != torch.float16:  # whose rounding is that of the files
+        assert found == int(value_checksum(values.to(torch.bfloat16)))
+    changed = values.clone()
+    flip(changed, data.draw(st.integers(0, values.numel() - 1)))
+    assert found != int(value_checksum(changed))
+    assert int(bit_checksum(values)) != int(bit_checksum(changed))
+
+
+def test_places_count_across_blocks():
+    size = 4 * WORDS + 5  # elements of one block, and some
+    values = torch.zeros(2 * size, dtype=torch.bfloat16)
+    seen = {int(value_checksum(values))}
+    for place in (0, 1, 4, 4 * WORDS - 1, 4 * WORDS, 4 * WORDS + 4, size, 2 * size - 1):
+        changed = values.clone()
+        changed[place] = 1
+        seen.add(int(value_checksum(changed)))
+    assert len(seen) == 9
+    torch.manual_seed(0)
+    values = torch.randn(3 * 2**10, 2**10).to(torch.bfloat16)
+    blocks = values.view(3, -1)
+    assert int(value_checksum(values)) != int(value_checksum(blocks[[1, 0, 2]]))
+    assert int(value_checksum(values)) == int(value_checksum(values.t().contiguous().t()))  # not contiguous
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool, torch.int64, torch.float8_e4m3fn])
+def test_what_is_no_wide_number_counts_by_its_bits(dtype):
+    values = torch.tensor([0, 1, 0, 1, 1, 0, 0], dtype=torch.float32).to(dtype)
+    assert int(value_checksum(values)) != int(value_checksum(values[[1, 0, 2, 3, 4, 5, 6]]))
+    assert int(value_checksum(values)) == int(bit_checksum(values))
+
+
+def test_special_values():
+    plain = torch.tensor([1e-39, 2.3e-41, -1e-40, 3e-45, float("inf"), 3.4e38, -3.4e38, 1.00390625])
+    assert int(value_checksum(plain)) == int(value_checksum(plain.to(torch.bfloat16))), "subnormals, ties"
+    zero = torch.zeros(4)
+    assert int(value_checksum(zero)) != int(value_checksum(-zero)), "a file has -0, and so does the model"
+    bits = torch.tensor([0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0x7FABCDEF], dtype=torch.int32)
+    nans = {int(value_checksum(nan.expand(3).clone())) for nan in bits.view(torch.float32)}
+    nans |= {
+        int(value_checksum(torch.full((3,), float("nan"), dtype=d))) for d in (torch.bfloat16, torch.float16)
+    }
+    assert len(nans) == 1, "a NaN is a NaN"
+    assert nans != {int(value_checksum(torch.full((3,), float("inf"))))}
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_flipped_element_of_any_tensor_in_place_is_another_fingerprint(kind, tmp_path):
+    model_type, options, *_ = WORKS[kind]
+    save(tmp_path, model_type, options)
+    target = Target(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+    before, dice = target.fingerprint(), torch.Generator().manual_seed(0)
+    assert before.startswith(PREFIX)
+    counted = {name for name, tensor in target.model.state_dict().items() if tensor.is_floating_point()}
+    assert counted >= {name for name, _ in target.model.named_parameters()}
+    for name, tensor in target.model.state_dict().items():
+        if name in counted:
+            place = int(torch.randint(tensor.numel(), (1,), generator=dice))
+            version = tensor._version
+            flip(tensor, place)
+            assert tensor._version == version
+            assert target.fingerprint() != before, name
+            flip(tensor, place)
+    assert target.fingerprint() == before
+
+
+def test_buffers_of_the_state_dict_count(tmp_path):
+    target = load_target(str(make_target(tmp_path)))
+    before = target.fingerprint()
+    bias = torch.zeros(8)
+    target.model.register_buffer("correction", bias)
+    names = {before, target.fingerprint()}
+    bias[3] = 1
+    assert target.fingerprint() not in names
+    assert len(names) == 2
+
+
+def test_exchanged_rows_tensors_and_layers_are_another_fingerprint(tmp_path):
+    target = load_target(str(make_target(tmp_path)))
+    names, state = [target.fingerprint()], copy.deepcopy(target.model.state_dict())
+    embedding = state["model.embed_tokens.weight"]
+    rows = state | {"model.embed_tokens.weight": torch.cat([embedding[1:2], embedding[:1], embedding[2:]])}
+    columns = state | {"model.embed_tokens.weight": embedding[:, [1, 0, *range(2, embedding.shape[1])]]}
+    first, second = ("model.layers.0.", "model.layers.1.")
+    exchanged = {first: second, second: first}
+    layers = {exchanged[n[:15]] + n[15:] if n[:15] in exchanged else n: w for n, w in state.items()}
+    gates = state | {
+        "model.layers.0.mlp.gate_proj.weight": state["model.layers.0.mlp.up_proj.weight"],
+        "model.layers.0.mlp.up_proj.weight": state["model.layers.0.mlp.gate_proj.weight"],
+    }
+    for changed in (rows, columns, layers, gates, state):
+        target.model.load_state_dict(changed)
+        names.append(target.fingerprint())
+    assert names[-1] == names[0]
+    assert len(set(names)) == 5
+
+
 @pytest.mark.parametrize(
     ("tied", "gpt2", "stored", "size"),
     [
@@ -39,41 +192,186 @@ def write(folder, tied: bool, gpt2: bool, stored: torch.dtype, size: str):
         (True, False, torch.bfloat16, "20KB"),  # several files and an index
         (False, False, torch.float32, "20KB"),  # rounded twice on the way to float16 and bf16
         (True, True, torch.float32, "1GB"),
+        (False, False, torch.float16, "1GB"),
     ],
 )
-def test_it_is_the_same_in_every_dtype(tmp_path, tied, gpt2, stored, size):
-    folder = write(tmp_path, tied, gpt2, stored, size)
-    targets = {dtype: load_target(str(folder), dtype) for dtype in DTYPES}
-    names = {target.fingerprint() for target in targets.values()}
-    assert len(names) == 1
-    half = targets["float16"].fingerprints()
-    assert half[0] in names
-    assert half[1] not in names
-    assert targets["bfloat16"].fingerprints() == [half[0]]
+def test_it_is_the_same_in_every_dtype_and_for_the_head(tmp_path, tied, gpt2, stored, size):
+    folder = write(tmp_path / "target", tied, gpt2, stored, size)
+    targets = [load_target(str(folder), dtype) for dtype in DTYPES]
+    targets += [HeadTarget.load(str(folder), dtype) for dtype in ("float16", "bfloat16")]
+    assert len({target.fingerprint() for target in targets}) == 1
+    assert len({target.config_hash() for target in targets}) == 1
 
 
-def test_weights_changed_after_loading_are_those_that_count(tmp_path):
-    folder = write(tmp_path, False, False, torch.bfloat16, "1GB")
-    target = load_target(str(folder), "float16")
-    before = target.fingerprints()
-    target.head.weight.data[0, 0] += 1
-    assert not set(before) & set(target.fingerprints())
+def test_tied_weights_and_equal_copies_are_one_model(tmp_path):
+    target = load_target(str(write(tmp_path / "target", True, False, torch.bfloat16, "1GB")))
+    untied = copy.deepcopy(target.model)
+    untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.clone())
+    assert target.fingerprint() == Target(untied).fingerprint()
+    flip(untied.lm_head.weight, 3)
+    assert target.fingerprint() != Target(untied).fingerprint()
+
+
+def test_weights_changed_after_loading_in_float16_are_those_that_count(tmp_path):
+    folder = write(tmp_path / "target", False, False, torch.bfloat16, "1GB")
+    target, whole = load_target(str(folder), "float16"), load_target(str(folder), "bfloat16")
+    before = target.fingerprint()
+    assert before == whole.fingerprint()
+    down = target.model.get_submodule("model.layers.1.mlp.down_proj").weight
+    down.data[0, 0] += 1
+    assert target.fingerprint() != before
     (folder / "model.safetensors").unlink()  # nothing to read
-    assert len(set(target.fingerprints())) == 1
+    assert target.fingerprint() != before
+
+
+def test_the_files_of_a_loaded_model_do_not_stand_for_it(tmp_path):
+    """Fine-tuned in place on disk under a model that is in memory, and the other way round."""
+    folder = make_target(tmp_path / "target")
+    target = load_target(str(folder))
+    before = target.fingerprint()
+    state = load_file(folder / "model.safetensors")
+    flip(state["model.layers.0.mlp.down_proj.weight"], 5)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    assert target.fingerprint() == before
+    assert load_target(str(folder)).fingerprint() != before
+    assert load_target(str(folder)).fingerprint() == HeadTarget.load(str(folder)).fingerprint()
+
+
+def test_a_head_reads_its_files_once_until_they_change(tmp_path, monkeypatch):
+    folder, read = make_target(tmp_path / "target"), []
+    checksums = weight_files._read_checksums
+    monkeypatch.setattr(weight_files, "_read_checksums", lambda *a: read.append(a) or checksums(*a))
+    before = HeadTarget.load(str(folder)).fingerprint()
+    assert HeadTarget.load(str(folder)).fingerprint() == before
+    assert len(read) == 1
+    file = folder / "model.safetensors"
+    stat, state = file.stat(), load_file(file)
+    flip(state["model.layers.0.mlp.down_proj.weight"], 5)
+    save_file(state, file, {"format": "pt"})
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # same size, and a time that was set back
+    assert HeadTarget.load(str(folder)).fingerprint() != before
+    assert len(read) == 2
+    for memory in cache_folder().glob("checksums/*.json"):
+        memory.write_text("{")  # damaged
+    assert HeadTarget.load(str(folder)).fingerprint() != before
+    head = HeadTarget.load(str(folder))
+    named = head.fingerprint()
+    head.head.weight.data[0, 0] += 1
+    assert head.fingerprint() != named
+
+
+def test_a_head_whose_files_have_another_form_is_the_whole_target(tmp_path, monkeypatch):
+    """Experts are stacked when a file is loaded."""
+    model_type, options, *_ = WORKS["qwen3 experts"]
+    save(tmp_path / "target", model_type, options)
+    folder = str(tmp_path / "target")
+    whole = load_target(folder, "bfloat16", decodes=False)
+    assert HeadTarget.load(folder, "bfloat16").fingerprint() == whole.fingerprint()
+    monkeypatch.setattr("decode.model.head_target.load_target", lambda *a, **k: pytest.fail("loaded again"))
+    assert HeadTarget.load(folder, "bfloat16").fingerprint() == whole.fingerprint()
+
+
+def test_a_head_without_its_layers_on_file_has_a_name_of_its_own(tmp_path):
+    folder = make_target(tmp_path / "target")
+    whole, file = load_target(str(folder)), folder / "model.safetensors"
+    state = {name: w for name, w in load_file(file).items() if ".layers." not in name}
+    save_file(state, file, {"format": "pt"})
+    names = {HeadTarget.load(str(folder)).fingerprint(), whole.fingerprint()}
+    flip(state["model.norm.weight"], 0)
+    save_file(state, file, {"format": "pt"})
+    assert HeadTarget.load(str(folder)).fingerprint() not in names
+    assert len(names) == 2
+
+
+def ask(folder: str) -> tuple[str, str]:
+    return HeadTarget.load(folder).fingerprint(), load_target(folder, "float16").fingerprint()
+
+
+def test_eight_processes_that_ask_at_once_find_one_name(tmp_path):
+    folder = write(tmp_path / "target", False, False, torch.bfloat16, "20KB")
+    with ProcessPoolExecutor(8, get_context("fork")) as pool:
+        names = {name for pair in pool.map(ask, [str(folder)] * 8) for name in pair}
+    assert names == {load_target(str(folder)).fingerprint()}
+
+
+def test_a_home_that_cannot_be_written_to_is_no_hindrance(tmp_path, monkeypatch):
+    folder = str(make_target(tmp_path / "target"))
+    whole = load_target(folder).fingerprint()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert HeadTarget.load(folder).fingerprint() == whole
+
+
+def test_a_large_embedding_takes_seconds_and_blocks_of_memory():
+    embedding = torch.zeros(262_144, 64, dtype=torch.bfloat16)
+    begin = time.perf_counter()
+    before = fingerprint([("embedding", embedding)])
+    assert time.perf_counter() - begin < 10
+    flip(embedding, 200_000 * 64 + 7)  # between the rows that samples would read
+    assert fingerprint([("embedding", embedding)]) != before
+    assert fingerprint([("embedding", embedding.view(64, -1))]) != fingerprint([("other", embedding)])
+
+
+# -- what bears one --------------------------------------------------------------------------------
+
+
+def drafter_of(target: Target) -> Mlp:
+    return Mlp.for_target(target, inner_size=8, depth=1, tie_weights=False, scale_input=False)
 
 
 def test_a_drafter_trained_in_bf16_loads_beside_a_target_in_float16(tmp_path):
     folder = write(tmp_path / "target", False, False, torch.bfloat16, "1GB")
-    half = load_target(str(folder), "float16")
-    for name, dtype in (("new", "bfloat16"), ("old", "float16")):
-        target = load_target(str(folder), dtype)
-        drafter = Mlp.for_target(target, inner_size=8, depth=1, tie_weights=False, scale_input=False)
-        (tmp_path / name).mkdir()
-        hub.save(drafter, target, tmp_path / name)
-    config = tmp_path / "old" / "config.json"  # as versions before wrote it in float16
-    config.write_text(config.read_text().replace(*half.fingerprints()))
-    for name in ("new", "old"):
-        assert hub.load(tmp_path / name, half).origin.fingerprint == half.fingerprint()
-    half.head.weight.data[0, 0] += 1
+    half, target = load_target(str(folder), "float16"), load_target(str(folder), "bfloat16")
+    (tmp_path / "new").mkdir()
+    hub.save(drafter_of(target), target, tmp_path / "new")
+    assert hub.load(tmp_path / "new", half).origin.fingerprint == half.fingerprint()
+    half.model.get_submodule("model.layers.0.input_layernorm").weight.data[0] += 1
     with pytest.raises(UserError, match="other weights"):
-        hub.load(tmp_path / "new", Target(half.model))
+        hub.load(tmp_path / "new", half)
+
+
+def test_a_drafter_of_an_older_version_is_refused_in_one_line(tmp_path):
+    target = load_target(str(make_target(tmp_path / "target")))
+    (tmp_path / "old").mkdir()
+    hub.save(drafter_of(target), target, tmp_path / "old")
+    config = json.loads((tmp_path / "old" / "config.json").read_text())
+    config["target"]["fingerprint"] = "51c9d4e68eca37d4"
+    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="older version.*make it again") as error:
+        hub.load(tmp_path / "old", target)
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError):
+        check_current("", "nothing")
+
+
+def test_one_changed_element_of_a_drafter_parts_it_from_its_scorecard(tmp_path):
+    target = load_target(str(make_target(tmp_path / "target")))
+    (tmp_path / "one").mkdir()
+    hub.save(drafter_of(target), target, tmp_path / "one")
+    drafter = hub.load(tmp_path / "one", target)
+    assert drafter.origin.content == module_fingerprint(drafter)
+    flip(max(drafter.parameters(), key=Tensor.numel), 11)
+    assert drafter.origin.content != module_fingerprint(drafter)
+
+
+# -- the configuration -----------------------------------------------------------------------------
+
+
+def test_what_changes_the_computation_without_weights_is_in_the_hash_of_the_configuration(tmp_path):
+    target = load_target(str(make_target(tmp_path / "target")))
+    config, seen = target.config, {target.config_hash()}
+    for changes in (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+        {"rms_norm_eps": 0.5},
+        {"num_attention_heads": 1},
+        {"hidden_act": "gelu"},
+        {"sliding_window": 3},
+    ):
+        other = copy.deepcopy(config)
+        for name, value in changes.items():
+            setattr(other, name, value)
+        seen.add(config_hash(other))
+    assert len(seen) == 6
+    renamed = copy.deepcopy(config)
+    renamed._name_or_path, renamed.use_cache, renamed.eos_token_id = "elsewhere", False, 1
+    assert config_hash(renamed) == target.config_hash()

@@ -26,6 +26,7 @@ from distill.prompts.sources import read_prompts
 from distill.rollouts import surprisal as surprise
 from distill.rollouts.heldout import held_out_answers
 from distill.rollouts.statistics import RowCounts
+from distill.rollouts.store import SCHEMA as STORES
 from distill.rollouts.store import find
 from distill.rollouts.surprisal import SurprisalStats, lines, measure, reference_distribution
 
@@ -62,7 +63,7 @@ def write_store(folder: Path, shards, **plan) -> Path:
     for name, rows in zip(names, shards, strict=True):
         pq.write_table(table(rows), folder / name)
     entries = [{"file": name, "rows": len(rows)} for name, rows in zip(names, shards, strict=True)]
-    (folder / "manifest.json").write_text(json.dumps({"plan": plan, "shards": entries}))
+    (folder / "manifest.json").write_text(json.dumps({"schema": STORES, "plan": plan, "shards": entries}))
     return folder
 
 
@@ -356,6 +357,7 @@ def test_colour_is_for_those_who_want_it(tiny, monkeypatch):
         (["target=/no/where"], "no such folder"),
         (["store=ROOM/damaged"], "shard-00000.parquet"),
         (["store=ROOM/foreign"], "not the manifest of a store"),
+        (["store=ROOM/older"], "another version made it"),
     ],
 )
 def test_a_mistake_is_one_line(tiny, overrides, said, tmp_path, monkeypatch):
@@ -364,6 +366,9 @@ def test_a_mistake_is_one_line(tiny, overrides, said, tmp_path, monkeypatch):
     room.mkdir()
     shutil.copytree(tiny / "stores" / "hand", room / "damaged")
     (room / "damaged" / "shard-00000.parquet").write_bytes(b"PAR1")
+    older = json.loads((tiny / "stores" / "hand" / "manifest.json").read_text()) | {"schema": STORES - 1}
+    (room / "older").mkdir()
+    (room / "older" / "manifest.json").write_text(json.dumps(older))
     (room / "foreign").mkdir()
     (room / "foreign" / "manifest.json").write_text("{}")
     done = run(tiny, *(override.replace("ROOM", str(room)) for override in overrides))

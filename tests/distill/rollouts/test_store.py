@@ -20,10 +20,11 @@ from decode.errors import UserError
 from distill.rollouts import store as module
 from distill.rollouts.remote import Mirror
 from distill.rollouts.shard import is_whole
-from distill.rollouts.store import RolloutStore, stored_plan
+from distill.rollouts.store import SCHEMA, RolloutStore
 
 OTHERS = {
     "target": ("u", r"answers of another target, /m/one \(t\), not of /m/one \(u\)"),
+    "config": ("d", "another configuration of the target;"),
     "tokenizer": ("l", "another tokenizer;"),
     "dtype": ("bfloat16", "another dtype of the target, float32, and bfloat16 is wanted"),
     "sampler": (
@@ -134,16 +135,13 @@ def test_a_given_folder_is_the_store_and_is_gone_on_with_and_reused(parts, write
     assert not (tmp_path / "elsewhere").exists()
 
 
-@pytest.mark.parametrize("place", [None, "mine"])
-def test_a_store_with_the_targets_older_fingerprint_is_reused(parts, writer, tmp_path, place):
-    place = place and str(tmp_path / place)
-    new, root = replace(PLAN, target="new"), tmp_path / "root"
-    assert stored_plan(new, ["new", PLAN.target], root, place) == new  # none is there
-    store = RolloutStore(root, PLAN, parts[2], place)
+def test_a_store_with_an_older_kind_of_fingerprint_is_refused(parts, writer, tmp_path):
+    store = RolloutStore(tmp_path, PLAN, parts[2], str(tmp_path / "mine"), {"target": "/m/one"})
     fill(store, writer)
-    plan = stored_plan(new, ["new", PLAN.target], root, place)
-    fill(RolloutStore(root, plan, parts[2], place), refuse)
-    assert stored_plan(new, ["new"], root, place) == stored_plan(new, ["new", "v"], root, place) == new
+    path = store.folder / "plan.json"
+    path.write_text(path.read_text().replace(f'"schema": {SCHEMA}', f'"schema": {SCHEMA - 1}'))
+    with pytest.raises(UserError, match="another version made it.*to make the answers again"):
+        store.open()
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,18 @@ class Offloaded(Target):
         self._places = [devices.index(device) for device in of_layer]
 
     @override
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """As `Target.tensors`; those in host memory or on disk are on the first device in turn."""
+        from accelerate.utils import align_module_device  # only needed for offloaded targets
+
+        for prefix, module in self.model.named_modules(remove_duplicate=False):
+            children = {name for name, _ in module.named_children()}
+            with align_module_device(module):
+                for name, tensor in module.state_dict().items():
+                    if name.split(".")[0] not in children:
+                        yield f"{prefix}.{name}".lstrip("."), tensor
+
+    @override
     def weights(self, part: nn.Module) -> dict[str, Tensor]:
         from accelerate.utils import align_module_device  # only needed for offloaded targets
 

@@ -129,14 +129,14 @@ class Sharded(Target):
 
     Args:
         model: after `shard`.
-        names: fingerprints of the unsharded model.
+        name: fingerprint of the unsharded model; a change in place of its shards is not seen in it.
     """
 
     movable = False
 
-    def __init__(self, model: PreTrainedModel, names: list[str]) -> None:
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
         super().__init__(model)
-        self._names = names
+        self._name = name
         self._gatherer, self._signals = LayerGather(self.layers), DeferredSignals()
         # Outside FSDP's hooks. A model with hooks is never `Fused`.
         self.base.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
@@ -153,8 +153,8 @@ class Sharded(Target):
         return sum(p.numel() * p.itemsize for p in local)
 
     @override
-    def fingerprints(self) -> list[str]:
-        return self._names
+    def fingerprint(self) -> str:
+        return self._name
 
     @override
     def weights(self, part: nn.Module) -> dict[str, Tensor]:
@@ -204,11 +204,11 @@ def load_sharded(load: Callable[[], PreTrainedModel], device: torch.device) -> S
     rank = distributed.get_rank()
     hosts: list[Any] = [None] * mesh.size()
     distributed.all_gather_object(hosts, socket.gethostname())
-    loaded: tuple[PreTrainedModel, list[str]] | None = None
+    loaded: tuple[PreTrainedModel, str] | None = None
     for turn in range(max(Counter(hosts).values())):
         if turn == hosts[:rank].count(hosts[rank]):
             model = load()
-            loaded = model, Target(model).fingerprints()
+            loaded = model, Target(model).fingerprint()
             shard(model, mesh, device)
         distributed.barrier()
     assert loaded
