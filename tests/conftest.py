@@ -73,6 +73,14 @@ def drafters() -> list[str]:
     return sorted(path.stem for path in (ROOT / "conf" / "drafter").glob("*.yaml") if path.stem != "auto")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs of tests are noted in a folder of theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _reproducible():
     torch.set_num_threads(1)  # models are tiny: threads only contend

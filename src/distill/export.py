@@ -16,6 +16,7 @@ from distill.prompts.split import RECORD
 from distill.rollouts.manifest import MANIFEST
 from distill.utils.atomic_files import read_json
 from distill.utils.progress import first_rank, say
+from distill.utils.redact import without_secrets
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 from drafters.checkpoint import pretrained
@@ -215,7 +216,7 @@ def _beside(checkpoint: Path, to: str) -> Path:
 def recipe_of(checkpoint: Path) -> dict[str, Any] | None:
     """What the folders around a checkpoint say; None outside a run's folder.
 
-    Folders of this machine are named by their last part.
+    Folders of this machine are named by their last part, and secrets are hidden.
     """
     folder = checkpoint.resolve().parent.parent
     config = read_config(folder) if checkpoint.resolve().parent.name == "checkpoints" else None
@@ -230,7 +231,7 @@ def recipe_of(checkpoint: Path) -> dict[str, Any] | None:
         found["prompts"] = _plain(prompts)
     if rollouts := _rollouts(folder, config):
         found["rollouts"] = rollouts
-    return found
+    return without_secrets(found)
 
 
 def _rollouts(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:

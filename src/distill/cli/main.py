@@ -24,11 +24,12 @@ from distill.cli import sweep as multirun
 from distill.cli.checkpoint_defaults import with_run_settings
 from distill.config.compose import compose, configurations, options
 from distill.config.help import show_help
+from distill.config.own_runs import remember
 from distill.config.recorded import settings
 from distill.config.run_prompts import quoted
 from distill.config.validate import check_flags, check_paths, check_ranges
 from distill.utils.launcher import LostRankError, launch, watch_parent
-from distill.utils.redact import printable
+from distill.utils.redact import hidden, printable
 from distill.utils.run_folder import Run, claim, join
 
 # group -> (the yaml that takes a path, the key the path goes to)
@@ -61,6 +62,8 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
 
     def job(cfg: DictConfig) -> float:
         folder = Path(HydraConfig.get().runtime.output_dir)
+        if "output_dir" in cfg:
+            remember(list(HydraConfig.get().overrides.task))
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return multirun.run_job(task, cfg, folder, one_line_errors)
         with one_line_errors(run), _finishing(run):
@@ -170,7 +173,7 @@ def one_line_errors(
         return
     if leave:
         return leave(code, text)
-    print(printable(text), file=sys.stderr, flush=True)
+    print(printable(hidden(text)), file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 

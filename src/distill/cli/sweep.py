@@ -30,7 +30,7 @@ from distill.config.compose import configurations
 from distill.config.recorded import settings
 from distill.config.validate import processes
 from distill.utils.atomic_files import read_json, write_json
-from distill.utils.redact import printable
+from distill.utils.redact import hidden, printable
 from distill.utils.run_folder import occupy
 
 ERROR = "error.json"  # in the folder of a job that failed
@@ -210,14 +210,15 @@ def run_job(
     Returns:
         What the task returns; NaN if it failed.
     """
-    name = HydraConfig.get().job.override_dirname
+    name = hidden(HydraConfig.get().job.override_dirname)
     (folder / ERROR).unlink(missing_ok=True)
 
     def fail(code: int, text: str) -> None:
         if code > 2:  # somebody wants all of it to end
-            print(text, file=sys.stderr, flush=True)
+            print(printable(hidden(text)), file=sys.stderr, flush=True)
             raise SystemExit(code)
-        text = printable(f"error: {name}: {text.removeprefix('error: ')}" if name else text)
+        text = f"error: {name}: {text.removeprefix('error: ')}" if name else text
+        text = printable(hidden(text))
         print(text, flush=True)
         write_json(folder / ERROR, {"job": name, "code": code, "error": text})
 

@@ -3,9 +3,9 @@
 A run's folder can come from anywhere, so its record is data and no command line. Each override of prompts is
 parsed by Hydra, its value is checked and written again; no text of the record reaches Hydra as it stands.
 Taken are choices of `conf/prompts` and `conf/experiment`, plain settings, and files of the run's folder,
-below the current folder (named by a relative path) or bundled. Everything else is asked for in one line, also
-in a run of one's own, since nothing in a folder proves whose it is: interpolations and functions of Hydra,
-which read the environment; files elsewhere, which may be private; URLs and datasets, which are requests.
+below the current folder (named by a relative path) or bundled. Files elsewhere, which may be private, and
+URLs and datasets, which are requests, are taken if the user gave them here before (`own_runs`), else asked
+for in one line. Interpolations and functions of Hydra, which read the environment, are never taken.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 
 from decode.errors import UserError
 from distill.config.compose import options
+from distill.config.own_runs import are_own
 from distill.utils.atomic_files import read_json
 from distill.utils.paths import ROOT
 from distill.utils.redact import printable
@@ -41,7 +42,9 @@ TEXTS = ("name", "split", "revision", "answers", "template")
 NUMBERS = ("limit", "strict", "max_bytes", "max_tokens", "max_left_out", "heldout_share", "self", "weight")
 SHOWN = 400  # characters of a value that are shown
 MAPPINGS = ("columns", "template_options")
+OF_PROMPTS = re.compile(rf"{GROUP}(\W|$)")
 ASK = "give prompts on the command line"
+DAMAGED = f"no record of a run's options; remove it, and {ASK}"
 OUTSIDE = "it is a file outside of the run's folder"
 REQUEST = "it can be a request to another machine"
 
@@ -58,11 +61,14 @@ def of_run(run: Path, config_dir: Path, wanted: Collection[str] | None, given: C
     Raises:
         UserError: the record is damaged, or has something that is asked for and not taken.
     """
-    recorded = {override.key_or_group: override for override in _read(run / RECORD)}
+    lines = _read(run / RECORD)
+    recorded = {override.key_or_group: override for override in _about_prompts(run / RECORD, lines)}
     experiment = recorded.pop("experiment", None)
     values: dict[str, Any] = {key: override.value() for key, override in recorded.items()}
     taken = [key for key in values if _is_wanted(key, wanted) and key not in given]
     faults = {key: why for key in taken if (why := _fault(key, values[key], run, config_dir))}
+    if faults and are_own(lines):
+        faults = {key: why for key, why in faults.items() if why not in (OUTSIDE, REQUEST)}
     if faults:
         raise UserError(_question(run / RECORD, {key: values[key] for key in taken}, faults))
     stated = _of_experiment(experiment, config_dir) if experiment else {}
@@ -108,8 +114,7 @@ def quoted(value: str) -> str:
     return "'" + doubled.replace("'", "\\'") + "'"
 
 
-def _read(path: Path) -> list[Override]:
-    """The overrides of a record that are about prompts, and its experiment."""
+def _read(path: Path) -> list[str]:
     if not path.is_file():
         return []
     from drafters.hub.untrusted_files import JSON_BYTES, check_link  # takes a second; a checkpoint needs it
@@ -121,19 +126,23 @@ def _read(path: Path) -> list[Override]:
         # A list of texts is not made larger by YAML's aliases.
         if not isinstance(lines, list | None) or not all(isinstance(line, str) for line in lines or []):
             raise ValueError("no list of texts")
-        parsed = OverridesParser.create().parse_overrides(lines or [])
-    except (OSError, ValueError, RecursionError, yaml.YAMLError, HydraException):
-        raise UserError(f"{path}: no record of a run's options; remove it, and {ASK}") from None
-    mine = [one for one in parsed if one.key_or_group == "experiment" or _about_prompts(one.key_or_group)]
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        raise UserError(f"{path}: {DAMAGED}") from None
+    return lines or []
+
+
+def _about_prompts(path: Path, lines: list[str]) -> list[Override]:
+    """The overrides of a record that are about prompts, and its experiment."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(lines)
+    except (HydraException, RecursionError):
+        raise UserError(f"{path}: {DAMAGED}") from None
+    mine = [one for one in parsed if one.key_or_group == "experiment" or OF_PROMPTS.match(one.key_or_group)]
     for one in mine:
         if one.is_delete() or one.is_add() or one.is_force_add() or one.package:
             line = printable(str(one.input_line))
             raise UserError(f"{path}: {line!r} is more than a setting of prompts; remove it, and {ASK}")
     return mine
-
-
-def _about_prompts(key: str) -> bool:
-    return re.match(rf"{GROUP}(\W|$)", key) is not None
 
 
 def _is_wanted(key: str, wanted: Collection[str] | None) -> bool:

@@ -14,7 +14,7 @@ from distill.report import served
 from distill.report.tables import grid, target_label
 from distill.scoring.paired import FEWEST, speedup_ratio, speedup_text, tau_difference, why_incomparable
 from distill.scoring.target_drift import describe
-from distill.utils.redact import printable
+from distill.utils.redact import hidden, printable
 
 # score.json is written by training, scorecard.json is in an exported folder.
 CARDS = ("score.json", "scorecard.json")
@@ -143,7 +143,7 @@ def read(paths: Sequence[str]) -> list[Scored]:
     if not cards:
         raise damaged[0]
     for error in damaged:
-        print(printable(f"left out: {error}"), file=sys.stderr)
+        print(printable(hidden(f"left out: {error}")), file=sys.stderr)
     kinds = [card.checkpoint.drafter for card in cards]
     folders = [Path(path).name for _, path in pairs]
     names = []

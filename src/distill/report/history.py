@@ -14,7 +14,7 @@ from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard, read_scorecard
 from distill.config.recorded import readable_config
 from distill.utils.atomic_files import read_json
-from distill.utils.redact import printable
+from distill.utils.redact import hidden, printable
 from distill.utils.run_folder import checkpoints
 
 WRITTEN = ("run.json", "checkpoints", "csv")  # a run's folder has one of these
@@ -84,7 +84,7 @@ def scorecards(folder: Path) -> dict[int, Scorecard]:
             try:
                 cards[int(checkpoint.name)] = read_scorecard(file)
             except UserError as error:
-                print(printable(f"left out: {error}"), file=sys.stderr, flush=True)
+                print(printable(hidden(f"left out: {error}")), file=sys.stderr, flush=True)
     return cards
 
 

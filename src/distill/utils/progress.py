@@ -23,7 +23,7 @@ from torch import distributed
 from typing_extensions import override
 
 from decode.errors import UserError
-from distill.utils.redact import printable
+from distill.utils.redact import hidden, printable
 
 WIDE = 70  # columns of a terminal that has room for a bar and its rate
 EVERY = 0.15  # seconds between redraws
@@ -208,10 +208,10 @@ def bar(total: int, what: str, unit: str, done: int = 0, leave: bool = True) -> 
 
 
 def say(text: str) -> None:
-    """Print a line above the bars, on rank 0; control characters, which may be of others, are shown."""
+    """Print a line above the bars, on rank 0, without secrets; control characters are shown."""
     if not first_rank():
         return
-    text = printable(text)
+    text = printable(hidden(text))
     if (bars := _shown.get("bars")) and sys.stdout.isatty():
         bars.console.print(text, soft_wrap=True)
     else:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 import unicodedata
+from collections.abc import Iterator
 from typing import Any
 
-# Environment variables whose values no message may repeat.
-KEYS = ("WANDB_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY")
 HIDDEN = "(hidden)"
+# Special tokens of a tokenizer, and as drafters name them: no secrets.
+SPECIAL = "".join(f"(?<!{name}.)" for name in ("root", "mask", "pad", "bos", "eos", "unk", "end", "stop"))
 WORDS = (
-    r"(?:key|token|secrets?|passwords?|passwd|pwd|passphrase|bearer|credentials?|authorization|cookies?"
+    rf"(?:key|{SPECIAL}token|secrets?|passwords?|passwd|pass|pwd|passphrase|bearer|credentials?|auth|authorization"
+    r"|signature|cookies?"
     # Not every plural: max_tokens is no secret.
     r"|(?:api|access|auth|client|hf|private|secret|wandb)[^a-z]?(?:key|token)s)"
 )
@@ -20,33 +22,86 @@ SECRET = re.compile(rf"(?:^|[^a-z]|api|access|auth|client|hf|wandb){WORDS}$", re
 PASSWORD = re.compile(r"(?<=://)[^/@\s]*:(?!\d+/)[^@\s]+@")
 IN_ADDRESS = re.compile(
     rf"{PASSWORD.pattern}|(?<=://)[^/@\s]+@"
-    r"|(?<=[?&])(?:[\w-]*(?:key|token|secret|password|sig)[\w-]*)=[^&\s]+",
+    r"|(?<=[?&;])(?:[\w-]*(?:key|token|secret|password|sig|auth)[\w-]*)=[^&;\s]+",
     re.IGNORECASE,
 )
 IN_MAPPING = re.compile(rf"{WORDS}['\"]?\s*:", re.IGNORECASE)
-# Keys by their form: of Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS; and an HTTP header's.
-TOKEN = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{8,}|sk-[\w-]{12,}|(?:gh[pousr]|github_pat)_\w{16,}|glpat-[\w-]{12,}"
-    r"|xox[abprs]-[\w-]{10,}|A[KS]IA[A-Z0-9]{12,})|(?i:\bbearer\s+)[^\s,;'\"}\]]+"
+# An option of a program in a text: --api-key X, [--hf-token,X], ['--api_key=X'], {"api_key": "X"}.
+NAME = rf"--?(?:[\w.-]*[^a-z\s])?(?:api|access|auth|client|hf|wandb)?{WORDS}"
+QUOTED = r"\"[^\"]*\"|'[^']*'|[^\s,;'\"\[\]{}()]+"
+OPTION = re.compile(rf"((?<![\w-]){NAME}['\"]?\s*(?:[=,\s])\s*)(?:{QUOTED})", re.IGNORECASE)
+# An entry of a mapping or an assignment: 'api_key': X, HF_TOKEN=X, openai_api_key: X; not a plain "token: 5".
+PLAIN = r"(?:api|access|auth|client|hf|wandb|secret|private)[_-]?" + WORDS
+ENTRY = re.compile(
+    rf"((?i:(['\"])(?:[\w .-]*[^a-z])?(?:api|access|auth|client|hf|wandb)?{WORDS}\2|\b\w*?{PLAIN}"
+    rf"|\b(?:\w+_)?passw(?:or)?d)\s*[:=]\s*|\b[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|AUTH|CREDENTIALS)=)"
+    rf"(?:{QUOTED})"
 )
+# Keys by their form: what begins as those of well known issuers do, JSON Web Tokens, headers of HTTP.
+TOKEN = re.compile(
+    r"(?<![A-Za-z0-9])(?:(?:hf|api_org|hf_oauth|gsk|r8|npm|xai|pplx|nvapi|tgp_v1|fw|csk|dop_v1|shpat|lsv2_[a-z]{2})"
+    r"[_-][\w-]{8,}"
+    r"|sk-[\w-]{12,}|[srp]k_(?:live|test)_\w{8,}|(?:gh[pousr]|github_pat)_\w{16,}|gl[a-z]{2,5}-[\w.-]{12,}"
+    r"|xox[a-z]{1,2}-[\w-]{10,}|xapp-[\w-]{10,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|ya29\.[\w-]{12,}"
+    r"|pypi-[\w-]{16,}|SG\.[\w-]{12,}\.[\w-]{12,}|eyJ[\w-]{8,}\.[\w-]{4,}(?:\.[\w-]*)?)"
+    r"|(?i:\bbearer\s+)[^\s,;'\"}\]]+|(?i:\bauthorization['\"]?\s*[:=]\s*['\"]?\w+\s+)[^\s,;'\"}\]]+"
+    r"|(?<=hooks\.slack\.com/services/)[\w/-]+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-Z ]*PRIVATE KEY-----|.*)",
+    re.DOTALL,
+)
+LEAST = 8  # characters of a value of the environment that is a key; fewer may be any word
+# Resolvers of conf/ that read nothing secret; others can read the environment, by names that are made up.
+RESOLVERS = frozenset({"device_of", "now"})
+INTERPOLATION = re.compile(r"\$\{|\}|:")
 SHOWN_AS_IS = "\n\t\u200c\u200d"  # and the joiners of Persian, Indic scripts and emoji
 CONTROL = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories: C0, C1, bidirectional, surrogates, separators
 
 
 def without_secrets(value: Any) -> Any:
-    """A configuration, unresolved, without keys and passwords; the environment's values are not looked up."""
+    """A configuration, unresolved, without keys and passwords; what would read the environment is hidden."""
     if isinstance(value, dict):
         return {
             k: HIDDEN if v is not None and SECRET.search(str(k)) else without_secrets(v)
             for k, v in value.items()
         }
     if isinstance(value, list):
-        return [without_secrets(v) for v in value]
+        # In a list of arguments the value of an option is the next of them.
+        named = [False, *(isinstance(v, str) and v[:1] == "-" and SECRET.search(v) for v in value)]
+        return [
+            HIDDEN if name and v is not None else without_secrets(v)
+            for name, v in zip(named, value, strict=False)
+        ]
     if not isinstance(value, str):
         return value
-    if re.search(r"\$\{\s*oc\.", value):
-        return HIDDEN
-    return TOKEN.sub(HIDDEN, IN_ADDRESS.sub(f"{HIDDEN}@", value))
+    return hidden(value) if RESOLVERS.issuperset(_resolvers(value)) else HIDDEN
+
+
+def _resolvers(text: str) -> Iterator[str]:
+    """Names of the functions that the interpolations of a text call, as ${name:argument}."""
+    begun: list[int | None] = []  # where the name of each open interpolation begins; None: it has ended
+    for mark in INTERPOLATION.finditer(text):
+        if mark[0] == "${":
+            begun.append(mark.end())
+        elif begun and mark[0] == "}":
+            begun.pop()
+        elif begun and begun[-1] is not None:
+            yield text[begun[-1] : mark.start()].strip()
+            begun[-1] = None
+
+
+def hidden(text: str) -> str:
+    """A text without keys and passwords: by the names of options, by form, and the environment's own."""
+    for secret in _of_environment():
+        text = text.replace(secret, HIDDEN)
+    text = IN_ADDRESS.sub(f"{HIDDEN}@", text)
+    text = ENTRY.sub(rf"\1{HIDDEN}", OPTION.sub(rf"\1{HIDDEN}", text))
+    return TOKEN.sub(HIDDEN, text)
+
+
+def _of_environment() -> list[str]:
+    """Values of variables whose names say that they are secrets, the longest first."""
+    found = {v for name, v in os.environ.items() if len(v) >= LEAST and SECRET.search(name)}
+    return sorted(found, key=len, reverse=True)
 
 
 def override(text: str) -> str:
@@ -69,7 +124,4 @@ def printable(text: str) -> str:
 
 def reason(error: BaseException) -> str:
     """What went wrong, in one line that repeats no key."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    for secret in filter(None, map(os.environ.get, KEYS)):
-        text = text.replace(secret, "***")
-    return TOKEN.sub("***", text)
+    return hidden(" ".join(str(error).split()) or type(error).__name__)

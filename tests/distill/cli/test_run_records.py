@@ -13,6 +13,7 @@ from workbench import CONF, foredraft, make_target, write_prompts
 from decode.errors import UserError
 from distill.cli.checkpoint_defaults import with_run_settings
 from distill.cli.main import rewrite
+from distill.config import own_runs
 from distill.config.compose import compose
 
 KEY = "sk-a-secret-of-the-environment"
@@ -136,6 +137,36 @@ def test_the_question_holds_options_that_answer_it(run, tmp_path):
     found = rewrite(with_run_settings([*given, *argv], CONF, "score_checkpoint"), CONF)
     expected = compose([*settings, "prompts.limit=7", "checkpoint=x"], CONF, "score_checkpoint").prompts
     assert compose(found, CONF, "score_checkpoint").prompts == expected
+
+
+def test_what_its_user_gave_here_before_is_taken_again(run, tmp_path, monkeypatch):
+    """As often as it is asked for, of any copy of the record; with a word more it is another."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    given = ["drafter=eagle", "prompts=jsonl", f"prompts.path='{tmp_path}/p.jsonl'", "prompts.dataset='a/b'"]
+    argv = [f"checkpoint={run(*given)}"]
+    own_runs.remember(given)
+    own_runs.remember(given)
+    assert with_run_settings(argv, CONF, "score_checkpoint") == [*given[1:], *argv]
+    (noted,) = (tmp_path / "state").rglob("runs")
+    assert (len(noted.read_text().splitlines()), noted.stat().st_mode & 0o777) == (1, 0o600)
+    run(*given, "prompts.limit=1")
+    with pytest.raises(UserError, match="not taken from a record"):
+        with_run_settings(argv, CONF, "score_checkpoint")
+    own_runs.remember(secret := [*given, "prompts.name='${oc.env:OPENAI_API_KEY}'"])
+    run(*secret)
+    with pytest.raises(UserError, match=r"prompts\.name=.* is not taken from a record"):
+        with_run_settings(argv, CONF, "score_checkpoint")
+    run(*given)
+    noted.chmod(0o666)
+    with pytest.raises(UserError, match="not taken from a record"):
+        with_run_settings(argv, CONF, "score_checkpoint")
+
+
+def test_a_place_that_cannot_keep_it_stops_no_run(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    own_runs.remember(["a=1"])
+    assert not own_runs.are_own(["a=1"])
 
 
 def test_what_reads_the_environment_is_left_for_the_user_to_write(run):
