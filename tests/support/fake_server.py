@@ -14,6 +14,7 @@ from typing import Any
 OPENAI = {"model", "messages", "prompt", "temperature", "top_p", "max_tokens", "seed", "tools"}
 Fault = tuple[int, dict[str, str], str]  # status, headers, body
 CUT: Fault = (-1, {}, "")  # half a body, and the connection is gone
+DRIP: Fault = (-2, {}, "")  # a byte every tenth of a second, for ever
 
 
 class FakeServer:
@@ -152,6 +153,11 @@ class _Handler(BaseHTTPRequestHandler):
                 fake.now -= 1
         if fault is None:
             self._send(200, said)
+        elif fault is DRIP:
+            self._head(200, {}, 10**6)
+            while True:  # until the client leaves
+                self.wfile.write(b" ")
+                time.sleep(0.1)
         elif fault is CUT:
             whole = json.dumps(said).encode()
             self._head(200, {}, len(whole))

@@ -16,7 +16,7 @@ from decode.errors import UserError
 from decode.model.head_target import HeadTarget
 from decode.model.target import Tap, TargetOutput
 from distill.engines import inside
-from distill.engines.hidden_states import HiddenStates, check_rows
+from distill.engines.hidden_states import KEPT, HiddenStates, check_rows
 from distill.engines.http import Server
 from distill.engines.launch import interpreter
 from distill.engines.openai import OpenAIEngine
@@ -103,15 +103,15 @@ class EngineTarget(HeadTarget):
     def answers(self, chat: Chat, seed: int) -> OpenAIEngine:
         """The engine as what answers prompts; hidden states of its answers are kept."""
         _, client = self._connected()
-        return OpenAIEngine(client.server, chat, seed, self.max_positions, ANSWERED, client.keep)
+        return OpenAIEngine(client.server, chat, seed, self.max_positions, ANSWERED, client)
 
     @override
     def rest(self) -> None:
         """End the engine, where the run has started it; it starts again when something is asked of it."""
+        self._stack.close()
         if self._connection:
             self._connection[1].forget()
         self._connection = None
-        self._stack.close()
 
     @torch.no_grad()
     def _normed(self, states: Tensor) -> Tensor:
@@ -120,6 +120,8 @@ class EngineTarget(HeadTarget):
     @torch.no_grad()
     def _logprob(self, states: Tensor, token: int) -> float:
         """Log-probability of a token by the head on (S, D) states of one position."""
+        if token >= self.vocab_size:
+            raise UserError(f"taps=engine: the engine says token {token}, the target has {self.vocab_size}")
         last = self.norm(states[-1].to(self.device, self.dtype))
         return float(self.head(last).float().log_softmax(-1)[token])
 
@@ -161,6 +163,9 @@ class EngineTarget(HeadTarget):
         options, states = self._engine, self._folder / "states"
         engine = VLLM(options.python or "", options.arguments, options.patience, "engine.python")
         states.mkdir(parents=True, exist_ok=True)
+        for path in states.iterdir():  # of an engine that was killed
+            if not path.match(KEPT.format("*")):
+                path.unlink()
         log = self._folder / "engine.log"
         say(f"taps=engine: starting {SERVER}; its output is in {log}")
         begun = engine.serve_target(

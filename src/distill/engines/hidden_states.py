@@ -13,7 +13,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +24,13 @@ from torch import Tensor
 
 from decode.errors import UserError
 from distill.engines.http import RefusedError, RetryPolicy, Server, TransientError
+from distill.engines.unnamed_files import KEPT, UnnamedFiles
 from drafters.checkpoint.atomic import publish
 
 WRITES = 30.0  # seconds that a file may take to appear after the response
 FEW = 4  # texts, fewer of which show no more than rounding
-KEPT = "kept-{}.safetensors"
+LATE = 2.0  # seconds to wait for files of requests that were given up, at the end
+LONGEST = 255  # bytes of a file's name
 
 
 class Read(NamedTuple):
@@ -63,6 +65,7 @@ class HiddenStates:
         self.restart = restart
         self.retry = RetryPolicy(str(server), server.patience, server.retries, server.group)
         self.answered = False
+        self.unnamed = UnnamedFiles(folder)
         self.size = sum(path.stat().st_size for path in folder.glob(KEPT.format("*")))  # bytes that are kept
 
     def __call__(self, texts: Sequence[list[int]]) -> list[Read]:
@@ -71,15 +74,24 @@ class HiddenStates:
         Raises:
             UserError: the engine is not there or not started as it has to be.
         """
-        return asyncio.run(self._all(texts))
+        with self.asking(self.retry):
+            return asyncio.run(self._all(texts))
+
+    def asking(self, retry: RetryPolicy) -> AbstractContextManager[None]:
+        """While requests are under way that the engine writes files for; see `UnnamedFiles`."""
+        return self.unnamed.asking(retry)
 
     def keep(self, path: str) -> None:
-        """Name the engine's file of an answer by its tokens, as far as the limit allows."""
+        """Name the engine's file of an answer by its tokens, as far as the limit allows.
+
+        Raises:
+            UserError: no file has such a name.
+        """
         file = self._local(path)
         with suppress(OSError, KeyError, SafetensorError):  # what is not kept is read again
             _wait(file)
             size = file.stat().st_size
-            if self.size + size <= self.limit:
+            if self.size + self.unnamed.size + size <= self.limit:
                 with safe_open(file, "pt") as content:
                     tokens = content.get_tensor("token_ids").tolist()
                 file.rename(self._kept(tokens))
@@ -88,13 +100,14 @@ class HiddenStates:
 
     def _save(self, tokens: Sequence[int], states: Tensor) -> None:
         """Keep what was read of a text beside others that could not be."""
-        if self.size + states.nbytes <= self.limit:
+        if self.size + self.unnamed.size + states.nbytes <= self.limit:
             with publish(self._kept(tokens)) as file:
                 save_file({"hidden_states": states, "token_ids": torch.tensor(tokens)}, file)
             self.size += self._kept(tokens).stat().st_size
 
     def forget(self) -> None:
-        """Remove what is still kept: texts that nobody asked for as they were written."""
+        """Remove what is still kept: texts that nobody asked for as they were written; and unnamed files."""
+        self.unnamed.end(LATE)
         for path in self.folder.glob(KEPT.format("*")):
             path.unlink(missing_ok=True)
         self.size = 0
@@ -153,6 +166,8 @@ class HiddenStates:
                 choice = payload["choices"][0]
                 named = (payload.get("kv_transfer_params") or {}).get("hidden_states_path")
                 token, logprob = choice["token_ids"][0], float(choice["logprobs"]["token_logprobs"][0])
+                if type(token) is not int or token < 0:
+                    raise ValueError(f"token {token!r}")
             except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
                 raise TransientError(f"a reply that makes no sense ({error!r})", True) from None
         self.answered = True
@@ -166,8 +181,15 @@ class HiddenStates:
             self._remove(path)
 
     def _local(self, path: str) -> Path:
-        """A file of the engine on this machine; nothing of its path but the name is trusted."""
-        return self.folder / Path(path).name
+        """A file of the engine on this machine; nothing of its path but the name is trusted.
+
+        Raises:
+            UserError: no file has such a name.
+        """
+        name = Path(path).name
+        if name in ("", "..") or not name.isprintable() or len(f"{name}.lock".encode()) > LONGEST:
+            raise UserError(f"{self.server}: {path[:80]!r} is no file of hidden states; is it an engine?")
+        return self.folder / name
 
     def _remove(self, path: Path) -> None:
         for name in (path, Path(f"{path}.lock")):

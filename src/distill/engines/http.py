@@ -6,12 +6,14 @@ import asyncio
 import math
 import os
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar
+from queue import Empty, Queue
+from typing import Any, TypeVar, cast
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from decode.errors import UserError
@@ -72,7 +74,7 @@ class Server:
         url: base url, up to /v1.
         model: name on the server.
         concurrency: requests in flight.
-        timeout: seconds per answer.
+        timeout: seconds per answer, whole.
         retries: of a request that fails on the server.
         patience: seconds to wait for a server that is away or failing.
         api_key_env: environment variable with the key; the key itself is not stored.
@@ -136,8 +138,9 @@ class Server:
         """
         library = openai()
         try:
-            yield
-        except library.APITimeoutError:
+            async with asyncio.timeout(self.timeout):  # the library's own is for each read
+                yield
+        except (library.APITimeoutError, TimeoutError):
             raise TransientError(f"no answer within {self.group}timeout={self.timeout:g} s", True) from None
         except library.APIConnectionError as error:
             if isinstance(error.__cause__, UserError):
@@ -197,6 +200,31 @@ def limited(stream: Any, name: str) -> Any:
     return Limited()
 
 
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """What `work` returns, in another thread; a socket's own timeout is for each read.
+
+    Raises:
+        TimeoutError: it takes longer; its thread is left to end.
+        Exception: of `work`.
+    """
+    done: Queue[tuple[T | None, BaseException | None]] = Queue()
+
+    def body() -> None:
+        try:
+            done.put((work(), None))
+        except BaseException as error:  # raised where it is waited for
+            done.put((None, error))
+
+    threading.Thread(target=body, daemon=True).start()
+    try:
+        result, error = done.get(timeout=seconds)
+    except Empty:
+        raise TimeoutError from None
+    if error is not None:
+        raise error
+    return cast(T, result)
+
+
 def openai() -> Any:
     """The client library, an optional dependency.
 
@@ -244,6 +272,7 @@ class RetryPolicy:
         self.group, self.stored = group, stored
         self.answered = float("-inf")  # time of the newest answer
         self.waiting = False
+        self.failures = 0  # of all requests, where the server may have answered later or in part
 
     async def __call__(self, ask: Callable[[], Awaitable[T]]) -> T:
         """The result of `ask`, retried.
@@ -259,6 +288,7 @@ class RetryPolicy:
                 now = time.monotonic()
                 since = since if failures else now
                 failures, broken = failures + 1, broken + failure.broken
+                self.failures += failure.broken
                 left = since + self.seconds - now
                 requested = failure.wait or 0.0
                 if left <= 0 or requested > left or broken > self.retries:

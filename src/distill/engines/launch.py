@@ -19,6 +19,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, build_opener
 
 from decode.errors import UserError
+from distill.engines.http import within
 from distill.utils.progress import say
 
 # Runs in the engine's interpreter: the server as `python -m`, and its whole process group ended when our end
@@ -140,7 +141,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path, patience: float
     said = begun
     while True:
         with suppress(URLError, HTTPError, OSError, http.client.HTTPException):
-            opener.open(f"{url}/health", timeout=10).close()
+            within(10.0, lambda: opener.open(f"{url}/health", timeout=10).close())
             return
         now = time.monotonic()
         if (code := process.poll()) is not None:

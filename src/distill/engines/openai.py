@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from decode.errors import UserError
 from distill.engines.base import Answer, Request, SamplingParams
+from distill.engines.hidden_states import HiddenStates
 from distill.engines.http import RefusedError, RetryPolicy, Server, TransientError
 from distill.engines.openai_protocol import (
     DIALECTS,
@@ -36,7 +38,7 @@ class OpenAIEngine:
         seed: of the sampling, for servers that use it.
         context: maximum tokens of the target, or None.
         extra: additional fields of every request.
-        keep: is told the files that the server wrote the hidden states of answers to.
+        states: keeps the files that the server wrote the hidden states of answers to.
 
     Attributes:
         rounds: per answer, the number of rounds that accepted 0, 1, ... draft tokens, where reported.
@@ -54,10 +56,10 @@ class OpenAIEngine:
         seed: int,
         context: int | None,
         extra: Fields | None = None,
-        keep: Callable[[str], None] | None = None,
+        states: HiddenStates | None = None,
     ) -> None:
         self.server, self.chat, self.seed, self.extra = server, chat, seed, extra or {}
-        self.keep = keep
+        self.states = states
         self.rounds: list[list[int]] = []
         self.retry = RetryPolicy(str(server), server.patience, server.retries, server.group, server.stored)
         self.dialect: Dialect | None = None
@@ -70,7 +72,8 @@ class OpenAIEngine:
 
     def __call__(self, requests: Sequence[Request], params: SamplingParams) -> list[Answer]:
         """One answer per request; an empty one where the server gave nothing usable."""
-        return asyncio.run(self._answer_all(requests, params)) if requests else []
+        with self.states.asking(self.retry) if self.states else nullcontext():
+            return asyncio.run(self._answer_all(requests, params)) if requests else []
 
     async def _look(self) -> dict[str, int | None]:
         """Models that the server lists, with their context length."""
@@ -166,8 +169,8 @@ class OpenAIEngine:
 
     async def _keep(self, reply: Reply) -> None:
         """Hand over the file with the hidden states of an answer, where there is one."""
-        if reply.states and self.keep:
-            await asyncio.to_thread(self.keep, reply.states)
+        if reply.states and self.states:
+            await asyncio.to_thread(self.states.keep, reply.states)
 
     async def _ask(
         self,

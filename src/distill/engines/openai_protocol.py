@@ -113,6 +113,7 @@ def read_reply(text: str) -> Reply:
         message = choice.get("message") or {"content": choice["text"]}
         reasoning = next((message[name] for name in REASONING if message.get(name)), None)
         separated = {"tool_calls": message.get("tool_calls"), "reasoning_content": reasoning}
+        named = (payload.get("kv_transfer_params") or {}).get("hidden_states_path")
         prompt = choice.get("prompt_token_ids") or payload.get("prompt_token_ids")
         reply = Reply(
             message.get("content") or "",
@@ -122,7 +123,7 @@ def read_reply(text: str) -> Reply:
             prompt if isinstance(prompt, list) else None,
             (payload.get("usage") or {}).get("prompt_tokens"),
             _rounds(payload),
-            (payload.get("kv_transfer_params") or {}).get("hidden_states_path"),
+            named if isinstance(named, str) else None,
         )
     except (AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
         raise ValueError(f"no reply: {error!r}") from None

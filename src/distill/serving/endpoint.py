@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import time
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -13,7 +14,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from typing_extensions import override
 
 from decode.errors import UserError
-from distill.engines.http import MAX_BYTES, check_redirect
+from distill.engines.http import MAX_BYTES, check_redirect, within
 from distill.serving import metrics as counters
 from distill.serving.metrics import Reading
 
@@ -88,16 +89,8 @@ class Endpoint:
     def _page(self, path: str) -> str:
         where, key = self.url + path, os.environ.get(self.key_env, "")
         request = Request(where, headers={"Authorization": f"Bearer {key}"} if key else {})
-        until = time.monotonic() + self.timeout
-        body = bytearray()
         try:
-            with build_opener(_SameOrigin).open(request, timeout=self.timeout) as response:
-                while chunk := response.read1(CHUNK):
-                    body += chunk
-                    if len(body) > MAX_BYTES:
-                        raise UserError(f"{where}: more than {MAX_BYTES >> 20} MB; not an engine's page")
-                    if time.monotonic() > until:
-                        raise TimeoutError
+            body = within(self.timeout, partial(self._read, request))
         except HTTPError as error:
             raise UserError(self._status_message(where, error.code)) from None
         except TimeoutError:
@@ -108,6 +101,19 @@ class Endpoint:
                 raise UserError(f"{where}: no answer within timeout={self.timeout:g} s") from None
             raise UserError(f"{where}: no server answers ({reason})") from None
         return body.decode("utf-8", "replace")
+
+    def _read(self, request: Request) -> bytes:
+        until = time.monotonic() + self.timeout
+        body = bytearray()
+        with build_opener(_SameOrigin).open(request, timeout=self.timeout) as response:
+            while chunk := response.read1(CHUNK):
+                body += chunk
+                if len(body) > MAX_BYTES:
+                    size = MAX_BYTES >> 20
+                    raise UserError(f"{request.full_url}: more than {size} MB; not an engine's page")
+                if time.monotonic() > until:
+                    raise TimeoutError
+        return bytes(body)
 
     def _status_message(self, where: str, status: int) -> str:
         if status in (401, 403):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from dataclasses import replace
+
 import datasets
 import pytest
 import torch
@@ -19,7 +24,7 @@ from distill.data import taps_disk
 from distill.data.taps_disk import TapCache
 from distill.engines import http
 from distill.engines.engine_target import load_engine_target
-from distill.engines.hidden_states import KEPT
+from distill.engines.unnamed_files import KEPT, UnnamedFiles
 from distill.prompts.chat_template import Chat
 
 LAYERS = (0, 1, 2)  # the last stands for the output of the last
@@ -261,6 +266,81 @@ def test_answers_are_kept_within_the_limit(engine, server, tmp_path):
     engine.read(torch.tensor(texts(8)))
     assert not server.read
     assert client.size == 0
+
+
+def test_files_of_requests_that_timed_out_are_removed_and_counted(engine, server, tmp_path, capsys):
+    """The engine writes them after nobody waits for them; what others put there stays."""
+    (server.folder / "other.safetensors").write_text("")
+    _, client = engine._connected()
+    client.server = replace(client.server, timeout=0.3)
+    reply, slow = server.reply, iter([True] * 3)
+
+    def late(body):
+        time.sleep(0.6 if next(slow, False) else 0)
+        return reply(body)
+
+    server.reply = late
+    engine.read(torch.tensor(texts(7, 7, 7)))
+    engine.rest()
+    assert [path.name for path in server.folder.iterdir()] == ["other.safetensors"]
+    assert "3 files of hidden states that no answer named were removed" in capsys.readouterr().out
+
+
+def test_unnamed_files_count_where_another_process_asks_too(engine, server):
+    _, client = engine._connected()
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        other = UnnamedFiles(server.folder)
+        os.write(writer, b"x")
+        time.sleep(60)
+        os._exit(bool(other))
+    try:
+        os.read(reader, 1)
+        with client.asking(client.retry):
+            (server.folder / "late.safetensors").write_bytes(bytes(500))
+        assert client.unnamed.size == 500
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    with client.asking(client.retry):
+        pass
+    assert client.unnamed.size == 0
+    assert not list(server.folder.iterdir())
+
+
+@pytest.mark.parametrize("path", ["..", "/a/..", "", "/", "a\0b", "x" * 5000, "\ud800", 7, ["a"]])
+def test_a_path_that_is_no_files_is_one_line(engine, server, tmp_path, path):
+    """Of what is read, and of what is kept of answers."""
+    _, client = engine._connected()
+    reply = server.reply
+
+    def named(body):
+        said = reply(body)
+        said["kv_transfer_params"] = {"hidden_states_path": path}
+        return said
+
+    server.reply = named
+    with pytest.raises(UserError, match=r"is no file of hidden states|writes no hidden states") as error:
+        engine.read(torch.tensor(texts(5)))
+    assert str(error.value).isprintable()
+    if isinstance(path, str):
+        with pytest.raises(UserError, match="is no file of hidden states"):
+            client.keep(path)
+
+
+@pytest.mark.parametrize("token", [-1, 10**9, "x", None, 1.5])
+def test_a_token_that_is_none_is_one_line(engine, server, token):
+    engine._connected()
+    reply = server.reply
+
+    def wrong(body):
+        said = reply(body)
+        said["choices"][0]["token_ids"] = [token]
+        return said
+
+    server.reply = wrong
+    with pytest.raises(UserError, match=r"makes no sense|the engine says token"):
+        engine.read(torch.tensor(texts(5)))
 
 
 @pytest.mark.parametrize(

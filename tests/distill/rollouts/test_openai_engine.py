@@ -1,14 +1,16 @@
 """Answers from a server: everything that can go wrong on the way, and that nothing is lost by it."""
 
 import json
+import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
-from fake_server import CUT, FakeServer
+from fake_server import CUT, DRIP, FakeServer
 from omegaconf import OmegaConf
 from stores import PLAN
 from workbench import CONF, make_tokenizer
@@ -26,6 +28,7 @@ from distill.main import run
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.rollouts.writer import Writer
+from distill.serving.endpoint import Endpoint
 
 END = 3
 PARAMS = SamplingParams({"temperature": 1.0, "top_k": 0, "top_p": 1.0}, 40, [END])
@@ -589,3 +592,41 @@ def test_settings_that_cannot_be_are_refused(asking, tmp_path, changes, line):
 def test_a_server_needs_its_own_settings(bench):
     assert "choose it by rollout=openai" in bench.train("rollout.engine=openai").err
     assert "rollout.url: must be given" in bench.train("rollout=openai").err
+
+
+def test_a_timeout_is_for_the_whole_answer_and_not_for_each_byte(chat, start):
+    fake = start()
+    asking = engine(fake, timeout=0.5, retries=1)
+    fake.faults = [DRIP]
+    begun = time.monotonic()
+    assert heard(chat, asking(ask(chat, "q0"), PARAMS)) == ["so: q0"]
+    assert time.monotonic() - begun < 5
+    fake.faults = [DRIP, DRIP]
+    with pytest.raises(
+        UserError, match=r"no answer within rollout\.timeout=0\.5 s; given up after 2 attempts"
+    ):
+        asking(ask(chat, "q1"), PARAMS)
+    assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(
+    "head", [b"HTTP/1.1 200 OK\r\nx: ", b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n"]
+)
+def test_a_page_that_drips_is_given_up_at_its_timeout(head):
+    """In its header as in its body."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                connection.sendall(head)
+                for _ in range(100):
+                    connection.sendall(b"a")
+                    time.sleep(0.05)
+
+        threading.Thread(target=drip, daemon=True).start()
+        begun = time.monotonic()
+        page = Endpoint(f"http://127.0.0.1:{listener.getsockname()[1]}", 0.5, "A_KEY")
+        with pytest.raises(UserError, match=r"no answer within timeout=0\.5 s"):
+            page.reading()
+        assert time.monotonic() - begun < 3
