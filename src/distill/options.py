@@ -216,6 +216,7 @@ class ScoringOptions(TimedOptions):
     repeats: int  # timed runs
     quantize: str  # none | int8: weights that the drafter is scored with
     judge: str | None  # a script that scores answers of lossy plans
+    judge_timeout: float = 600.0  # seconds for one score
     engine: str  # none | vllm
     engine_python: str | None  # interpreter that has it
     engine_url: str | None  # of one that runs
@@ -474,6 +475,7 @@ class JudgeOptions:
     """Who decides which steps of a draft model stay."""
 
     script: str | None  # None: nobody, and decoding is lossless
+    timeout: float  # seconds for one score
     least: float  # score of a step that stays
     step: str  # string that ends a step
 

@@ -25,7 +25,7 @@ def check(options: GenerateOptions) -> None:
     Raises:
         UserError: no checkpoint, no such script, or other stop strings.
     """
-    ScriptJudge(str(options.judge.script), "judge.script")
+    _script(options)
     if not options.checkpoint:
         raise UserError("judge.script: a draft model writes the steps; give checkpoint=, one of drafter=lm")
     if options.stop:
@@ -47,7 +47,7 @@ def judged_answer(options: GenerateOptions, drafting: TextGenerator, ids: Sequen
     def text(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    with ScriptJudge(str(options.judge.script), "judge.script") as script:
+    with _script(options) as script:
 
         def judge(request: int, answer: Sequence[int], step: Sequence[int]) -> float:
             del request
@@ -77,6 +77,10 @@ def judged_answer(options: GenerateOptions, drafting: TextGenerator, ids: Sequen
         line += f"; plain {plain_speed:.0f} tokens/s ({speed / plain_speed:.2f}x)"
     print(f"{line}; LOSSY", file=sys.stderr, flush=True)
     return sum(step.drafted for step in output.steps) / len(output.steps)
+
+
+def _script(options: GenerateOptions) -> ScriptJudge:
+    return ScriptJudge(str(options.judge.script), "judge.script", "judge.timeout", options.judge.timeout)
 
 
 def _writer(drafter: Drafter, target: Target) -> Target:

@@ -61,6 +61,8 @@ LEAST = {
     "score.repeats": 1,
     "score.threads": 0,
     "score.engine_patience": 0,
+    "score.judge_timeout": 0.001,
+    "judge.timeout": 0.001,
     "max_new_tokens": 1,
     "timeout": 0.001,
     "timeout_minutes": 0,

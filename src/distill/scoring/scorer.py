@@ -100,7 +100,11 @@ class Scorer:
         self.samplers = options.samplers()
         if target.abilities.decode:
             self._check_replay()
-        self.judge = ScriptJudge(options.judge, "score.judge") if options.judge else None
+        self.judge = None
+        if options.judge:
+            self.judge = ScriptJudge(
+                options.judge, "score.judge", "score.judge_timeout", options.judge_timeout
+            )
         if self.judge and not any(isinstance(plan, Plan) and plan.lossy for plan in self.plans):
             raise UserError("score.judge compares lossy plans with plain decoding; put one under score.plans")
         self.rollouts: dict[Sampler, list[Rollout]] = {}

@@ -52,11 +52,53 @@ def test_a_record_has_the_prompt_the_answer_and_what_the_file_answers():
         ("raise SystemExit(3)", r"the script ended \(exit code 3\); its own message is above"),
         ("print('well done', flush=True)", "has to write a number on a line, and wrote 'well done'"),
         ("print('nan', flush=True)", "has to write a number on a line, and wrote 'nan'"),
+        ("os.write(1, b'\\xff\\xfe\\n')", "has to write a number on a line, and wrote '"),
+        ("os.write(1, b'0.5\\x00\\n')", "has to write a number on a line, and wrote '0.5"),
+        ("time.sleep(60)", r"no score within judge\.timeout=0\.5 s"),
+        ("os.write(1, b'1'); time.sleep(60)", r"no score within judge\.timeout=0\.5 s"),
+        ("while True: os.write(1, b'1' * 999)", "has to write a number on a line, and wrote '11"),
+        ("while True: os.write(1, b'1\\n' * 999)", r"wrote '1|wrote more: '1'"),
+        ("os.write(1, b'1\\n2\\n')", "it has to write one line for a record, and wrote more: '2'"),
+        ("os.close(1); time.sleep(60)", "the script closed its output"),
+        ("os.write(1, b'\\n')", "has to write a number on a line, and wrote ''"),
     ],
 )
 def test_what_is_no_score_ends_with_one_line(tmp_path, body, message):
-    with judge(tmp_path, body) as asked, pytest.raises(UserError, match=rf"^score\.judge=.*{message}"):
+    asked = judge(tmp_path, f"import os, time\n{body}\ntime.sleep(60 * ('SystemExit' not in {body!r}))")
+    asked.seconds = 0.5 if "seconds" in message or "within" in message else 20.0
+    with asked, pytest.raises(UserError, match=rf"^score\.judge=.*(?:{message})") as error:
         asked({"answer": ""})
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("pause", [0, 0.01])
+def test_two_lines_for_each_record_shift_no_score(tmp_path, pause):
+    """At the next record, or at the end where they come later than that is sent."""
+    body = "import sys, time\nfor line in sys.stdin:\n    print(1, flush=True)\n"
+    body += f"    time.sleep({pause})\n    print(2, flush=True)\n"
+
+    def score() -> None:
+        with judge(tmp_path, body) as asked:
+            for _ in range(4):
+                asked({"answer": ""})
+
+    with pytest.raises(UserError, match="one line for a record, and wrote more"):
+        score()
+
+
+def test_a_record_longer_than_a_pipe_holds_is_read(tmp_path):
+    body = (
+        "import json, sys\nfor line in sys.stdin:\n    print(len(json.loads(line)['answer']), flush=True)\n"
+    )
+    with judge(tmp_path, body) as asked:
+        assert [asked({"answer": "x" * size}) for size in (10**6, 3)] == [10**6, 3]
+
+
+def test_a_script_that_reads_nothing_is_one_line(tmp_path):
+    asked = judge(tmp_path, "import time\ntime.sleep(60)\n")
+    asked.seconds = 0.3
+    with asked, pytest.raises(UserError, match="no score within"):
+        asked({"answer": "x" * 10**6})
 
 
 def test_a_file_that_cannot_be_run_is_named(tmp_path):
