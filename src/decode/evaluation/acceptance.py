@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from decode.evaluation.replay import Counts, Rollout, replay, why_inexact
+from decode.evaluation.survival import decoded_counts, kaplan_meier
 from decode.generation.generate import generate
 from decode.generation.types import Output, Proposer
 from decode.model.target import Target
@@ -21,7 +22,7 @@ class Acceptance:
 
     Attributes:
         counts: tokens and rounds of each rollout; expected values, or those of one decoder run.
-        survival: P(accepted >= j), j from 1.
+        survival: P(accepted >= j), j from 1; see `evaluation.survival`.
         estimate: reason why the numbers are a noisy estimate from decoding; empty if they are exact.
         keeps: see `replay.ReplayResult`.
     """
@@ -93,26 +94,11 @@ def acceptance(
             done += len(part)
             advanced(0)
         reason = why_inexact(plan, sampler, drafter)
-        results[plan] = Acceptance(round_counts(outputs), survival(outputs, plan.depth), reason)
+        survival = kaplan_meier(decoded_counts(outputs, plan.depth))
+        results[plan] = Acceptance(round_counts(outputs), survival, reason)
     return [results[plan] for plan in plans]
 
 
 def round_counts(outputs: Sequence[Output]) -> Counts:
     """Tokens and rounds of each output of a decoder run."""
     return Counts([sum(o.emitted) for o in outputs], [float(len(o.emitted)) for o in outputs])
-
-
-def whole_rounds(outputs: Sequence[Output]) -> list[tuple[int, int]]:
-    """(number accepted, draft length) of every round that is not cut by the end of the text."""
-    return [
-        (accepted, length)
-        for o in outputs
-        for accepted, length, emitted in zip(o.accepted, o.draft_lengths, o.emitted, strict=True)
-        if emitted == accepted + 1
-    ]
-
-
-def survival(outputs: Sequence[Output], depth: int) -> list[float]:
-    """P(accepted >= j) over `whole_rounds`, j from 1."""
-    rounds = whole_rounds(outputs)
-    return [sum(a >= j for a, _ in rounds) / max(len(rounds), 1) for j in range(1, depth + 1)]

@@ -22,6 +22,7 @@ from torch import Tensor
 from decode.draft import PAD, Draft
 from decode.evaluation.bootstrap import interval
 from decode.evaluation.stateful_replay import walk
+from decode.evaluation.survival import kaplan_meier
 from decode.evaluation.teacher_forced import ForcedTokens, Rollout, TeacherForcedTexts
 from decode.generation.finite import check_logits
 from decode.generation.types import Proposer, depends_on_rounds
@@ -61,8 +62,8 @@ class ReplayResult:
 
     Attributes:
         counts: tokens and expected rounds of each rollout.
-        reached: (2, K + 1) expected rounds not cut by the end of the text, over all rollouts: row 0
-            those that accept at least j tokens, row 1 all.
+        reached: (2, K + 1) expected rounds over all rollouts, see `kaplan_meier`: row 0 those that accept a
+            token j of the text, row 1 those that accept all before it.
         keeps: for each rollout (starts, K), P(token i after a start is accepted | those before it are);
             None if drafts depend on earlier rounds.
     """
@@ -73,8 +74,8 @@ class ReplayResult:
 
     @property
     def survival(self) -> list[float]:
-        """P(accepted >= j), j from 1."""
-        return [float(x) for x in self.reached[0, 1:] / max(self.reached[1, 0], 1e-300)]
+        """P(accepted >= j), j from 1; see `evaluation.survival`."""
+        return kaplan_meier(self.reached)
 
 
 def why_inexact(plan: Plan, sampler: Sampler, drafter: Proposer | None = None) -> str:
@@ -253,7 +254,8 @@ class RoundStarts:
         begins: (starts,) P(a round starts at t).
         tokens: (starts,) expected tokens of such rounds, cut at the end.
         count: expected number of rounds.
-        reached: (2, K + 1) expected rounds not cut by the end: those that accept at least j tokens, and all.
+        reached: (2, K + 1) expected rounds that accept a token j of the text, and those that accept all
+            before it, as `kaplan_meier` reads them.
     """
 
     def __init__(self, keep: np.ndarray, depth: int) -> None:
@@ -266,9 +268,9 @@ class RoundStarts:
             ends = through - np.append(through[1:], 0.0)  # accepts exactly j
             begins[t + 1 : t + depth + 2] += ends  # the next round starts j + 1 tokens later
             self.tokens[t] = ends @ np.minimum(np.arange(1, depth + 2), starts - t)
-            whole = ends[: starts - t]  # a round that accepts all remaining tokens is cut
-            self.reached[0, : len(whole)] += whole[::-1].cumsum()[::-1]
-            self.reached[1] += whole.sum()
+            here = min(depth, starts - t) + 1  # the text has no later places
+            self.reached[0, :here] += through[:here]
+            self.reached[1, :here] += np.concatenate([through[:1], through[: here - 1]])
         self.begins = begins[:starts]
         self.count = float(self.begins.sum())
 

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from decode.errors import UserError
-from decode.evaluation.acceptance import Acceptance, acceptance, round_counts, whole_rounds
+from decode.evaluation.acceptance import Acceptance, acceptance, round_counts
 from decode.evaluation.audit import Case, audit, num_batches
 from decode.evaluation.quality import Judge, Quality, quality
 from decode.evaluation.replay import ContextPart, Counts, Rollout, agreement, by_context, why_inexact
 from decode.evaluation.scorecard import DECODED, Conditions, Replay, Row, Scorecard, Timing
+from decode.evaluation.survival import decoded_counts, kaplan_meier
 from decode.evaluation.timing_ab import DecodeTimings, Prompts, time_interleaved
 from decode.generation.generate import generate
 from decode.generation.types import Output, Proposer, supported_proposals
@@ -447,16 +448,19 @@ def _replay(result: Acceptance, decoded: Counts | None, shared: int, reserved: i
 
 
 def _positions(outputs: Sequence[Output], depth: int) -> tuple[list[float], list[float], list[float]]:
-    """survival[j] = P(accepted >= j), alpha[j] = P(accepted >= j | j - 1 accepted, j offered), offered[j]."""
-    rounds = whole_rounds(outputs)
+    """survival[j] = P(accepted >= j), alpha[j] = P(accepted >= j | j - 1 accepted, j offered), offered[j].
+
+    alpha counts tokens of the text, as survival does.
+    """
+    counts = decoded_counts(outputs, depth)
+    lengths = [(e, o) for out in outputs for e, o in zip(out.emitted, out.draft_lengths, strict=True)]
     levels = range(1, depth + 1)
-    num_reached = [sum(a >= j for a, _ in rounds) for j in levels]
-    num_offered = [sum(o >= j for _, o in rounds) for j in levels]
-    num_tried = [sum(a >= j - 1 and o >= j for a, o in rounds) for j in levels]
+    num_offered = [sum(o >= j for _, o in lengths) for j in levels]
+    num_tried = [sum(min(e, o) >= j for e, o in lengths) for j in levels]
     return (
-        [_ratio(n, len(rounds)) for n in num_reached],
-        [_ratio(n, t) for n, t in zip(num_reached, num_tried, strict=True)],
-        [_ratio(n, len(rounds)) for n in num_offered],
+        kaplan_meier(counts),
+        [_ratio(n, t) for n, t in zip(counts[0, 1:].tolist(), num_tried, strict=True)],
+        [_ratio(n, len(lengths)) for n in num_offered],
     )
 
 

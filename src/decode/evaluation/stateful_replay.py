@@ -29,7 +29,7 @@ class Step(NamedTuple):
     draft: Draft
     ahead: Tensor  # (B, K) the text after the root, then `PAD`
     accepted: list[int]
-    whole: list[bool]  # not cut by the end of the text
+    left: list[int]  # tokens of the text after the root
     goes_on: list[bool]  # another round follows
 
 
@@ -68,11 +68,10 @@ def walk(
             step = walker.step(sampler)
             if on_step:
                 on_step(step)
-            for row, accepted, whole in zip(walker.rows, step.accepted, step.whole, strict=True):
+            for row, accepted, left in zip(walker.rows, step.accepted, step.left, strict=True):
                 rounds[part[row]] += 1
-                if whole:
-                    reached[0, : accepted + 1] += 1
-                    reached[1] += 1
+                reached[0, : accepted + 1] += 1
+                reached[1, : min(accepted + 1, left) + 1] += 1
             walker.advance(step.accepted)
     return rounds, reached
 
@@ -118,8 +117,8 @@ class _Walker:
         ahead = self.texts.answers[rows, place + torch.arange(self.plan.depth, device=device)]
         draft = self.drafter.propose(self.state, self.target, sampler, NO_COIN, self.plan)
         accepted = matched(draft, ahead)
-        whole = [self.place[r] + a < self.length[r] for r, a in zip(self.rows, accepted, strict=True)]
-        return Step(self.state, draft, ahead, accepted, whole, self._goes_on(accepted))
+        left = [self.length[r] - self.place[r] for r in self.rows]
+        return Step(self.state, draft, ahead, accepted, left, self._goes_on(accepted))
 
     def _goes_on(self, accepted: Sequence[int]) -> list[bool]:
         return [self.place[r] + a + 1 < self.length[r] for r, a in zip(self.rows, accepted, strict=True)]

@@ -27,7 +27,7 @@ class Figure(NamedTuple):
         scored: in the scorecard.
         noise: largest difference by chance, at `CONFIDENCE` over all figures.
         tolerance: differences up to this are ignored, even if significant.
-        edge: excess of an engine that also counts rounds cut off by the end of an answer.
+        edge: excess of an engine that also counts what it accepts behind the end of an answer.
     """
 
     name: str
@@ -113,8 +113,8 @@ def compare(served: ServedAcceptance, row: Row, tolerance: float, same: bool = F
     widened by the design effect, which the scorecard's interval over prompts gives. For greedy answers to
     the `same` prompts the prompts' difficulty cancels out, and no widening is needed.
 
-    The scorecard's s_j leaves out rounds cut off by the end of an answer; engines count all rounds. With one
-    cut round of R in an answer, the engine's s_j is at most (1 - s_j) / R higher.
+    The scorecard's s_j is of tokens of the answers; engines also count what they accept behind an end. With
+    one such round of R in an answer, the engine's s_j is at most (1 - s_j) / R higher.
 
     Args:
         served: acceptance of the engine.

@@ -68,11 +68,12 @@ def test_what_was_not_offered_was_not_missed():
     assert alpha == [3 / 3, 1 / 2, 0 / 1]
 
 
-def test_a_round_that_was_cut_is_left_out():
+def test_of_a_round_that_was_cut_the_tokens_of_the_text_count():
     """By an end token or by the length, fewer are emitted than were accepted, and one."""
     whole = [output((2, 2, 3, 2), (0, 2, 1, 2))]
+    assert module._positions(whole, 2) == ([0.5, 0.5], [0.5, 1.0], [1, 1])
     cut = [output((2, 2, 3, 2), (0, 2, 1, 2), (2, 2, 1, 2), stopped=True)]
-    assert module._positions(cut, 2) == module._positions(whole, 2) == ([0.5, 0.5], [0.5, 1.0], [1, 1])
+    assert module._positions(cut, 2) == ([2 / 3, 2 / 3], [2 / 3, 1.0], [1, 1])
     # An end token that is a round's last changes nothing: that round is whole.
     ended = [output((2, 2, 3, 2), (0, 2, 1, 2), stopped=True)]
     assert module._positions(ended, 2) == module._positions(whole, 2)
@@ -95,8 +96,8 @@ def test_a_row_by_hand():
     assert row.tokens == 3 + 1 + 1 + 2
     assert row.rounds == 4
     assert row.tau == 7 / 4  # the cut round counts: its forward was paid and its token came
-    assert row.survival == [2 / 3, 1 / 3]
-    assert row.alpha == [2 / 3, 1 / 2]
+    assert row.survival == [3 / 4, 3 / 8]  # and so do its tokens of the text
+    assert row.alpha == [3 / 4, 1 / 2]
     assert row.acceptance_rate == (2 + 0 + 2 + 1) / (4 + 3 + 4 + 4)
     assert row.tokens_per_second == 7 / 4
     assert row.plain_tokens_per_second == 1.0
@@ -258,7 +259,7 @@ def test_tau_is_one_and_all_survival_where_no_round_is_cut(target, oracle, plan)
 
 
 @pytest.mark.parametrize("stop", [(), None], ids=["length", "end token"])
-def test_a_cut_round_stays_in_tau_alone(target, oracle, stop):
+def test_a_cut_round_is_a_whole_one_of_tau_and_a_part_of_survival(target, oracle, stop):
     texts = [p + greedy(target.model, p, LENGTH) for p in PROMPTS[:1]]
     answer = texts[0][len(PROMPTS[0]) :]
     always = Oracle(texts, VOCAB, right=1.0, branches=0)  # every round accepts 4 and emits 5

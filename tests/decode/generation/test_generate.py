@@ -124,7 +124,7 @@ def test_one_token_asks_no_drafter(target, answers):
 
 @pytest.mark.parametrize("length", [0, -3])
 def test_no_tokens_at_all_are_refused(target, length):
-    with pytest.raises(UserError, match="at least one token"):
+    with pytest.raises(UserError, match=f"max_new_tokens={length}: give an integer of at least 1"):
         run(target, None, max_new_tokens=length)
 
 
