@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -15,7 +14,7 @@ from omegaconf import DictConfig
 
 from distill.cli.main import main as configured
 from distill.cli.main import one_line_errors
-from distill.utils.launcher import PARENT
+from distill.utils.launcher import started_by_rank_0
 from distill.utils.paths import CONF
 
 
@@ -74,7 +73,7 @@ COMMANDS = {
 
 def main() -> None:
     """Run the subcommand; an unknown one prints one line and exits with code 2."""
-    if PARENT in os.environ and int(os.environ.get("LOCAL_RANK", 0)):
+    if started_by_rank_0():
         run("train", sys.argv[1:])  # Lightning starts the other ranks with the options alone
         return
     word, *arguments = sys.argv[1:] or ["--help"]

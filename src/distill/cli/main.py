@@ -28,9 +28,9 @@ from distill.config.own_runs import remember
 from distill.config.recorded import settings
 from distill.config.run_prompts import quoted
 from distill.config.validate import check_flags, check_paths, check_ranges
-from distill.utils.launcher import LostRankError, launch, watch_parent
+from distill.utils.launcher import LostRankError, launch, started_by_rank_0, watch_parent
 from distill.utils.redact import hidden, printable
-from distill.utils.run_folder import Run, claim, join
+from distill.utils.run_folder import Run, claim, claim_at, join
 
 # group -> (the yaml that takes a path, the key the path goes to)
 PATH_GROUPS = {"target": ("hf", "path"), "prompts": ("jsonl", "path")}
@@ -121,8 +121,8 @@ def _finishing(run: Run | None) -> Iterator[None]:
 
 def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[list[str], Run | None]:
     """The options with the folder of the run, and the run if this process has claimed it."""
-    if any(a.startswith("hydra.run.dir=") for a in argv):
-        return argv, None  # a rank that Lightning started
+    if any(a.startswith("hydra.run.dir=") for a in argv) and started_by_rank_0():
+        return argv, None
     cfg, run = compose(argv, config_dir, config_name), None
     check_ranges(cfg)  # and paths: before the imports of the command, which take seconds
     check_paths(cfg)
@@ -132,9 +132,14 @@ def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[l
         folder = join(Path(cfg.output_dir))
     else:
         resolved: Any = OmegaConf.to_container(cfg, resolve=True)
-        run = claim(Path(cfg.output_dir), resolved, str(cfg.resume), settings)
+        root, resume = Path(cfg.output_dir), str(cfg.resume)
+        if named := multirun.run_folder(argv, config_dir, config_name):
+            run = claim_at(named, root, resolved, resume, settings)
+        else:
+            run = claim(root, resolved, resume, settings)
         folder = run.path
         print(f"{'resuming' if run.resumed else 'run folder'}: {folder}", flush=True)
+    argv = [argument for argument in argv if not argument.startswith("hydra.run.dir=")]
     return [*argv, f"hydra.run.dir={quoted(str(folder))}"], run
 
 
@@ -193,6 +198,10 @@ def _disk_line(error: OSError) -> str:
         return text
     path = Path(re.sub(r"(\.\d+)?\.tmp(?=/|$)", "", str(name)))  # a temporary file is written for this one
     text = f"{text} ({path})"
+    if error.errno == errno.EFBIG:
+        return (
+            f"{text}: files may not be as large; remove the limit (ulimit -f), and run the same command again"
+        )
     if error.errno not in FULL:
         return text
     folder = next(parent for parent in path.absolute().parents if parent.exists())

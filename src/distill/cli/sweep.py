@@ -109,6 +109,12 @@ def prepare(argv: Sequence[str], config_dir: Path, config_name: str, compose: Co
     return Sweep(_folder(settings), [key for o in fixed if (key := str(o.key_or_group)) not in inner])
 
 
+def run_folder(argv: Sequence[str], config_dir: Path, config_name: str) -> Path | None:
+    """The folder that a command names by `hydra.run.dir`; None if it names none."""
+    given = [argument for argument in argv if argument.startswith("hydra.run.dir=")]
+    return Path(_hydra(given, config_dir, config_name).run.dir) if given else None
+
+
 def _hydra(overrides: Sequence[str], config_dir: Path, config_name: str) -> Any:
     with configurations(config_dir):
         return hydra.compose(config_name, overrides=list(overrides), return_hydra_config=True).hydra

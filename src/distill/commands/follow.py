@@ -270,9 +270,6 @@ def _update(updates: list[Update], words: Words, folder: Path, lock: Run) -> int
         options += [*words.then, *_init_from(folder / earlier[-1].run)]
     warm = any(word.startswith("drafter.init_from=") for word in options)
     options += [f"score.start={str(warm).lower()}", f"output_dir={run}", f"hydra.run.dir={run}"]
-    run.mkdir(exist_ok=True)
-    if not (run / "run.json").exists():  # identifies the run on W&B
-        write_json(run / "run.json", {"started": time.time(), "job": update.run})
     say(f"{update.run}: foredraft train {' '.join(options)}")
     begun = time.monotonic()
     if (code := _train(options, lock)) or (made := best(run)) is None:

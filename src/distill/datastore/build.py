@@ -16,7 +16,7 @@ from decode.model.target import Target
 from distill.datastore.suffix_array import sort_places
 from distill.datastore.texts import Texts
 from distill.prompts.chat_template import Chat
-from distill.utils.atomic_files import write_json
+from distill.utils.atomic_files import reserve, write_json
 from distill.utils.paths import bundled
 from distill.utils.progress import bar, say
 from distill.utils.provenance import digest
@@ -103,7 +103,8 @@ def write_datastore(folder: Path, batches: Iterable[np.ndarray], vocab_size: int
         temporary.mkdir()
         if not (size := _write_tokens(temporary / TOKENS, batches, kind, most)):
             raise UserError("no text in it")
-        order = np.memmap(temporary / ORDER, "<u4", "w+", shape=(size,))
+        reserve(temporary / ORDER, 4 * size)
+        order = np.memmap(temporary / ORDER, "<u4", "r+", shape=(size,))
         with bar(size, "datastore: sorting", "tokens", leave=False) as progress:
             for count in sort_places(np.memmap(temporary / TOKENS, kind, "r"), order, DEPTH):
                 progress.update(count)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from decode.errors import UserError
 from drafters.checkpoint.atomic import publish
+
+PIECE = 1 << 20  # bytes that are written at once
 
 
 def clean(folder: Path) -> None:
@@ -32,6 +36,24 @@ def put(path: Path, text: str) -> None:
     with publish(path) as temporary:
         # Replace lone surrogates, which JSON can contain and UTF-8 cannot.
         temporary.write_text(text, encoding="utf-8", errors="replace", newline="\n")
+
+
+def reserve(path: Path, size: int) -> None:
+    """Make a file of `size` bytes whose place on the disk is its own, to be mapped and written to.
+
+    Writing to a mapped file without that ends the process by SIGBUS where the disk is full.
+
+    Raises:
+        OSError: there is no room, with the name of the file.
+    """
+    with path.open("wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                raise OSError(error.errno, error.strerror, str(path)) from None
+            for start in range(0, size, PIECE):  # a file system that cannot, as some of networks
+                file.write(bytes(min(PIECE, size - start)))
 
 
 def write_json(path: Path, value: Any) -> None:

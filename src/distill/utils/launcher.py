@@ -69,8 +69,12 @@ def watch(died: Callable[[], str | None], grace: float | None = None) -> None:
     threading.Thread(target=run, daemon=True, name="watch").start()
 
 
+def started_by_rank_0() -> int:
+    """In a rank that Lightning started, the process id of rank 0, which has claimed the folder; else 0."""
+    return int(os.environ.get(PARENT, 0)) if int(os.environ.get("LOCAL_RANK", 0)) else 0
+
+
 def watch_parent() -> None:
     """In a rank that Lightning started: exit soon after rank 0."""
-    parent = int(os.environ.get(PARENT, 0)) if int(os.environ.get("LOCAL_RANK", 0)) else 0
-    if parent:
+    if parent := started_by_rank_0():
         watch(lambda: None if os.getppid() == parent else "rank 0 of this run has ended")

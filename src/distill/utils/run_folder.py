@@ -89,12 +89,13 @@ class Run:
 
     Attributes:
         path: the folder.
-        resumed: whether it contained an unfinished run of the same configuration.
+        resumed: whether it contained a run of the same configuration.
     """
 
     path: Path
     resumed: bool
     _lock: _Lock
+    _made: bool = True  # the folder was; one that was there may have files of others
 
     def finish(self) -> None:
         """Mark the run as complete, so that the same command starts a new one."""
@@ -113,7 +114,12 @@ class Run:
         """Remove a folder without results."""
         families = self.path.glob("families/*/checkpoints/*")  # of drafter=auto
         has_results = checkpoints(self.path) or (self.path / FAILED).exists() or any(families)
-        if not (self.resumed or has_results):
+        if self.resumed or has_results:
+            return
+        if not self._made:
+            for name in ("run.json", "run.lock", "run.alive"):
+                (self.path / name).unlink(missing_ok=True)
+        else:
             shutil.rmtree(self.path, ignore_errors=True)
             with suppress(OSError):  # contains other runs of the day
                 self.path.parent.rmdir()
@@ -150,6 +156,65 @@ def claim(root: Path, config: dict[str, Any], resume: str, recorded: Recorded = 
             _announce(root, None)
         raise
     return run
+
+
+def claim_at(
+    folder: Path, root: Path, config: dict[str, Any], resume: str, recorded: Recorded = _unknown
+) -> Run:
+    """Continue the run in a folder that the user names by `hydra.run.dir`, or start one there.
+
+    A finished run of the same configuration is continued, too: it has nothing left to do.
+
+    Args:
+        folder: of the run.
+        root: folder of all runs.
+        config: resolved.
+        resume: see `claim`.
+        recorded: see `claim`.
+
+    Raises:
+        UserError: the folder has a run of another configuration, or any with `resume=never`; it has
+            checkpoints of no known run; it is in use, or cannot be.
+    """
+    instead = "give hydra.run.dir another folder"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        try:
+            run = _claim_at(folder, config_hash(config), resume, recorded, instead)
+        except UserError:
+            _announce(root, None)
+            raise
+        _announce(root, run)
+    except OSError as error:
+        raise UserError(f"hydra.run.dir={folder}: {error.strerror}; {instead}") from None
+    return run
+
+
+def _claim_at(folder: Path, key: str, resume: str, recorded: Recorded, instead: str) -> Run:
+    record, named = folder / "run.json", f"hydra.run.dir={folder}"
+    if resume not in ("auto", "never") and Path(resume).resolve() != folder.resolve():
+        raise UserError(f"{named}: another folder than resume={resume}; give one of them")
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = _Lock.take(folder)
+    if not lock:
+        raise UserError(f"{named}: another process is working there")
+    try:
+        there = record.exists()
+        if there and resume == "never":
+            raise UserError(f"{named}: has a run, and resume=never starts another; {instead}")
+        run = _read(record, recorded)
+        if there and run.get("config") != key:
+            raise UserError(f"{named}: has a run of another configuration; {instead}")
+        if not there and checkpoints(folder):
+            raise UserError(f"{named}: has checkpoints of a run that is not known (no run.json); {instead}")
+    except UserError:
+        lock.close()
+        raise
+    _mend(record, run)
+    if not there:
+        write_json(record, {"config": key, "started": time.time()})
+    return Run(folder, there, lock, made)
 
 
 def _announce(root: Path, run: Run | None) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
+
+OS_ERROR = re.compile(r"\(os error (\d+)\)")  # as Rust's standard library writes them
 
 
 @contextmanager
@@ -14,7 +19,8 @@ def publish(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`, for a file or a folder; on success sync it and rename it.
 
     Raises:
-        OSError: from the block, with the name of the file where it had none (pyarrow's have none).
+        OSError: from the block, with the name of the file where it had none (pyarrow's have none), and for
+            safetensors' errors of the system, which are of another class.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -22,6 +28,11 @@ def publish(path: Path) -> Iterator[Path]:
         rename_into_place(temporary, path)
     except OSError as error:
         error.filename = error.filename or str(path)
+        raise
+    except SafetensorError as error:
+        if number := OS_ERROR.search(str(error)):
+            code = int(number[1])
+            raise OSError(code, os.strerror(code), str(path)) from error
         raise
     finally:
         if temporary.is_dir():

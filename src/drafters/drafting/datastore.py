@@ -7,14 +7,15 @@ A datastore is a folder named by a hash of its texts and of the tokenizer, in th
                   that fits, `separator`, ends each text, and `DEPTH` more end the file
     order.bin     (n,) uint32, little-endian: all places, sorted by the `DEPTH` tokens from each place on
 
-Processes that open it share its pages. `distill.datastore` makes it.
+Processes that open it share its pages. `distill.datastore` makes it. Files are recognised by samples, so
+damage elsewhere can remain: it leads to other drafts, which are verified like any, and to tokens alone.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
+import os
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -26,6 +27,7 @@ import numpy as np
 
 from decode.errors import UserError
 from decode.hardware import cache_folder
+from drafters.hub.untrusted_files import check_link, read_json
 
 FORMAT = 1
 META, TOKENS, ORDER = "index.json", "tokens.bin", "order.bin"
@@ -62,7 +64,7 @@ class Datastore:
 
     Args:
         folder: of a finished one.
-        token_bytes: of a token on file.
+        vocab_size: of the target; what is no token of it is left out.
 
     Attributes:
         size: number of tokens, separators included.
@@ -72,12 +74,13 @@ class Datastore:
         ValueError: the files do not belong together.
     """
 
-    def __init__(self, folder: Path, token_bytes: int) -> None:
-        self._type = np.dtype(f">u{token_bytes}")
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self._type, self._vocab_size = token_type(vocab_size), vocab_size
         self._separator = int(np.iinfo(self._type).max)
         # Indexing a `mmap` gives bytes, which compare as the tokens do and need no array for each place.
-        self._bytes = _mapped(folder / TOKENS)
-        self._order = memoryview(_mapped(folder / ORDER)).cast("I")
+        self._files = [_Mapped(folder / name) for name in (TOKENS, ORDER)]
+        self._bytes = self._files[0].bytes
+        self._order = memoryview(self._files[1].bytes).cast("I")
         self._tokens = np.frombuffer(self._bytes, self._type)
         self._places = np.frombuffer(self._order, np.uint32)
         self.size = len(self._order)
@@ -100,14 +103,18 @@ class Datastore:
                 f"its datastore is not on this machine ({folder}); a run with these texts makes it here"
             )
         try:
-            meta = json.loads((folder / META).read_text())
+            meta = read_json(folder / META)
             if meta["format"] != FORMAT or meta["key"] != key:
                 raise ValueError(f"format {meta['format']}, {meta['key']}")
             for name in (TOKENS, ORDER):
+                if not check_link(folder / name).is_file():  # opening a pipe waits for a writer
+                    raise ValueError(f"no {name}")
                 if sample_hash(folder / name) != meta["samples"][name]:
                     raise ValueError(f"{name} has changed")
-            size = meta["vocab_size"]
-            opened = cls(folder, meta["token_bytes"])
+            size = int(meta["vocab_size"])
+            opened = cls(folder, size)
+        except UserError:  # a link, or a description of megabytes
+            raise
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(
                 f"{folder}: damaged datastore ({error or type(error).__name__}); remove it, and a run with "
@@ -122,6 +129,8 @@ class Datastore:
 
         At all of its places or, if there are more, at `SAMPLE` evenly spaced ones of the sorted order.
         """
+        for file in self._files:
+            file.check()
         pattern = np.array(ngram, self._type).tobytes()
         width, length = self._type.itemsize, len(pattern)
         text = self._bytes
@@ -136,14 +145,30 @@ class Datastore:
         while first + step < self.size and at(self._order[first + step]) == pattern:
             step *= 2
         last = bisect_right(self._order, pattern, first + step // 2, min(first + step, self.size), key=at)
-        count = last - first
+        count = max(last - first, 1)
         chosen = first + np.arange(min(count, SAMPLE)) * count // min(count, SAMPLE)
         places = self._places[chosen].astype(np.int64) + len(ngram)
-        counts = Counter(self._tokens[places].tolist())
-        del counts[self._separator]
-        return counts
+        found = self._tokens[places[places < len(self._tokens)]]
+        return Counter(found[found < self._vocab_size].tolist())  # the separator is no token
 
 
-def _mapped(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+class _Mapped:
+    """A mapped file, kept open: reading what was cut off since would end the process without a word."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("rb")
+        self.bytes = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._size = len(self.bytes)
+
+    def check(self) -> None:
+        """Look whether all of it is there.
+
+        Raises:
+            UserError: it was cut off.
+        """
+        if (size := os.fstat(self._file.fileno()).st_size) < self._size:
+            raise UserError(
+                f"{self.path}: cut off while it was read, {size} of {self._size} bytes are left; remove "
+                f"{self.path.parent}, and a run with drafter.store=<its texts> makes it anew"
+            )

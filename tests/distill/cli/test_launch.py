@@ -5,9 +5,10 @@ import sys
 import time
 
 import pytest
-from workbench import fork
+from workbench import Bench, fork
 
 from distill.utils.launcher import LAUNCHERS, PARENT, launch, watch, watch_parent
+from distill.utils.run_folder import claim_at
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +77,18 @@ def test_a_rank_that_lightning_started_ends_after_its_parent(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv(PARENT, str(2**22))
     assert ends(watch_parent) == (1, "error: rank 0 of this run has ended\n")
+
+
+def test_a_finished_run_is_not_gone_on_with_under_another_objective(tmp_path):
+    """`hydra.run.dir=` of it: only a rank that Lightning started finds its folder claimed."""
+    bench = Bench(tmp_path)
+    folder = f"hydra.run.dir={tmp_path / 'run'}"
+    few = ["trainer.max_steps=2", "score.enabled=false", "score.every=2"]
+    assert bench.train(*few, folder).succeeded().folder == tmp_path / "run"
+    assert (tmp_path / "run" / "done").exists()
+    bench.train(*few, folder, "objective=ce").refused("has a run of another configuration", "hydra.run.dir")
+    bench.train(*few, folder, "objective=ce", "resume=never").refused("resume=never starts another")
+    assert "resuming: " in bench.train(*few, folder).succeeded().out
+    taken = claim_at(tmp_path / "other", tmp_path, {}, "auto")
+    bench.train(*few, f"hydra.run.dir='{tmp_path}/other'").refused("another process is working there")
+    taken.close()

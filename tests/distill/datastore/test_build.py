@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import resource
 from collections import Counter
+from contextlib import redirect_stderr
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -11,18 +16,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from workbench import make_target, make_tokenizer, options_of
+from workbench import fork, make_target, make_tokenizer, options_of
 
 from decode.errors import UserError
 from decode.model.load import load_target
 from decode.plan import Plan
-from distill.cli.main import rewrite
+from distill.cli.main import one_line_errors, rewrite
 from distill.config.compose import compose
 from distill.config.validate import check_paths
 from distill.datastore import build
 from distill.datastore.build import make_datastore
 from distill.datastore.texts import Texts
 from distill.prompts.chat_template import Chat
+from distill.utils.atomic_files import reserve
 from distill.utils.paths import CONF
 from drafters.drafting.datastore import TOKENS, Datastore, datastore_folder
 
@@ -234,3 +240,56 @@ def test_texts_that_are_not_there_are_refused_before_work_starts(option):
     words = [*f"{option}=/nowhere.jsonl".split()]
     with pytest.raises(UserError, match=r"store=/nowhere.jsonl: no such file or folder of texts"):
         check_paths(compose(rewrite(words, CONF), CONF))
+
+
+@pytest.mark.parametrize("limit", [1000, 100_000])
+def test_a_datastore_for_which_there_is_no_room_is_one_line_and_leaves_nothing(tmp_path, limit):
+    """A limit on the size of files stands for a full disk; 1,000 bytes stop the tokens, more the places."""
+
+    def body() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        with one_line_errors():
+            build.write_datastore(tmp_path / ("0" * 16), iter([np.ones(40_000, ">u2")]), 30)
+
+    told, said = tmp_path / "said", []
+    code = fork(lambda: noted(body, told))
+    said = told.read_text().splitlines()
+    assert (code, len(said)) == (1, 1), said
+    assert said[0].startswith(f"error: File too large ({tmp_path}/0000")
+    assert "remove the limit" in said[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["said"]
+
+
+def noted(body, path) -> int:
+    """Exit code of `body`, and its stderr in a file."""
+    lines = io.StringIO()
+    with redirect_stderr(lines):
+        try:
+            body()
+        except SystemExit as stop:
+            resource.setrlimit(resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE))
+            path.write_text(lines.getvalue())
+            return int(stop.code)
+    return 0
+
+
+def test_places_are_reserved_before_they_are_mapped(tmp_path, monkeypatch):
+    """A disk that gives no room says so there; writing to a mapped hole in a file ends the process."""
+
+    def full(descriptor, offset, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left") as error:
+        build.write_datastore(tmp_path / ("0" * 16), iter([np.ones(40, ">u2")]), 30)
+    assert "order.bin" in error.value.filename
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_that_reserves_nothing_is_written_to(tmp_path, monkeypatch):
+    def cannot(descriptor, offset, size):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", cannot)
+    reserve(tmp_path / "x", 3 * 2**20 + 5)
+    assert (tmp_path / "x").read_bytes() == bytes(3 * 2**20 + 5)

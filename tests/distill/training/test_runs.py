@@ -11,7 +11,7 @@ from workbench import fork, spawn
 from decode.errors import UserError
 from distill.config.recorded import settings
 from distill.utils import run_folder as runs
-from distill.utils.run_folder import claim, config_hash
+from distill.utils.run_folder import claim, claim_at, config_hash
 
 CONFIG = {"a": 1, "resume": "auto"}
 
@@ -106,6 +106,49 @@ def test_a_named_folder_is_resumed_or_refused_with_the_reason(tmp_path):
     run.finish()
     with pytest.raises(UserError, match="finished"):
         claim(tmp_path, CONFIG, folder)
+
+
+def test_a_folder_that_the_user_names_is_claimed_like_any_other(tmp_path):
+    folder, root = tmp_path / "mine", tmp_path / "outputs"
+    run = claim_at(folder, root, CONFIG, "auto")
+    assert (run.path, run.resumed) == (folder, False)
+    with pytest.raises(UserError, match="another process is working there"):
+        claim_at(folder, root, CONFIG, "auto")
+    run.close()
+    for done in (False, True):  # what is finished has nothing left to do
+        again = claim_at(folder, root, CONFIG, "auto")
+        assert again.resumed
+        if done:
+            again.finish()
+        again.close()
+        with pytest.raises(
+            UserError, match=r"mine: has a run, and resume=never starts another; give hydra\.run"
+        ):
+            claim_at(folder, root, CONFIG, "never")
+        with pytest.raises(
+            UserError, match=r"mine: has a run of another configuration; give hydra\.run\.dir"
+        ):
+            claim_at(folder, root, {"a": 2}, "auto")
+        with pytest.raises(UserError, match=r"another folder than resume=/x"):
+            claim_at(folder, root, CONFIG, "/x")
+    assert claim_at(folder, root, CONFIG, str(folder)).resumed
+
+
+def test_checkpoints_of_no_known_run_are_not_gone_on_from(tmp_path):
+    (tmp_path / "mine" / "checkpoints" / "4").mkdir(parents=True)
+    with pytest.raises(UserError, match="has checkpoints of a run that is not known"):
+        claim_at(tmp_path / "mine", tmp_path, CONFIG, "auto")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"hydra\.run\.dir=.*file: .*give hydra\.run\.dir another folder"):
+        claim_at(tmp_path / "file", tmp_path, CONFIG, "auto")
+
+
+def test_a_named_folder_that_was_there_keeps_what_others_have_in_it(tmp_path):
+    (tmp_path / "notes.txt").write_text("")
+    claim_at(tmp_path, tmp_path / "outputs", CONFIG, "auto").discard_if_empty()
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "outputs"}
+    claim_at(tmp_path / "new", tmp_path, CONFIG, "auto").discard_if_empty()
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_run_without_work_is_discarded_and_one_with_a_checkpoint_is_not(tmp_path):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 
+import numpy as np
 import pytest
 from datastores import store_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from decode.errors import UserError
+from drafters.drafting import datastore
 from drafters.drafting.datastore import DEPTH, META, ORDER, SAMPLE, TOKENS, Datastore, datastore_folder
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=30), min_size=1, max_size=4)
@@ -87,3 +90,64 @@ def test_one_under_another_name_is_refused():
     datastore_folder(key).rename(datastore_folder(other))
     assert json.loads((datastore_folder(other) / META).read_text())["key"] == key
     refused(other, match="damaged datastore")
+
+
+@pytest.mark.parametrize("name", [META, TOKENS, ORDER])
+def test_a_link_to_elsewhere_is_refused(name, tmp_path):
+    key = store_of([[3, 1, 4, ord(name[0]) % 29]])
+    path = datastore_folder(key) / name
+    path.rename(tmp_path / name)
+    path.symlink_to(tmp_path / name)
+    refused(key, match="a link to a file outside its folder")
+
+
+def test_what_is_no_file_is_refused():
+    key = store_of([[2, 7, 1, 8]])
+    path = datastore_folder(key) / TOKENS
+    path.unlink()
+    os.mkfifo(path)
+    refused(key, match="damaged datastore")
+
+
+@pytest.mark.parametrize("name", [TOKENS, ORDER])
+def test_a_file_that_is_cut_off_while_it_is_open_is_one_line(name):
+    """Not SIGBUS, of which nobody is told anything."""
+    key = store_of([[1, 2, 3] * 5000, [ord(name[0]) % 29]])
+    store = Datastore.open(key, 30)
+    assert store.next_tokens((1,)) == {2: SAMPLE}
+    os.truncate(datastore_folder(key) / name, 100)
+    with pytest.raises(
+        UserError, match=rf"{name}: cut off while it was read, 100 of \d+ bytes are left; remove"
+    ):
+        store.next_tokens((2,))
+
+
+@pytest.mark.parametrize("name", [TOKENS, ORDER])
+def test_damage_that_no_sample_sees_gives_tokens_all_the_same(name, monkeypatch):
+    """Places behind the end, places in no order, numbers that are no tokens: other drafts, and no more."""
+    text = [n % 7 for n in range(999)]
+    key, dice = store_of([text, [ord(name[0]) % 29]]), np.random.default_rng(0)
+    path = datastore_folder(key) / name
+    monkeypatch.setattr(datastore, "sample_hash", lambda path: "")
+    meta = json.loads((datastore_folder(key) / META).read_text())
+    (datastore_folder(key) / META).write_text(json.dumps(meta | {"samples": {TOKENS: "", ORDER: ""}}))
+    for _ in range(20):
+        content = bytearray(path.read_bytes())
+        for at in dice.integers(0, len(content), 200):
+            content[at] = dice.integers(256)
+        path.write_bytes(content)
+        store = Datastore.open(key, 30)
+        for n in range(1, 12):
+            for start in range(7):
+                counts = store.next_tokens(tuple((start + i) % 7 for i in range(n)))
+                assert all(0 <= token < 30 for token in counts)
+                assert sum(counts.values()) <= SAMPLE
+
+
+def test_a_description_of_other_sizes_is_refused():
+    key = store_of([[6, 6, 6, 1]])
+    path = datastore_folder(key) / META
+    meta = json.loads(path.read_text())
+    for vocab in (70_000, "x", None, 2**70):
+        path.write_text(json.dumps(meta | {"vocab_size": vocab}))
+        refused(key, match="damaged datastore|vocabulary of")
