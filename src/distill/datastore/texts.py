@@ -66,7 +66,7 @@ class Texts:
         self.left_out.clear()
         for path in self.files():
             if path.suffix in RECORDS or (path.suffix == ".json" and _is_list(path)):
-                for record in read_file(path, (), MAX_BYTES):
+                for record in read_file(path, {}, MAX_BYTES):
                     try:
                         yield self._text(record), True
                     except UserError as error:
@@ -82,7 +82,7 @@ class Texts:
             if not isinstance(value["text"], str):
                 raise UserError("'text' must be a text")
             return value["text"]
-        prompt = to_prompt(value, "")
+        prompt = to_prompt(value, "", columnar=record.columnar)
         if self.chat.template == "none":
             return "\n".join(str(message["content"]) for message in prompt.messages)
         return TemplateRenderer(self.chat, prompt.tools).text(prompt.messages)

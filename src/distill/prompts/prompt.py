@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+INSTRUCTING = ("system", "developer")  # roles that nobody answers
 Message = dict[str, Any]  # role, content, and what chat templates read besides: tool_calls, name, ...
 
 
@@ -82,7 +83,7 @@ def turns(messages: Sequence[Message]) -> list[int]:
     """For each answer of the target, the number of messages before it."""
     places = []
     for i, message in enumerate(messages, 1):
-        answered = i < len(messages) and messages[i]["role"] not in ("user", "system")
+        answered = i < len(messages) and messages[i]["role"] not in ("user", *INSTRUCTING)
         if message["role"] in ("user", "tool") and not answered:
             places.append(i)
     return places
@@ -102,9 +103,9 @@ def opening(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def question(prompt: Prompt) -> list[Message]:
-    """System messages and the first user message, which identify a question in the held-out split."""
+    """What identifies a question in the held-out split: instructions, and the first message of a user."""
     messages = [m for m in prompt.messages if m["role"] != "assistant"]
-    first = next((i for i, m in enumerate(messages, 1) if m["role"] != "system"), len(messages))
+    first = next((i for i, m in enumerate(messages, 1) if m["role"] not in INSTRUCTING), len(messages))
     return messages[:first]
 
 

@@ -1,8 +1,9 @@
 """Parse a record of a file or dataset, in any of the common formats, into a Prompt.
 
-A record is one JSON object. Its format is the first key of `FORMS` that it has: OpenAI's `messages`,
-MT-Bench's `turns`, ShareGPT's `conversations`, Alpaca's `instruction` (and `input`), or a plain `prompt`,
-`question` or `text`, whose answer may stand under one of `ANSWERS`. docs/data.md has a line of each.
+A record is one JSON object. Its format is the first key of `FORMS` that it has: OpenAI's `messages`, a
+request's `body` with them, MT-Bench's `turns`, ShareGPT's `conversations`, Alpaca's `instruction` (and
+`input`, Dolly's `context`), or a plain `prompt`, `question` (SQuAD's with its `context`), `query`, `text`
+or `input`, whose answer may stand under one of `ANSWERS`. docs/data.md has a line of each.
 """
 
 from __future__ import annotations
@@ -12,22 +13,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decode.errors import UserError
-from distill.prompts.prompt import Message, Prompt, pack, turns, unanswered
-
-ROLES = ("system", "user", "assistant", "tool")
-# ShareGPT's speakers -> roles.
-SPEAKERS = {"human": "user", "gpt": "assistant"} | dict.fromkeys(("chatgpt", "bing", "bard"), "assistant")
-# Further keys of a message that chat templates use.
-EXTRAS = ("name", "tool_call_id", "reasoning_content")
+from distill.prompts.fields import Fields, is_empty, parse_json, without_null
+from distill.prompts.messages import REASONING, role_of, to_messages, uses_tools
+from distill.prompts.prompt import INSTRUCTING, Prompt, pack, turns, unanswered
 
 # The first of these keys that a record has determines its format.
-FORMS = ("messages", "turns", "conversations", "instruction", "prompt", "question", "text")
-ANSWERS = ("answer", "response", "output", "completion")
+LISTS = ("messages", "turns", "conversations", "conversation")
+TEXTS = ("instruction", "prompt", "question", "query", "text", "input")
+REQUESTS = ("body", "params")  # of a batch file: OpenAI's, Anthropic's
+FORMS = ("messages", *REQUESTS, *LISTS[1:], *TEXTS)
+# What else belongs to the question of a form, in the order in which it is written.
+ASKED = {"instruction": ("instruction", "input", "context"), "question": ("context", "question")}
+ANSWERS = ("answer", "response", "output", "completion", "answers")
 SYSTEMS = ("system", "system_prompt")
-CONTENT = (*FORMS, *ANSWERS, *SYSTEMS, "input")
-IDS = ("id", "question_id", "task_id", "prompt_id")
+CONTENT = (*FORMS, *ANSWERS, *SYSTEMS, "context", "history", *REASONING)
+IDS = ("id", "question_id", "task_id", "prompt_id", "custom_id")
 WEIGHTS = ("weight", "reward")
-FIELDS = (*CONTENT, *IDS, *WEIGHTS, "category", "tools")  # all keys that are read
+FIELDS = (*CONTENT, *IDS, *WEIGHTS, "category", "tools", "functions")  # all keys that are read
+ANSWERED = ("/completions", "/responses", "/messages")  # where requests go that ask for an answer
+Tools = tuple[dict[str, Any], ...]
 
 
 def parse_prompt(line: bytes, where: str, default_id: str) -> Prompt:
@@ -59,7 +63,13 @@ def parse(line: bytes) -> Any:
 
 
 def to_prompt(
-    record: Any, default_id: str, answers: str = "keep", columns: Mapping[str, str] | None = None
+    record: Any,
+    default_id: str,
+    answers: str = "keep",
+    columns: Mapping[str, str] | None = None,
+    *,
+    columnar: bool = False,
+    unread: set[str] | None = None,
 ) -> Prompt:
     """Convert a parsed record to a Prompt.
 
@@ -68,27 +78,30 @@ def to_prompt(
         default_id: for records without an id.
         answers: `keep` the record's answers, or `drop` them unless tools are called, so that the target
             writes its own.
-        columns: field -> its name in the record. If one of them is a format of FORMS, other content
-            fields of the record are ignored.
+        columns: field -> its name in the record, or its path (`body.messages`). If one of them is a format
+            of FORMS, other content fields of the record are ignored.
+        columnar: it is a row of a table, whose objects have nulls for the keys that others have.
+        unread: fields with a value that nothing read are added to it.
 
     Raises:
         UserError: malformed record.
     """
     if not isinstance(record, dict):
         raise UserError(f"expected an object, got {type(record).__name__}")
-    record = _rename_columns(record, columns or {})
-    tools = _tools(record.get("tools"))
-    raw = _conversation(record)
-    has_calls = any(isinstance(m, dict) and (m.get("role") == "tool" or m.get("tool_calls")) for m in raw)
-    if answers == "drop" and not tools and not has_calls:
-        raw = [m for m in raw if not (isinstance(m, dict) and m.get("role") == "assistant")]
-    messages = tuple(_message(m) for m in raw)
+    unread = set() if unread is None else unread
+    columns = columns or {}
+    fields = _rename_columns(record, columns)
+    name, category = _string_field(fields, IDS) or default_id, _string_field(fields, ("category",))
+    weight = _weight(fields)
+    raw, tools = _conversation(fields, unread)
+    if answers == "drop" and not tools and not any(map(uses_tools, raw)):
+        raw = [m for m in raw if role_of(m) != "assistant"]
+    messages = to_messages(raw, unread, columnar)
     if not turns(unanswered(messages)):
         no_user = messages and all(m["role"] == "assistant" for m in messages)
         reason = "only the assistant speaks in it" if no_user else "no user's or tool's message stands last"
         raise UserError(f"{reason}; there is nothing to answer")
-    name, category = _string_field(record, IDS) or default_id, _string_field(record, ("category",))
-    weight = _weight(record)
+    unread |= _unread(record, fields, columns)
     try:  # columns can hold dates or bytes, and any text lone surrogates
         (name + category).encode()
         return Prompt(name, pack(messages, tools), category, weight)
@@ -96,135 +109,170 @@ def to_prompt(
         raise UserError("an id, category or tool is no data that UTF-8 JSON can hold") from None
 
 
-def _rename_columns(record: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    for column in columns.values():
-        if column not in record:
-            raise UserError(f"no column {column!r}; it has {', '.join(map(str, record)) or 'none'}")
+def _rename_columns(record: dict[str, Any], columns: Mapping[str, str]) -> Fields:
     names_content = any(field in FORMS for field in columns)
     rest = {k: v for k, v in record.items() if not (names_content and k in CONTENT)}
-    return rest | {field: record[column] for field, column in columns.items()}
+    return Fields(rest | {field: _column(record, column) for field, column in columns.items()})
 
 
-def _conversation(record: dict[str, Any]) -> Sequence[Any]:
-    """Messages of a record of any format, not validated yet."""
-    form = next((name for name in FORMS if record.get(name) is not None), "messages")
-    content = record.get(form)
-    if form in FORMS[:3]:
-        if not isinstance(content, list) or not content:
-            raise UserError(
-                "needs a non-empty list 'messages' (or 'turns', 'conversations'), or a text "
-                "'instruction', 'prompt', 'question' or 'text'"
-            )
-        messages: list[Any] = {"messages": list, "turns": _user_turns, "conversations": _sharegpt}[form](
-            content
-        )
-    else:
-        more = record.get("input") if form == "instruction" else None
-        messages = _user_turns([_join(content, more) if more else content])
-        answer = next((record[name] for name in ANSWERS if record.get(name) not in (None, "")), None)
-        if answer is not None:
-            messages.append({"role": "assistant", "content": answer})
-    system = next((record[name] for name in SYSTEMS if record.get(name) not in (None, "")), None)
-    if form != "messages" and system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    return messages
-
-
-def _user_turns(texts: Sequence[Any]) -> list[Any]:
-    return [{"role": "user", "content": text} for text in texts]
-
-
-def _sharegpt(turns: Sequence[Any]) -> list[Any]:
-    """ShareGPT's turns as messages; turns with OpenAI's keys are left as they are."""
-    messages: list[Any] = []
-    for turn in turns:
-        if isinstance(turn, dict) and "from" in turn:
-            speaker = turn["from"]
-            role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else None
-            turn = {"role": role, "content": turn.get("value")}
-        messages.append(turn)
-    return messages
-
-
-def _join(instruction: Any, more: Any) -> str:
-    if not isinstance(instruction, str) or not isinstance(more, str):
-        raise UserError("'instruction' and 'input' must be texts")
-    return f"{instruction}\n\n{more}"
-
-
-def _message(value: Any) -> Message:
-    has_role = isinstance(value, dict) and value.get("role") in ROLES
-    calls = _calls(value.get("tool_calls")) if has_role else []
-    content = _content(value.get("content")) if has_role else None
-    if content is None and calls:
-        content = ""  # OpenAI has null here, which templates treat differently
-    if not has_role or not _is_text(content, empty=bool(calls)):
-        raise UserError(f"each message needs a role of {', '.join(ROLES)} and a text 'content'")
-    message: Message = {"role": value["role"], "content": content}
-    for name in EXTRAS:
-        if value.get(name) not in (None, ""):
-            if not _is_text(value[name]):
-                raise UserError(f"a message's {name!r} must be a text")
-            message[name] = value[name]
-    return message | ({"tool_calls": calls} if calls else {})
-
-
-def _content(value: Any) -> Any:
-    """Join content in parts if all parts are text."""
-    texts = isinstance(value, list) and value and all(isinstance(p, dict) and "text" in p for p in value)
-    if texts and all(isinstance(part["text"], str) for part in value):
-        return "".join(part["text"] for part in value)
+def _column(record: dict[str, Any], column: str) -> Any:
+    """Value of a column, or of a path into one (`body.messages`)."""
+    value: Any = record
+    for name in [column] if column in record else column.split("."):
+        value = parse_json(value)
+        if not isinstance(value, dict) or name not in value:
+            raise UserError(f"no column {column!r}; it has {', '.join(map(str, record)) or 'none'}")
+        value = value[name]
     return value
 
 
-def _calls(calls: Any) -> list[dict[str, Any]]:
-    """Tool calls as templates expect them: arguments as an object, where OpenAI has a JSON string."""
-    if calls is None:
+def _unread(record: dict[str, Any], fields: Fields, columns: Mapping[str, str]) -> set[str]:
+    """Fields of a record with a value that nothing read, under the record's own names."""
+    unread = fields.unread()
+    read = {column for field, column in columns.items() if field not in unread}
+    paths = {column for column in columns.values() if column not in record}
+    tops = {column.partition(".")[0] for column in paths} | set(columns.values())
+    hidden = {k for k in record.keys() - tops if k in columns or k not in fields.values}
+    named = {columns.get(name, name) for name in unread} | {k for k in hidden if not is_empty(record[k])}
+    for top, _, rest in (column.partition(".") for column in paths):
+        named |= Fields(parse_json(record[top]), ignored=(rest.partition(".")[0],)).unread(f"{top}.")
+    return named - read - {column.partition(".")[0] for column in paths}
+
+
+def _conversation(fields: Fields, unread: set[str], request: bool = False) -> tuple[list[Any], Tools]:
+    """Messages of a record of any format, not validated yet, and its tools."""
+    form = _form(fields, request)
+    if form in REQUESTS:
+        if isinstance(fields.values.get("method"), str):
+            fields.raw("method")  # POST
+        if (address := fields.get("url")) and not str(address).rstrip("/").endswith(ANSWERED):
+            raise UserError(
+                f"'url' is {address}, which answers nothing; give requests to {' or '.join(ANSWERED)}"
+            )
+        inner = Fields(parse_json(fields.raw(form)))
+        conversation = _conversation(inner, unread, request=True)
+        unread |= inner.unread(f"{form}.")
+        return conversation
+    content = parse_json(fields.raw(form)) if form in LISTS else fields.raw(form)
+    if form in LISTS and (not isinstance(content, list) or not content):
+        raise UserError(
+            "needs a non-empty list 'messages' (or 'turns', 'conversations'), or a text 'instruction', "
+            f"'prompt', 'question' or 'text'; it has {', '.join(map(str, fields.values)) or 'no field'}; "
+            "prompts.columns={prompt: ...} says which field asks"
+        )
+    if form in LISTS:
+        messages = [_user(v) if form == "turns" and not isinstance(v, dict) else v for v in content]
+    else:
+        messages = _asked(fields, form, content)
+    systems = (*SYSTEMS, "instructions") if request else SYSTEMS
+    first = messages[0] if role_of(messages[0]) in INSTRUCTING else None
+    if first is None and (name := fields.first(systems)):
+        messages.insert(0, {"role": "system", "content": fields.raw(name)})
+    return messages, _tools(fields)
+
+
+def _form(fields: Fields, request: bool) -> str:
+    names = [name for name in FORMS if not is_empty(fields.values.get(name))]
+    for name in names:
+        if name in REQUESTS:  # in other records a text, or settings
+            value = parse_json(fields.values[name])
+            if not request and isinstance(value, dict) and any(form in value for form in FORMS):
+                return name
+        elif name not in LISTS[1:] or isinstance(parse_json(fields.values[name]), list):  # a number of turns
+            return name
+    given = [name for name in FORMS if name not in REQUESTS and fields.values.get(name) is not None]
+    return (given or ["messages"])[0]
+
+
+def _user(text: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _asked(fields: Fields, form: str, content: Any) -> list[Any]:
+    """Messages of a record with one question, and what was said before it."""
+    messages: list[Any] = []
+    for asked, answer in _pairs(fields):
+        messages += [_user(asked), {"role": "assistant", "content": answer}]
+    if _all_messages(content):
+        messages += content
+    else:
+        texts = {name: fields.raw(name) for name in ASKED.get(form, (form,)) if _is_asked(fields, form, name)}
+        if len(texts) > 1 and not all(isinstance(text, str) for text in texts.values()):
+            raise UserError(f"{' and '.join(map(repr, texts))} must be texts")
+        messages.append(_user("\n\n".join(texts.values()) if len(texts) > 1 else content))
+    return messages + _answer(fields)
+
+
+def _answer(fields: Fields) -> list[Any]:
+    """The assistant's message of a record with one question; none if it has no answer."""
+    for name in ANSWERS:
+        value = fields.get(name)
+        if name == "answers":  # SQuAD's, TriviaQA's: several texts for the same answer
+            value = _first_text(value)
+        if value is None:
+            continue
+        if _all_messages(value):
+            return value
+        if not isinstance(value, str):
+            raise UserError(f"{name!r} must be a text, the content of the assistant's message")
+        reasoning = {key: fields.raw(key) for key in REASONING if fields.get(key) is not None}
+        return [{"role": "assistant", "content": value} | reasoning]
+    return []
+
+
+def _first_text(answers: Any) -> Any:
+    if isinstance(answers, dict):
+        answers = answers.get("text")
+    while isinstance(answers, list):
+        answers = answers[0] if answers else None
+    return answers.get("text") if isinstance(answers, dict) else answers
+
+
+def _is_asked(fields: Fields, form: str, name: str) -> bool:
+    """Whether a field belongs to the question; a context of another shape is none, and is named as unread."""
+    value = fields.values.get(name)
+    return name == form or (not is_empty(value) and (name != "context" or isinstance(value, str)))
+
+
+def _pairs(fields: Fields) -> list[Any]:
+    """LLaMA-Factory's `history`: earlier questions with their answers; none if it is anything else."""
+    turns = fields.values.get("history")
+    if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
         return []
-    parsed: list[dict[str, Any]] = []
-    for call in calls if isinstance(calls, list) else [{}]:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(call, dict) or not isinstance(function, dict) or not _is_text(function.get("name")):
-            raise UserError("'tool_calls' must be a list of calls of a 'function' with a name")
-        arguments = _parse_json(function.get("arguments"))
-        fields = {name: value for name, value in call.items() if value is not None}
-        parsed.append(fields | {"function": {"name": function["name"], "arguments": arguments or {}}})
-    return parsed
+    return fields.raw("history")
 
 
-def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
-    tools = _parse_json(tools)  # some datasets store schemas as JSON strings
+def _all_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) for m in value)
+
+
+def _tools(fields: Fields) -> Tools:
+    """Schemas of functions, in OpenAI's form."""
+    name = "tools" if fields.values.get("tools") not in (None, "", []) else "functions"
+    tools = parse_json(fields.raw(name))  # some datasets store schemas as JSON texts
     if tools is None or tools == "":
         return ()
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UserError("'tools' must be a list of schemas")
+    tools = [parse_json(tool) for tool in tools] if isinstance(tools, list) else None
+    if tools is None or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{name!r} must be a list of schemas")
     try:
-        return tuple(_without_null(tool) for tool in tools)
+        return tuple(_schema(without_null(tool)) for tool in tools)
     except RecursionError:
-        raise UserError("'tools' is nested too deep") from None
+        raise UserError(f"{name!r} is nested too deep") from None
 
 
-def _parse_json(value: Any) -> Any:
-    """The value of a JSON string; anything else unchanged."""
-    if isinstance(value, str):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            pass
-    return value
+def _schema(tool: dict[str, Any]) -> dict[str, Any]:
+    """A schema as OpenAI's chat interface has it, where it is Anthropic's or a function by itself."""
+    if "name" not in tool or "function" in tool:
+        return tool
+    function = {"parameters" if k == "input_schema" else k: v for k, v in tool.items() if k != "type"}
+    return {"type": "function", "function": function}
 
 
-def _without_null(value: Any) -> Any:
-    """Drop null entries: columnar files give every schema the keys of all others."""
-    if isinstance(value, dict):
-        return {key: _without_null(v) for key, v in value.items() if v is not None}
-    return [_without_null(v) for v in value] if isinstance(value, list) else value
-
-
-def _string_field(record: dict[str, Any], names: Sequence[str]) -> str:
+def _string_field(fields: Fields, names: Sequence[str]) -> str:
     """The first of these fields that the record has, as a string."""
     for name in names:
-        value = record.get(name)
+        value = fields.raw(name)
         if value not in (None, ""):
             if isinstance(value, bool) or not isinstance(value, str | int):
                 raise UserError(f"{name!r} must be a text or a whole number")
@@ -232,22 +280,12 @@ def _string_field(record: dict[str, Any], names: Sequence[str]) -> str:
     return ""
 
 
-def _weight(record: dict[str, Any]) -> float:
-    name = next((name for name in WEIGHTS if record.get(name) is not None), None)
+def _weight(fields: Fields) -> float:
+    name = next((name for name in WEIGHTS if fields.values.get(name) is not None), None)
     if name is None:
         return 1.0
-    value = record[name]
+    value = fields.raw(name)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value <= 1e300:  # an int may exceed any float
         raise UserError(f"{name!r} must be a finite number that is at least 0")
     return float(value)
-
-
-def _is_text(value: Any, empty: bool = False) -> bool:
-    if not isinstance(value, str) or not (empty or value.strip()):
-        return False
-    try:
-        value.encode()  # JSON can contain lone surrogates, which tokenizers reject
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,8 @@ from distill.prompts.prompt import Prompt
 from distill.prompts.readers import Record, read_dataset, read_file
 from distill.prompts.records import FIELDS, parse, to_prompt
 from distill.utils.paths import bundled
+
+SHOWN_FIELDS = 5  # that were not read
 
 
 class Rejected(NamedTuple):
@@ -94,13 +97,14 @@ class Source:
         reading = Reading(self)
         for record in self._records():
             reading.records += 1
-            reason = record.fault
+            reason, unread = record.fault, set(record.skipped)
             try:
-                prompt = None if reason else self._prompt(record)
+                prompt = None if reason else self._prompt(record, unread)
             except UserError as error:
                 prompt, reason = None, str(error)
             if prompt:
                 reading.prompts.append(prompt)
+                reading.unread.update(unread)
                 continue
             rejected = Rejected(self.label, record.line, reason, record.start)
             if strict:
@@ -113,15 +117,16 @@ class Source:
         return reading
 
     def _records(self) -> Iterator[Record]:
-        columns = [*(self.columns or {}).values()]
+        columns = dict(self.columns or {})
         if self.path:
             return read_file(Path(bundled(self.path)), columns, self.max_bytes)
         where = str(bundled(str(self.dataset)))
         return read_dataset(where, self.name, self.split, self.revision, self.files, columns)
 
-    def _prompt(self, record: Record) -> Prompt:
+    def _prompt(self, record: Record, unread: set[str]) -> Prompt:
         value = parse(record.value) if isinstance(record.value, bytes) else record.value
-        prompt = to_prompt(value, str(record.line), self.answers, self.columns)
+        number, columnar = str(record.line), record.columnar
+        prompt = to_prompt(value, number, self.answers, self.columns, columnar=columnar, unread=unread)
         if sum(len(m["content"]) for m in prompt.messages) > self.max_bytes:
             raise UserError(f"longer than {self.max_bytes:,} characters (prompts.max_bytes)")
         prompt.file, prompt.line = self.label, record.line
@@ -138,6 +143,7 @@ class Reading:
         prompts: valid ones; after mixing, those that are used.
         rejected: malformed ones.
         duplicates: number of prompts dropped as duplicates.
+        unread: fields that were not read -> number of prompts whose records have them.
     """
 
     source: Source
@@ -145,6 +151,23 @@ class Reading:
     prompts: list[Prompt] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     duplicates: int = 0
+    unread: Counter[str] = field(default_factory=Counter)
+
+    def unread_line(self) -> str:
+        """Which fields were not read, in one line; empty if all were."""
+        shown = [
+            f"`{name}` of {count:,} record{'s' * (count > 1)}"
+            for name, count in self.unread.most_common(SHOWN_FIELDS)
+        ]
+        more = len(self.unread) - len(shown)
+        if not shown:
+            return ""
+        many = len(self.unread) > 1
+        return (
+            f"{self.source.label}: field{'s' * many} {', '.join(shown)}"
+            f"{f', and {more} more,' if more else ''} {'were' if many else 'was'} not read; "
+            "prompts.columns={prompt: ...} maps fields"
+        )
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:

@@ -71,8 +71,8 @@ def test_held_out_prompts_are_mixed_whatever_their_order():
 
 
 def speak(text: str) -> tuple[dict[str, str], ...]:
-    """Messages by their speakers' first letters: s, u, a, t."""
-    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    """Messages by their speakers' first letters: s, d, u, a, t."""
+    roles = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
     return tuple({"role": roles[c], "content": f"{c}{i}"} for i, c in enumerate(text))
 
 
@@ -81,6 +81,8 @@ def speak(text: str) -> tuple[dict[str, str], ...]:
     [
         ("u", [1], 1),
         ("su", [2], 2),
+        ("du", [2], 2),
+        ("udu", [1, 3], 1),
         ("uu", [1, 2], 1),
         ("suuu", [2, 3, 4], 2),
         ("ua", [], 1),
@@ -110,6 +112,10 @@ def test_one_question_falls_on_one_side_however_it_goes_on():
     assert held_out([greeted], asked[:1])[0] == [], "a greeting before it makes no other question"
     system = Prompt.of("s", ({"role": "system", "content": "s"}, *asked[0].messages))
     assert held_out([system], asked[:1])[0] == [system], "another system text makes another question"
+    instructed = [Prompt.of("d", speak(f"du{more}")) for more in ("", "au")]
+    assert held_out(instructed, instructed[:1])[0] == [], "instructions are no question"
+    other = Prompt.of("d", (*speak("d"), *asked[0].messages))
+    assert held_out([other], instructed)[0] == [other]
 
 
 def test_a_prompt_ends_where_the_answer_begins():

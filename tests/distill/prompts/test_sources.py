@@ -70,12 +70,12 @@ def local_dataset(tmp_path, monkeypatch) -> str:
     folder = tmp_path / "set"
     folder.mkdir()
     for name, count in (("train", 6), ("test", 2)):
-        write(folder / f"{name}.jsonl", *({"query": f"{name} {i}", "pixels": [i] * 9} for i in range(count)))
+        write(folder / f"{name}.jsonl", *({"wish": f"{name} {i}", "pixels": [i] * 9} for i in range(count)))
     return str(folder)
 
 
 def test_a_dataset_is_read_by_its_columns(local_dataset):
-    columns = {"prompt": "query"}
+    columns = {"prompt": "wish"}
     train, test = (
         Source(dataset=local_dataset, split=s, columns=columns).read(True) for s in ("train", "test")
     )
@@ -88,10 +88,10 @@ def test_a_dataset_is_read_by_its_columns(local_dataset):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"columns": {"prompt": "qury"}}, "no column 'qury'; it has query, pixels"),
-        ({}, "no column that says what is asked; it has query, pixels"),
-        ({"split": "dev", "columns": {"prompt": "query"}}, "prompts.dataset="),
-        ({"name": "other", "columns": {"prompt": "query"}}, "prompts.dataset="),
+        ({"columns": {"prompt": "qury"}}, "no column 'qury'; it has wish, pixels"),
+        ({}, "no column that says what is asked; it has wish, pixels"),
+        ({"split": "dev", "columns": {"prompt": "wish"}}, "prompts.dataset="),
+        ({"name": "other", "columns": {"prompt": "wish"}}, "prompts.dataset="),
     ],
 )
 def test_what_is_wrong_with_a_dataset_is_one_line(options, said, local_dataset):

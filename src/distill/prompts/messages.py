@@ -1,0 +1,303 @@
+"""Messages in the forms that people bring, as chat templates read them.
+
+A message that leaves here has `role` (of ROLES) and a text `content`, and may have `reasoning_content`,
+`tool_calls` ([{type: function, function: {name, arguments}}], with an id where one was given), `name`,
+`tool_call_id`, and `train: False` where an answer is not to be learned. Sources of the forms: the
+references of OpenAI's and Anthropic's chat interfaces, ShareGPT's files, and the data formats that
+axolotl, LLaMA-Factory and ms-swift document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from decode.errors import UserError
+from distill.prompts.fields import Fields, is_empty, is_text, parse_json, without_null
+from distill.prompts.prompt import Message, turns
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+CALL_ROLE = "function_call"  # LLaMA-Factory's: the call as JSON text
+ALIASES = {
+    alias: role
+    for role, aliases in (
+        ("user", ("human", "prompter")),
+        ("assistant", ("gpt", "chatgpt", "bing", "bard", "bot", "chatbot", "model", "ai")),
+        ("tool", ("function", "ipython", "observation", "function_response", "tool_response")),
+    )
+    for alias in aliases
+}
+REASONING = ("reasoning_content", "thinking", "reasoning")
+TEXT_PARTS = ("text", "input_text", "output_text")
+# Whether an answer is to be learned: OpenAI's, axolotl's, ms-swift's; and the two that say the opposite.
+LEARNED, MASKED = ("weight", "train", "training", "loss"), ("masked", "mask")
+
+
+@dataclass
+class _Content:
+    """What the content of a message holds.
+
+    Attributes:
+        text: of its text parts, joined.
+        reasoning: of its reasoning parts, joined.
+        calls: of functions.
+        results: of calls, as messages.
+    """
+
+    text: Any = None
+    reasoning: str = ""
+    calls: list[Any] = field(default_factory=list)
+    results: list[Message] = field(default_factory=list)
+
+
+def to_messages(raw: Sequence[Any], unread: set[str], columnar: bool = False) -> tuple[Message, ...]:
+    """Validate messages, and write them as chat templates read them.
+
+    Args:
+        raw: in any of the known forms.
+        unread: names of fields that nothing reads are added to it, as in `messages.timestamp`.
+        columnar: they come from a table, whose objects have nulls for the keys that others have.
+
+    Raises:
+        UserError: a malformed message; the line has its number, role and key.
+    """
+    messages: list[Message] = []
+    for number, value in enumerate(raw, 1):
+        value = parse_json(value)
+        given = _speaker(value)
+        try:
+            messages += _message(value, unread, columnar)
+        except UserError as error:
+            named = f" ({given})" if isinstance(given, str) and given in (*ROLES, *ALIASES) else ""
+            raise UserError(f"message {number}{named}: {error}") from None
+    return tuple(messages)
+
+
+def role_of(value: Any) -> str | None:
+    """Role of a raw message; None where it has none that is known."""
+    speaker = _speaker(parse_json(value))
+    if not isinstance(speaker, str):
+        return None
+    name = speaker.strip().lower()
+    name = ALIASES.get(name, name)
+    return "assistant" if name == CALL_ROLE else name if name in ROLES else None
+
+
+def uses_tools(value: Any) -> bool:
+    """Whether a raw message calls a tool, or is what one returned."""
+    value = parse_json(value)
+    if not isinstance(value, Mapping):
+        return False
+    content = value.get("content")
+    parts = content if isinstance(content, list) else []
+    return (
+        role_of(value) == "tool"
+        or _speaker(value) == CALL_ROLE
+        or any(not is_empty(value.get(name)) for name in ("tool_calls", "function_call"))
+        or any(isinstance(p, Mapping) and p.get("type") in ("tool_use", "tool_result") for p in parts)
+    )
+
+
+def conversation(prompt: Any) -> tuple[Message, ...]:
+    """The messages of a prompt of the public face: a user's text, a message, or a list of messages.
+
+    Raises:
+        UserError: none of these, a field that nothing reads, or nothing to answer.
+    """
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    elif isinstance(prompt, Mapping):
+        prompt = [prompt]
+    if not isinstance(prompt, list | tuple):
+        raise UserError(f"prompt: give a text, or messages with role and content, not {_kind(prompt)}")
+    unread: set[str] = set()
+    try:
+        messages = to_messages(prompt, unread)
+    except UserError as error:
+        raise UserError(f"prompt: {error}") from None
+    if unread:
+        raise UserError(f"prompt: nothing reads {', '.join(sorted(unread))}; leave it out")
+    if not turns(messages) or messages[-1]["role"] == "assistant":
+        raise UserError("prompt: nothing to answer; the last message has to be a user's or a tool's")
+    return messages
+
+
+def _speaker(value: Any) -> Any:
+    """What a raw message calls its role: OpenAI's `role`, or ShareGPT's `from`."""
+    if not isinstance(value, Mapping):
+        return None
+    return value.get("from") if is_empty(value.get("role")) else value["role"]
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _names(value: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, value))
+
+
+def _message(value: Any, unread: set[str], columnar: bool) -> list[Message]:
+    if not isinstance(value, Mapping):
+        raise UserError(f"expected an object with role and content, got {_kind(value)}")
+    fields = Fields(value)
+    speaker, role = fields.get("role") or fields.get("from"), role_of(value)
+    if role is None:
+        wrong = f"{speaker!r} is no role" if isinstance(speaker, str) else "it has no role"
+        raise UserError(f"{wrong}; roles are {', '.join(ROLES)}, and a text 'content' belongs to each")
+    given = next((fields.raw(n) for n in ("content", "value") if value.get(n) is not None), None)
+    content = _Content(calls=_call_in_text(given)) if speaker == CALL_ROLE else _content(given, role, unread)
+    reasoning = _reasoning(fields, content.reasoning) if role == "assistant" else ""
+    calls = _calls(fields, content.calls, unread, columnar) if role == "assistant" else []
+    text = "" if content.text is None and (calls or reasoning) else content.text
+    message: Message = {"role": role, "content": text}
+    for name in ("name", "tool_call_id")[: 2 if role == "tool" else 1]:
+        if (named := fields.get(name)) is not None:
+            if not is_text(named):
+                raise UserError(f"{name!r} must be a text")
+            message[name] = named
+    message |= {"reasoning_content": reasoning} if reasoning else {}
+    message |= {"tool_calls": calls} if calls else {}
+    if not _learned(fields, role):
+        message["train"] = False
+    unread |= fields.unread("messages.")
+    if content.results and is_empty(text):
+        return content.results
+    if not is_text(text, empty=bool(calls or reasoning)):
+        found = _kind(text) if not isinstance(text, str) else "half a character" if text.strip() else "none"
+        raise UserError(f"it needs a text in 'content', and has {found}; its keys are {_names(value)}")
+    return [*content.results, message]
+
+
+def _content(value: Any, role: str, unread: set[str]) -> _Content:
+    """Read a text, or a list of typed parts."""
+    content = _Content()
+    if not isinstance(value, list) or not value:
+        content.text = value
+        return content
+    texts: list[str] = []
+    for part in value:
+        fields = Fields({"type": "text", "text": part} if isinstance(part, str) else _object(part))
+        kind = fields.get("type") or ("text" if "text" in fields.values else None)
+        if kind in TEXT_PARTS:
+            if content.calls:
+                raise UserError("a text stands behind a 'tool_use' part; no template writes it there")
+            texts.append(_part_text(fields, ("text",), kind))
+        elif kind in ("thinking", "reasoning") and role == "assistant":
+            if content.calls or "".join(texts).strip():
+                raise UserError(f"a {kind!r} part stands behind text or calls; no template writes it there")
+            content.reasoning += _part_text(fields, ("text", "content", *REASONING), kind)
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": fields.get("name"), "arguments": fields.raw("input")}
+            content.calls.append({"id": fields.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role in ("user", "tool"):
+            if texts:
+                raise UserError("a 'tool_result' part stands behind text; it has to come first")
+            content.results.append(_result(fields, unread))
+        else:
+            raise UserError(f"'content' has a part of type {kind!r}, which is no text of the {role}")
+        unread |= fields.unread("messages.content.")
+    content.text = "".join(texts) if texts else None
+    return content
+
+
+def _object(part: Any) -> Mapping[str, Any]:
+    if not isinstance(part, Mapping):
+        raise UserError(f"a part of 'content' is {_kind(part)}; it has to be an object with type and text")
+    return part
+
+
+def _part_text(fields: Fields, names: Sequence[str], kind: str) -> str:
+    name = fields.first(names)
+    text = fields.raw(name) if name else ""
+    if not isinstance(text, str):
+        raise UserError(f"{name!r} of a {kind!r} part of 'content' must be a text")
+    return text
+
+
+def _result(fields: Fields, unread: set[str]) -> Message:
+    """What a tool returned, in Anthropic's form."""
+    content = _content(fields.get("content"), "tool", unread)
+    if content.results or not is_text(content.text):
+        raise UserError("'content' of a 'tool_result' part must be a text")
+    number = fields.get("tool_use_id")
+    if number is not None and not is_text(number):
+        raise UserError("'tool_use_id' must be a text")
+    return {"role": "tool", "content": content.text} | ({"tool_call_id": number} if number else {})
+
+
+def _reasoning(fields: Fields, parts: str) -> str:
+    """The reasoning of an answer, under whichever name it has."""
+    found = {"a part of 'content'": parts} if parts.strip() else {}
+    for name in REASONING:
+        value = fields.get(name)
+        if value is not None and not is_text(value, empty=True):
+            raise UserError(f"{name!r} must be a text")
+        if value is not None and value.strip():
+            found[repr(name)] = value
+    if len(set(found.values())) > 1:
+        raise UserError(f"two different texts of reasoning, in {' and '.join(found)}; keep one")
+    return next(iter(found.values()), "")
+
+
+def _learned(fields: Fields, role: str) -> bool:
+    """Whether a message is to be learned where its role is; only answers can be."""
+    said = {}
+    for name in (*LEARNED, *MASKED):
+        if is_empty(value := fields.values.get(name)):
+            continue
+        if value not in (0, 1):  # also True and False, and 1.0
+            raise UserError(f"{name!r} of a message must be 0 or 1, true or false")
+        said[name] = bool(value) != (name in MASKED)
+    if role == "assistant" or not any(said.values()):
+        for name in said:
+            fields.raw(name)
+    if role != "assistant":
+        return True  # the target learns no other role's
+    if len(set(said.values())) > 1:
+        raise UserError(f"{' and '.join(map(repr, said))} contradict each other")
+    return all(said.values())
+
+
+def _call_in_text(value: Any) -> list[Any]:
+    calls = parse_json(value)
+    if isinstance(calls, Mapping):
+        return [calls]
+    if not isinstance(calls, list):
+        raise UserError("'value' of a function_call must be a call with name and arguments, as JSON")
+    return calls
+
+
+def _calls(fields: Fields, parts: list[Any], unread: set[str], columnar: bool) -> list[dict[str, Any]]:
+    """Tool calls as templates expect them: arguments as an object, where OpenAI has a JSON text."""
+    given, legacy = parse_json(fields.get("tool_calls")), parse_json(fields.get("function_call"))
+    if sum(not is_empty(value) for value in (given, legacy, parts)) > 1:
+        raise UserError("calls in more than one of 'tool_calls', 'function_call' and 'content'; keep one")
+    calls = ([legacy] if legacy else given) or parts
+    if not isinstance(calls, list):
+        raise UserError("'tool_calls' must be a list of calls of a 'function' with a name")
+    return [_call(call, unread, columnar) for call in calls]
+
+
+def _call(call: Any, unread: set[str], columnar: bool) -> dict[str, Any]:
+    call = parse_json(call)
+    outer = Fields(call if isinstance(call, Mapping) else {}, ignored=("index",))
+    if (kind := outer.get("type")) not in (None, "function"):
+        raise UserError(f"'tool_calls' has a call of type {kind!r}; chat templates write functions alone")
+    function = outer.get("function")
+    inner = Fields(function) if isinstance(function, Mapping) else outer  # also {name, arguments} by itself
+    name, number = inner.get("name"), outer.get("id")
+    if (function is not None and inner is outer) or not is_text(name):
+        raise UserError("'tool_calls' must be a list of calls of a 'function' with a name")
+    if number is not None and not is_text(number):
+        raise UserError("'id' in 'tool_calls' must be a text")
+    given = inner.raw("arguments")
+    arguments = parse_json(given)
+    if not isinstance(given, str) and columnar:
+        arguments = without_null(arguments)
+    if not is_empty(arguments) and not isinstance(arguments, dict):
+        raise UserError(f"'arguments' of a call of {name} must be an object, or the JSON text of one")
+    unread |= outer.unread("messages.tool_calls.") | inner.unread("messages.tool_calls.")
+    named = {"id": number} if number else {}
+    return named | {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
