@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decode.errors import UserError
 from decode.model.load import load_tokenizer
-from distill.prompts.records import parse_prompt
+from distill.prompts.records.forms import parse_prompt
 from distill.utils.provenance import digest
 
 PAD, USER, ASSISTANT, END, MASK = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>", "<|mask|>"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from decode.errors import UserError
 from distill.prompts.chat_template import Chat, TemplateRenderer
-from distill.prompts.readers import Record, read_file
-from distill.prompts.records import CONTENT, parse, to_prompt
+from distill.prompts.records.forms import CONTENT, parse, to_prompt
+from distill.prompts.records.readers import Record, read_file
 
 RECORDS = (".jsonl", ".parquet")  # and .json with a list in it; every other file is one text
 MAX_BYTES = 10_000_000  # of a record

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from decode.errors import UserError
 from distill.prompts.prompt import Prompt
-from distill.prompts.readers import Record, read_dataset, read_file
-from distill.prompts.records import FIELDS, parse, to_prompt
+from distill.prompts.records.forms import FIELDS, parse, to_prompt
+from distill.prompts.records.readers import Record, read_dataset, read_file
 from distill.utils.paths import bundled
 
 SHOWN_FIELDS = 5  # that were not read

@@ -6,8 +6,8 @@ import pytest
 from record_shapes import CALL, CALLED, READ, RESULT, TOOL, answer, parts, shared, system, talk, user
 
 from decode.errors import UserError
-from distill.prompts.messages import conversation
-from distill.prompts.records import to_prompt
+from distill.prompts.records.forms import to_prompt
+from distill.prompts.records.messages import conversation
 
 
 @pytest.mark.parametrize("shape", READ)

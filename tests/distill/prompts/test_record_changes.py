@@ -6,8 +6,8 @@ import random
 from record_shapes import READ
 
 from decode.errors import UserError
-from distill.prompts.fields import parse_json
-from distill.prompts.records import to_prompt
+from distill.prompts.records.fields import parse_json
+from distill.prompts.records.forms import to_prompt
 
 NAMES = (
     "thinking",

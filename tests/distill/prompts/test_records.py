@@ -6,7 +6,7 @@ import pytest
 
 from decode.errors import UserError
 from distill.prompts.prompt import Prompt, opening
-from distill.prompts.records import parse_prompt, to_prompt
+from distill.prompts.records.forms import parse_prompt, to_prompt
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'}}
 TOOL = {

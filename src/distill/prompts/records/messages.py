@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decode.errors import UserError
-from distill.prompts.fields import Fields, is_empty, is_text, parse_json, without_null
 from distill.prompts.prompt import Message, turns
+from distill.prompts.records.fields import Fields, is_empty, is_text, parse_json, without_null
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CALL_ROLE = "function_call"  # LLaMA-Factory's: the call as JSON text

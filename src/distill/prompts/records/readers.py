@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from decode.errors import UserError
-from distill.prompts.records import FIELDS, FORMS, WEIGHTS
+from distill.prompts.records.forms import FIELDS, FORMS, WEIGHTS
 
 SPACE = re.compile(r"\s*")
 SHOWN_CHARS = 500  # characters of a malformed record that are shown

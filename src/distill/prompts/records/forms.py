@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decode.errors import UserError
-from distill.prompts.fields import Fields, is_empty, parse_json, without_null
-from distill.prompts.messages import REASONING, role_of, to_messages, uses_tools
 from distill.prompts.prompt import INSTRUCTING, Prompt, pack, turns, unanswered
+from distill.prompts.records.fields import Fields, is_empty, parse_json, without_null
+from distill.prompts.records.messages import REASONING, role_of, to_messages, uses_tools
 
 # The first of these keys that a record has determines its format.
 LISTS = ("messages", "turns", "conversations", "conversation")
