@@ -174,7 +174,6 @@ READ = {
         "",
     ),
     "one conversation": ({"conversation": [user(), answer()], "turn": 1}, [user(), answer()], "turn"),
-    "text parts": (talk(user(["q", *parts(("input_text", "r"))[:0]])), [user("q")], ""),
     "OpenAI's text parts": (
         talk(user([{"type": "input_text", "text": "q"}]), answer([{"type": "output_text", "text": "a"}])),
         [user(), answer()],

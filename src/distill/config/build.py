@@ -130,8 +130,8 @@ def read_inputs(
     result = inputs.read(prompts, chat, limit, answers, score.enabled)
     if score.enabled and not result.held:
         raise UserError(
-            "prompts: none are held out for scoring; raise prompts.heldout_share, set prompts.heldout "
-            "to a file, or score.enabled=false"
+            f"prompts: none are held out for scoring: {result.none_held}; set prompts.heldout to a file, or "
+            "score.enabled=false"
         )
     if folder:
         inputs.keep_record(result, folder)

@@ -64,7 +64,7 @@ class Chat:
         """Token ids up to where the target's answer begins; a final answer is left out."""
         messages = unanswered(messages)
         if self.template == "none":
-            return self.tokenizer.encode("\n".join(_text_of(m) for m in messages))
+            return self._plain_ids("\n".join(_text_of(m) for m in messages))
         return self._ids(TemplateRenderer(self, tools).text(messages, prompt=True))
 
     def encode_answered(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[list[int], list[int]]:
@@ -100,6 +100,11 @@ class Chat:
         text = TemplateRenderer(self).text([{"role": "user", "content": marker}], prompt=True)
         before, _, after = text.partition(marker)
         return self._ids(before), self._ids(after)
+
+    def _plain_ids(self, text: str) -> list[int]:
+        """Token ids of a text without a template; one that brings its own beginning token has one."""
+        ids, first = self.tokenizer.encode(text), self.tokenizer.bos_token_id
+        return ids[1:] if first is not None and ids[:2] == [first, first] else ids
 
     def _ids(self, text: str) -> list[int]:
         # Templates write the special tokens themselves.

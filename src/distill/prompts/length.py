@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import NamedTuple
 
 from decode.errors import UserError
@@ -13,6 +16,8 @@ from distill.prompts.sources import Rejected
 
 NO_LIMIT = 2**31
 START = 200  # characters shown of a prompt that is left out
+SHOWN_REASONS = 3
+VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d.,]*")  # parts of a reason that differ from prompt to prompt
 
 
 class Limit(NamedTuple):
@@ -31,6 +36,9 @@ class Limit(NamedTuple):
     def __str__(self) -> str:
         what = f"{self.option}={self.tokens + self.room}" if self.option else "as many as the target reads"
         return f"{self.tokens} tokens ({what})"
+
+
+NONE = Limit()
 
 
 def strictest(option: int | None, row: int | None, context: int | None) -> Limit:
@@ -88,26 +96,77 @@ def set_aside(prompt: Prompt, reason: str) -> Rejected:
     return Rejected(prompt.file or f"prompt {prompt.id}", prompt.line, reason, start)
 
 
-def check_share(measured: Measured, limit: Limit, share: float, what: str) -> None:
-    """Refuse to continue if too many prompts are too long.
+@dataclass(frozen=True)
+class LeftOut:
+    """What is left out of the prompts of one kind, for whichever reason.
 
-    Args:
-        measured: the prompts.
-        limit: applied to them.
-        share: that may be left out; a single prompt always may.
+    Attributes:
         what: name of the prompts in messages.
-
-    Raises:
-        UserError: more than `share`, or all, are too long.
+        measured: those that were rendered.
+        refused: by the chat template, or without the answer that is asked for.
+        malformed: records.
+        records: malformed ones and others.
+        limit: on the tokens.
+        advice: what else helps against refusals; empty if nothing does.
     """
-    fit, long = len(measured.fit), len(measured.long)
-    if not long or (fit and (long == 1 or long / (fit + long) <= share)):
-        return
-    fixes = [f"raise {limit.option} to {measured.longest + limit.room}"] if limit.option else []
-    if fit:
-        enough = math.ceil(100 * long / (fit + long)) / 100
-        fixes.append(f"set prompts.max_left_out={enough:g} to go on without them")
-    raise UserError(
-        f"prompts: {measured.summary(what)} have more than {limit}, the longest {measured.where}; "
-        + (", or ".join(fixes) or "give shorter ones")
-    )
+
+    what: str
+    measured: Measured
+    refused: Sequence[Rejected] = ()
+    malformed: Sequence[Rejected] = ()
+    records: int = 0
+    limit: Limit = NONE
+    advice: str = ""
+
+    @property
+    def count(self) -> int:
+        """Of all that are left out."""
+        return len(self.measured.long) + len(self.refused) + len(self.malformed)
+
+    @property
+    def share(self) -> float:
+        """Of the records that give no prompt; a sample of the prompts stands for all of them."""
+        fit, rendered = len(self.measured.fit), len(self.measured.long) + len(self.refused)
+        whole = 1 - Fraction(len(self.malformed), max(1, self.records))
+        return float(1 - whole * Fraction(fit, max(1, fit + rendered)))
+
+    def check(self, most: float) -> None:
+        """Refuse to continue if too many prompts are left out; a single one always may be.
+
+        Args:
+            most: share that may be left out.
+
+        Raises:
+            UserError: more than that, or all, are left out.
+        """
+        fit = len(self.measured.fit)
+        if not self.count or (fit and (self.count == 1 or self.share <= most)):
+            return
+        fixes: list[str] = []
+        if self.measured.long and self.limit.option:
+            fixes.append(f"raise {self.limit.option} to {self.measured.longest + self.limit.room}")
+        fixes += [self.advice] if self.advice and self.refused else []
+        if fit:
+            enough = min(1.0, math.ceil(100 * self.share) / 100)
+            fixes.append(f"set prompts.max_left_out={enough:g} to go on without them")
+        raise UserError(f"prompts: {self._reasons()}; {', or '.join(fixes) or self._rest()}")
+
+    def _rest(self) -> str:
+        return "give shorter ones" if self.measured.long else "mend them"
+
+    def _reasons(self) -> str:
+        """How many of how many are left out and why, the commonest reasons first."""
+        long, more = self.measured.long, [*self.malformed, *self.refused]
+        too_long = f"have more than {self.limit}, the longest {self.measured.where}"
+        if not more:
+            return f"{self.measured.summary(self.what)} {too_long}"
+        kinds: dict[str, list[Rejected]] = {}
+        for one in more:
+            kinds.setdefault(VARIABLE.sub("", one.reason), []).append(one)
+        ranked = sorted(kinds.values(), key=len, reverse=True)
+        reasons = [f"{len(kind)} as {kind[0]}" for kind in ranked[:SHOWN_REASONS]]
+        if rest := sum(map(len, ranked[SHOWN_REASONS:])):
+            reasons.append(f"{rest} for other reasons")
+        reasons += [f"{len(long)} {too_long}"] if long else []
+        whole = self.count + len(self.measured.fit)
+        return f"{self.count} of {whole} {self.what} are left out: {'; '.join(reasons)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 from decode.errors import UserError
 from distill.options import PromptOptions
 from distill.prompts.chat_template import Chat
-from distill.prompts.length import Limit, Measured, check_share, set_aside
+from distill.prompts.length import LeftOut, Limit, Measured, set_aside
 from distill.prompts.mixing import mix
 from distill.prompts.prompt import Prompt, held_out, opening, pack, split
+from distill.prompts.rendered import RenderedTexts
 from distill.prompts.sources import Reading, Rejected, Source, to_sources
 from distill.prompts.token_counts import count_tokens
 from distill.utils.atomic_files import read_json, write_json
@@ -38,6 +40,7 @@ class Inputs:
         refused: by the chat template.
         limit: on the tokens of a prompt.
         too_long: of `train` and of `held`, and left out.
+        none_held: why no prompt is held out; empty if one is.
     """
 
     train: list[Prompt]
@@ -48,6 +51,7 @@ class Inputs:
     refused: list[Rejected]
     limit: Limit
     too_long: tuple[Measured, Measured]
+    none_held: str = ""
 
     @property
     def rejected(self) -> list[Rejected]:
@@ -93,10 +97,18 @@ def read(
         train, held = split(listed, options.heldout_share)
     measured, refused = _rendered(train, chat, limit, given, options.strict)
     openings, refused_held = _rendered(_openings(held), chat, limit, False, options.strict)
+    advice = "set rollout=hf, which has the target answer" if given else ""
+    parts = (
+        LeftOut("prompts", measured, refused, *_malformed(readings), limit, advice),
+        LeftOut("held-out prompts", openings, refused_held, *_malformed(heldout), limit),
+    )
     if answers:  # commands that score read training prompts too, and use none
-        check_share(measured, limit, options.max_left_out, "prompts")
+        parts[0].check(options.max_left_out)
     if score:
-        check_share(openings, limit, options.max_left_out, "held-out prompts")
+        parts[1].check(options.max_left_out)
+    none_held = "" if openings.fit else _why_none_held(listed, options, parts[1])
+    if answers and listed and not train:
+        raise UserError(_why_all_held(listed, options))
     scored = openings.fit
     record = {
         "sources": [_counts(r) for r in readings],
@@ -110,7 +122,41 @@ def read(
         "held_out_of_sources": len(listed) - len(train),
     }
     return Inputs(
-        measured.fit, scored, readings, heldout, record, refused + refused_held, limit, (measured, openings)
+        *(measured.fit, scored, readings, heldout, record, refused + refused_held, limit),
+        *((measured, openings), none_held),
+    )
+
+
+def _malformed(readings: Sequence[Reading]) -> tuple[list[Rejected], int]:
+    """Malformed records, and the number of all."""
+    return [one for r in readings for one in r.rejected], sum(r.records for r in readings)
+
+
+def _why_none_held(listed: Sequence[Prompt], options: PromptOptions, held: LeftOut) -> str:
+    """Why no prompt is held out, and what helps."""
+    if held.count:
+        return f"all {held.count} of {options.heldout or 'those that would be'} are left out"
+    if not listed or options.heldout_share <= 0:
+        return "prompts.heldout_share is 0" if listed else "there is no file of prompts to hold some out of"
+    questions = {prompt.question_hash for prompt in listed}
+    if len(questions) == 1:
+        return (
+            f"all {len(listed)} prompts begin with one question, and a question is trained on or held out as "
+            "a whole, whatever prompts.heldout_share is"
+        )
+    enough = math.ceil(1000 * min(questions) / 2**64) / 1000
+    return (
+        f"by hash prompts.heldout_share={options.heldout_share:g} takes none of {len(questions)} questions"
+        + (f", and {enough:g} takes one" if enough < 1 else "")
+    )
+
+
+def _why_all_held(listed: Sequence[Prompt], options: PromptOptions) -> str:
+    where = options.heldout or f"prompts.heldout_share={options.heldout_share:g}"
+    questions = len({prompt.question_hash for prompt in listed})
+    return (
+        f"prompts: none are left to train on: {where} holds out all {len(listed)} prompts, which ask "
+        f"{questions} different questions; give others, or set prompts.heldout to another file"
     )
 
 
@@ -119,10 +165,13 @@ def _rendered(
 ) -> tuple[Measured, list[Rejected]]:
     """Split prompts into those that the chat template renders and those that it rejects."""
     measured, refused = Measured(), []
+    rendered = RenderedTexts(chat)
+    faults = {i: fault for i, prompt in enumerate(prompts) if (fault := rendered.fault(prompt))}
     tokens, refusals = count_tokens(prompts, chat, given)
-    for index, reason in refusals.items():
+    for index, reason in sorted((refusals | faults).items()):
+        tokens[index] = -1
         refused.append(set_aside(prompts[index], reason))
-        if strict or len(refused) == len(prompts):
+        if strict:
             raise UserError(str(refused[0]))
     for prompt, count in zip(prompts, tokens.tolist(), strict=True):
         if count >= 0:
@@ -152,6 +201,7 @@ def _counts(reading: Reading) -> dict[str, Any]:
         "quarantined": len(reading.rejected),
         "duplicates": reading.duplicates,
         "used": len(reading.prompts),
+        "unread": dict(reading.unread),
     }
 
 
@@ -203,6 +253,9 @@ def describe(inputs: Inputs, folder: Path | None) -> None:
             say(f"  {one}")
     if duplicates := sum(r.duplicates for r in inputs.readings):
         say(f"prompts: {duplicates} duplicates dropped")
+    for reading in [*inputs.readings, *inputs.heldout]:
+        if line := reading.unread_line():
+            say(f"prompts: {line}")
     if len(inputs.readings) > 1:
         parts = ", ".join(f"{len(r.prompts)} of {r.source.label}" for r in inputs.readings)
         say(f"prompts: {parts}")

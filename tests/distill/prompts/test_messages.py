@@ -58,6 +58,7 @@ REFUSED = {
         talk(user([{"type": "image_url", "image_url": {"url": "x"}}])),
         r"message 1 \(user\): 'content' has a part of type 'image_url'",
     ),
+    "texts for parts": (talk(user(["q"])), "a part of 'content' is str; it has to be an object with type"),
     "sound": (talk(user([{"type": "input_audio", "input_audio": {}}])), "part of type 'input_audio'"),
     "hidden reasoning": (
         talk(user(), answer([{"type": "redacted_thinking", "data": "x"}])),
@@ -89,6 +90,7 @@ REFUSED = {
         talk(user(), CALLED | {"function_call": CALL["function"]}),
         "'tool_calls', 'function_call'",
     ),
+    "a user's call": (talk(user() | {"tool_calls": [CALL]}), r"message 1 \(user\): 'tool_calls' of the user"),
     "a call of another type": (
         talk(user(), answer("", tool_calls=[{"type": "custom", "custom": {}}])),
         "call of type 'custom'",

@@ -9,7 +9,7 @@ from workbench import SPECIAL, TEMPLATE, make_tokenizer
 
 from decode.errors import UserError
 from distill.prompts.chat_template import Chat
-from distill.prompts.length import Limit, Measured, check_share
+from distill.prompts.length import LeftOut, Limit, Measured
 from distill.prompts.prompt import Prompt, held_out, opening, question, split, turns
 
 USER, ASSISTANT, END = SPECIAL[1:]
@@ -190,7 +190,8 @@ def test_the_share_that_is_advised_is_enough(count):
         measured = Measured()
         for i, prompt in enumerate(texts(count)):
             measured.add(prompt, 9 if i < long else 1, limit)
+        left = LeftOut("prompts", measured, limit=limit)
         with pytest.raises(UserError, match=r"raise prompts\.max_tokens to 9") as caught:
-            check_share(measured, limit, (long - 1) / count, "prompts")
+            left.check((long - 1) / count)
         advised = re.search(r"max_left_out=(\S+)", str(caught.value))
-        check_share(measured, limit, float(advised[1]), "prompts")
+        left.check(float(advised[1]))

@@ -149,7 +149,7 @@ def _message(value: Any, unread: set[str], columnar: bool) -> list[Message]:
     given = next((fields.raw(n) for n in ("content", "value") if value.get(n) is not None), None)
     content = _Content(calls=_call_in_text(given)) if speaker == CALL_ROLE else _content(given, role, unread)
     reasoning = _reasoning(fields, content.reasoning) if role == "assistant" else ""
-    calls = _calls(fields, content.calls, unread, columnar) if role == "assistant" else []
+    calls = _calls(fields, content.calls, role, unread, columnar)
     text = "" if content.text is None and (calls or reasoning) else content.text
     message: Message = {"role": role, "content": text}
     for name in ("name", "tool_call_id")[: 2 if role == "tool" else 1]:
@@ -178,7 +178,7 @@ def _content(value: Any, role: str, unread: set[str]) -> _Content:
         return content
     texts: list[str] = []
     for part in value:
-        fields = Fields({"type": "text", "text": part} if isinstance(part, str) else _object(part))
+        fields = Fields(_object(part))
         kind = fields.get("type") or ("text" if "text" in fields.values else None)
         if kind in TEXT_PARTS:
             if content.calls:
@@ -269,12 +269,16 @@ def _call_in_text(value: Any) -> list[Any]:
     return calls
 
 
-def _calls(fields: Fields, parts: list[Any], unread: set[str], columnar: bool) -> list[dict[str, Any]]:
+def _calls(
+    fields: Fields, parts: list[Any], role: str, unread: set[str], columnar: bool
+) -> list[dict[str, Any]]:
     """Tool calls as templates expect them: arguments as an object, where OpenAI has a JSON text."""
     given, legacy = parse_json(fields.get("tool_calls")), parse_json(fields.get("function_call"))
     if sum(not is_empty(value) for value in (given, legacy, parts)) > 1:
         raise UserError("calls in more than one of 'tool_calls', 'function_call' and 'content'; keep one")
     calls = ([legacy] if legacy else given) or parts
+    if calls and role != "assistant":
+        raise UserError(f"'tool_calls' of the {role}; the assistant makes calls")
     if not isinstance(calls, list):
         raise UserError("'tool_calls' must be a list of calls of a 'function' with a name")
     return [_call(call, unread, columnar) for call in calls]

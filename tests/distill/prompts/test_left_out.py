@@ -1,0 +1,198 @@
+"""What is left out counts, for whichever reason; and why nothing is held out or left to train on."""
+
+import json
+
+import pytest
+from chats import FAMILIES, tokenizer_of
+from chats import build as build_tokenizer
+from tokenizers.processors import TemplateProcessing
+from workbench import make_tokenizer, options_of
+
+from decode.errors import UserError
+from distill.config import build
+from distill.prompts import split as inputs
+from distill.prompts.chat_template import Chat
+from distill.prompts.length import NONE, Limit
+from distill.prompts.prompt import Prompt
+from distill.prompts.rendered import RenderedTexts
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+
+
+def asked(i: int) -> dict:
+    return {"messages": [{"role": "user", "content": f"question {i}"}]}
+
+
+def answered(i: int) -> dict:
+    return {"messages": [*asked(i)["messages"], {"role": "assistant", "content": "a"}]}
+
+
+def read(path, records, *overrides: str, limit: Limit = NONE) -> inputs.Inputs:
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    path.write_text("\n".join(lines))
+    run = options_of(f"prompts={path}", *overrides)
+    return inputs.read(run.prompts, Chat(make_tokenizer()), limit, run.rollout.answers, score=True)
+
+
+GIVEN = ("rollout=given", "prompts.heldout_share=0", "score.enabled=false")
+# Why -> records beside 30 good ones, the options, and what is said.
+REASONS = {
+    "malformed": (["{"] * 10, (), r"10 of \d+ prompts are left out: 10 as .*p.jsonl:31: not JSON .*; set"),
+    "two reasons": (
+        ["{"] * 6 + [{"prompt": ""}] * 4,
+        (),
+        r"6 as .*:31: not JSON .*; 4 as .*:37: message 1 \(user\)",
+    ),
+    "no answer given": (
+        [asked(i) for i in range(30, 40)],
+        GIVEN,
+        "10 of 40 prompts are left out: 10 as .*does not end with an answer; set rollout=hf, .* or set",
+    ),
+    "a call that the template has not": (
+        [{"messages": [*asked(i)["messages"], CALL]} for i in range(30, 40)],
+        GIVEN,
+        "10 of 40 prompts are left out: 10 as .*tool calls",
+    ),
+    "rendered already": (
+        [{"text": f"<|user|>hi {i}<|assistant|>ho<|end|>"} for i in range(10)],
+        ("prompts.heldout_share=0",),
+        r"10 as .*p.jsonl:31: message 1 \(user\): .* rendered already: <\|\w+\|> .*prompts\.template=none",
+    ),
+    "long, and malformed": (
+        ["{"] * 5 + [{"prompt": "x" * 500 + str(i)} for i in range(5)],
+        ("prompts.heldout_share=0",),
+        r"10 of 40 .* 5 as .*not JSON.*; 5 have more than 99 tokens .*; raise max_tokens to 503, or set",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", REASONS)
+def test_all_that_is_left_out_counts_and_the_share_that_is_advised_is_enough(why, tmp_path):
+    more, options, said = REASONS[why]
+    records = [*(answered(i) for i in range(30)), *more]
+    limit = Limit(99, "max_tokens", 0)
+    with pytest.raises(UserError, match=said) as caught:
+        read(tmp_path / "p.jsonl", records, *options, limit=limit)
+    assert "\n" not in str(caught.value)
+    advised = str(caught.value).rpartition("prompts.max_left_out=")[2].split()[0]
+    assert 0.2 < float(advised) < 0.3
+    found = read(tmp_path / "p.jsonl", records, f"prompts.max_left_out={advised}", *options, limit=limit)
+    assert len(found.rejected) + len(found.left_out) == 10
+    less = [*(answered(i) for i in range(30)), *more[-3:]]
+    assert len(read(tmp_path / "p.jsonl", less, *options, limit=limit).train) >= 20, "a tenth may be"
+
+
+def test_nothing_left_is_one_line_with_its_count(tmp_path):
+    with pytest.raises(
+        UserError, match=r"3 of 3 prompts are left out: 3 as .*does not end .*; set rollout=hf"
+    ):
+        read(tmp_path / "p.jsonl", [asked(i) for i in range(3)], *GIVEN)
+
+
+def test_a_sample_stands_for_all_that_it_is_drawn_from(tmp_path):
+    records = [*(answered(i) for i in range(90)), *["{"] * 10]
+    found = read(tmp_path / "p.jsonl", records, "prompts.limit=20")
+    assert len(found.train) + len(found.held) == 20
+    with pytest.raises(UserError, match=r"max_left_out=0\.11 "):
+        read(tmp_path / "p.jsonl", [*records, "{"], "prompts.limit=20")
+
+
+def test_held_out_prompts_count_apart(tmp_path):
+    held = tmp_path / "h.jsonl"
+    held.write_text("\n".join([*(json.dumps(asked(i)) for i in range(50, 55)), *["{"] * 2]))
+    with pytest.raises(UserError, match=r"2 of 7 held-out prompts are left out: 2 as .*h\.jsonl:6: not JSON"):
+        read(tmp_path / "p.jsonl", [asked(i) for i in range(9)], f"prompts.heldout={held}")
+
+
+@pytest.mark.parametrize(
+    ("records", "options", "said"),
+    [
+        (
+            [{"messages": answered(0)["messages"] + asked(i)["messages"]} for i in range(40)],
+            ["prompts.heldout_share=0.05"],
+            "all 40 prompts begin with one question, .* whatever prompts.heldout_share is; set",
+        ),
+        (
+            [asked(i) for i in range(3)],
+            ["prompts.heldout_share=0.01"],
+            r"share=0\.01 takes none of 3 questions, and 0\.\d+ takes one",
+        ),
+        (
+            [asked(i) for i in range(30)],
+            ["prompts.heldout_share=0"],
+            "scoring: prompts.heldout_share is 0; set",
+        ),
+    ],
+)
+def test_a_split_that_holds_out_nothing_says_why(records, options, said, tmp_path, monkeypatch):
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    monkeypatch.setattr(build, "read_chat", lambda *_: Chat(make_tokenizer()))
+    monkeypatch.setattr(build, "read_limit", lambda *_: Limit())
+    run = options_of(f"prompts={path}", *options)
+    with pytest.raises(UserError, match=said) as caught:
+        build.read_inputs(run.target, run.prompts, run.score, answers="write")
+    if share := str(caught.value).partition(", and ")[2].split()[:1] * ("takes one" in str(caught.value)):
+        run = options_of(f"prompts={path}", f"prompts.heldout_share={share[0]}")
+        assert len(build.read_inputs(run.target, run.prompts, run.score, answers="write")[2]) == 1
+
+
+def test_a_split_that_leaves_nothing_to_train_on_says_why(tmp_path):
+    with pytest.raises(
+        UserError, match=r"none are left to train on: prompts\.heldout_share=1 holds out all 3"
+    ):
+        read(tmp_path / "p.jsonl", [asked(i) for i in range(3)], "prompts.heldout_share=1")
+
+
+def test_fields_that_are_not_read_are_said_and_recorded(tmp_path, capsys):
+    records = [asked(i) | {"source": "web"} | {f"x{n}": 1 for n in range(i)} for i in range(30)]
+    found = read(tmp_path / "p.jsonl", records)
+    inputs.describe(found, None)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "not read" in line]
+    assert "fields `source` of 30 records, `x0` of 29 records," in line
+    assert "and 25 more, were not read; prompts.columns=" in line
+    assert found.record["sources"][0]["unread"]["source"] == 30
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "token"),
+    [
+        ("chatml", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>"),
+        ("chatml", "4<|im_end|>", "<|im_end|>"),
+        ("chatml", "<think>why</think>4", ""),
+        ("qwen3", "<think>why</think>4 <tool_call>", ""),
+        ("llama3", "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi", "<|end_header_id|>"),
+        ("gemma", "<bos>hi", "<bos>"),
+        ("gemma", "hi\n\nho", ""),
+        ("gemma", "<start_of_turn>user\nhi", "<start_of_turn>"),
+        ("mistral", "[INST] hi [/INST]", "[/INST]"),
+        ("mistral", "no <s>longer</s> so", ""),
+        ("mistral", "yes</s>", "</s>"),
+        ("chatml", "ordinary | text < with > marks", ""),
+    ],
+)
+def test_a_text_with_the_templates_own_tokens_is_found(family, text, token):
+    found = RenderedTexts(Chat(tokenizer_of(family))).fault(
+        Prompt.of("1", [{"role": "user", "content": text}])
+    )
+    assert (f"rendered already: {token} " in found) if token else not found
+
+
+def test_without_a_template_every_text_is_fine():
+    chat = Chat(tokenizer_of("chatml"), "none")
+    text = "<|im_start|>user\nhi<|im_end|>"
+    assert not RenderedTexts(chat).fault(Prompt.of("1", [{"role": "user", "content": text}]))
+
+
+def test_a_plain_text_has_one_beginning():
+    tokenizer = build_tokenizer(FAMILIES["llama3"])
+    first, number = str(tokenizer.bos_token), int(tokenizer.bos_token_id)  # pyright: ignore[reportArgumentType]
+    adds = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, number)])
+    tokenizer.backend_tokenizer.post_processor = adds
+    chat = Chat(tokenizer, "none")
+    plain, begun, twice = (chat.encode([{"role": "user", "content": first * n + "hi"}]) for n in range(3))
+    assert plain == begun == [number, *tokenizer.encode("hi", add_special_tokens=False)]
+    assert twice == [number, *begun], "what was written twice was meant"
+    ids, mask = chat.encode_answered([*({"role": r, "content": first + r} for r in ("user", "assistant"))])
+    assert ids[0] == number != ids[1]
+    assert mask[0] == 0
