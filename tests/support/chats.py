@@ -6,6 +6,7 @@ Sources of the formats: the models' cards, and transformers' documentation of ch
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -137,11 +138,11 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(POCKET) if name == "pocket" else build(FAMILIES[name])
 
 
-def build(family: Family) -> PreTrainedTokenizerBase:
+def build(family: Family, merges: Sequence[tuple[str, str]] = MERGES) -> PreTrainedTokenizerBase:
     """Bytes, joins that do not stop at words, and the family's own tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*letters, *("".join(pair) for pair in MERGES)]
-    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=MERGES))
+    words = [*letters, *("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(family.special))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from decode.errors import UserError
-from distill.prompts.chat_template import Chat, TemplateRenderer
+from distill.prompts.chat_template import Chat
 from distill.prompts.records.forms import CONTENT, parse, to_prompt
 from distill.prompts.records.readers import Record, read_file
 
@@ -85,7 +85,7 @@ class Texts:
         prompt = to_prompt(value, "", columnar=record.columnar)
         if self.chat.template == "none":
             return "\n".join(str(message["content"]) for message in prompt.messages)
-        return TemplateRenderer(self.chat, prompt.tools).text(prompt.messages)
+        return self.chat.text(prompt.messages, prompt.tools)
 
     def _pieces(self, path: Path) -> Iterator[tuple[str, bool]]:
         """A file in pieces that end with a line."""

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from decode.errors import UserError
-from distill.prompts.loss_mask import Span, supervise
+from distill.prompts.ends import AnswerFrame, Ends, find_frame, template_ends
+from distill.prompts.loss_mask import supervise
 from distill.prompts.prompt import Message, unanswered
+from distill.prompts.renderer import (
+    FORMS,
+    AddedTokens,
+    Form,
+    IncompletePromptError,
+    RefusedByTemplateError,
+    TemplateRenderer,
+    Tools,
+)
+from distill.prompts.survival import fault_in_prompt
+from distill.utils.progress import say
 from distill.utils.provenance import digest
 
-GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 CALLS = {"truncation", "padding"}  # parts of a tokenizer's state that its last call has left
-Tools = Sequence[dict[str, Any]]
+# A template's own options, by which it thinks or does not: templates ask whether they are given.
+THINKS = re.compile(r"(?<![\w.'\"])(\w*think\w*)\s*(?:is\s+(?:not\s+)?defined|\|\s*default)")
+T = TypeVar("T")
 
 
 class Chat:
@@ -48,7 +59,9 @@ class Chat:
         if template == "none" and options:
             raise UserError("prompts.template_options: prompts.template=none has no template to take them")
         self.tokenizer, self.template, self.options = tokenizer, template, dict(options or {})
-        self.splits = re.compile("|".join(map(re.escape, _splitting(tokenizer))) or "(?!)")
+        self.added = AddedTokens.of(tokenizer)
+        self._frames: dict[Form, AnswerFrame] = {}
+        self._told = False  # that developers' messages are rendered as the system's
 
     def fingerprint(self) -> str:
         """Hash of all that token ids follow from: the tokenizer's rules and vocabulary, template and options."""
@@ -65,25 +78,28 @@ class Chat:
         messages = unanswered(messages)
         if self.template == "none":
             return self._plain_ids("\n".join(_text_of(m) for m in messages))
-        return self._ids(TemplateRenderer(self, tools).text(messages, prompt=True))
+        return self._ids(self._in_some_form(messages, tools, _prompt))
 
     def encode_answered(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[list[int], list[int]]:
         """Token ids of a whole conversation, and 1 where the assistant wrote them.
 
-        With a template, see `loss_mask.supervise`; in plain text the last message is the answer.
+        With a template, see `loss_mask.supervise`; in plain text the last message is the answer. An answer
+        with `train: false` is context.
 
         Raises:
-            UserError: the mask is all 0 or all 1, or the answer does not extend its prompt.
+            UserError: the mask is all 0 or all 1, or the template does not write what the record says.
         """
         if messages[-1]["role"] != "assistant":
             raise UserError("rollout=given: the record does not end with an answer")
+        if all(m.get("train") is False for m in messages if m["role"] == "assistant"):
+            raise UserError("rollout=given: no answer of the record is to be trained on (train: false)")
         if self.template == "none":
             head = self.encode(messages)
             # Encoded separately, so that no token spans the border.
             answer = self.tokenizer.encode("\n" + _text_of(messages[-1]), add_special_tokens=False)
             ids, mask = head + answer, [0] * len(head) + [1] * len(answer)
         else:
-            ids, mask = supervise(TemplateRenderer(self, tools), messages)
+            ids, mask = self._supervised(messages, tools)
         if len(set(mask)) < 2:
             raise UserError(
                 f"target: the chat template's loss mask is all {mask[0] if mask else 0}; "
@@ -97,7 +113,8 @@ class Chat:
             start: Any = self.tokenizer.bos_token_id
             return ([] if start is None else [start]), []
         marker = "\u2407"
-        text = TemplateRenderer(self).text([{"role": "user", "content": marker}], prompt=True)
+        asked = [{"role": "user", "content": marker}]
+        text = self._in_some_form(asked, (), _prompt)
         before, _, after = text.partition(marker)
         return self._ids(before), self._ids(after)
 
@@ -106,56 +123,116 @@ class Chat:
         ids, first = self.tokenizer.encode(text), self.tokenizer.bos_token_id
         return ids[1:] if first is not None and ids[:2] == [first, first] else ids
 
+    def ends(self, generation: Sequence[int], vocabulary: int) -> Ends:
+        """What ends an answer.
+
+        Args:
+            generation: end tokens that the model's files name, see `stop_tokens`.
+            vocabulary: size of the target's; other ids cannot be written.
+        """
+        eos: Any = self.tokenizer.eos_token_id
+        written: list[int] = []
+        if self.template == "chat":
+            found = (template_ends(self._renderer(form=form)) for form in FORMS)
+            written = next((ends for ends in found if ends), [])
+        own = [] if eos is None else [eos]
+        sources = ([token for token in ends if token < vocabulary] for ends in (generation, own, written))
+        return Ends(*map(tuple, sources))
+
+    def text(self, messages: Sequence[Message], tools: Tools = ()) -> str:
+        """A whole conversation as the template writes it."""
+        return self._in_some_form(messages, tools, _checked)
+
+    # -- rendering -------------------------------------------------------------------------------
+
+    def _renderer(
+        self, tools: Tools = (), form: Form = FORMS[0], options: Mapping[str, Any] | None = None
+    ) -> TemplateRenderer:
+        return TemplateRenderer(self.tokenizer, self.options | dict(options or {}), tools, form, self.added)
+
+    def _in_some_form(
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        work: Callable[[TemplateRenderer, Sequence[Message]], T],
+        options: Mapping[str, Any] | None = None,
+    ) -> T:
+        """Do work in the first form of the messages that the template takes and keeps whole.
+
+        Raises:
+            UserError: there is no such form; says what is wrong with the one that comes furthest.
+        """
+        messages = self._with_known_roles(messages, tools)
+        refusals: list[UserError] = []
+        for form in FORMS:
+            if form.changes(messages):
+                try:
+                    return work(self._renderer(tools, form, options), messages)
+                except UserError as error:
+                    refusals.append(error)
+        raise max(refusals, key=_progress) from None
+
+    def _supervised(self, messages: Sequence[Message], tools: Tools) -> tuple[list[int], list[int]]:
+        """See `loss_mask.supervise`; a refusal names the option of the template that helps, if one does."""
+
+        def work(render: TemplateRenderer, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+            if render.form not in self._frames:
+                self._frames[render.form] = find_frame(render)
+            return supervise(render, messages, self._frames[render.form])
+
+        try:
+            return self._in_some_form(messages, tools, work)
+        except UserError as error:
+            for option in self._thinking_options(tools):
+                try:
+                    self._in_some_form(messages, tools, work, option)
+                except UserError:
+                    continue
+                ((name, value),) = option.items()
+                written = f"'{{{name}: {str(value).lower()}}}'"
+                raise UserError(f"{error}; prompts.template_options={written} helps") from None
+            raise
+
+    def _thinking_options(self, tools: Tools) -> Iterator[dict[str, bool]]:
+        for name in sorted(set(THINKS.findall(self._renderer(tools).template))):
+            yield from ({name: value} for value in (True, False) if self.options.get(name) is not value)
+
     def _ids(self, text: str) -> list[int]:
         # Templates write the special tokens themselves.
         return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
-
-class TemplateRenderer:
-    """Renders conversations as text, with tools; implements `loss_mask.Renderer`."""
-
-    def __init__(self, chat: Chat, tools: Tools = ()) -> None:
-        self.chat, self.tools = chat, list(tools) or None
-        self.ids, self.tokenizer, self.splits = chat._ids, chat.tokenizer, chat.splits
-
-    def text(self, messages: Sequence[Message], prompt: bool = False) -> str:
-        """The conversation; a `prompt` ends where the assistant's next message begins."""
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=self.tools,  # pyright: ignore[reportArgumentType]
-                tokenize=False,
-                add_generation_prompt=prompt,
-                **self.chat.options,
-            )
-        except (TemplateError, TypeError) as error:  # templates may reject roles, their order, or tools
-            start = str(messages[0].get("content") or "")[:60]
-            raise UserError(f"target: its chat template refuses the prompt {start!r}: {error}") from None
-        assert isinstance(text, str)
-        return text
-
-    def generation_spans(self, messages: Sequence[Message]) -> list[Span] | None:
-        """Character spans of the template's `{% generation %}` blocks; None if it has no such block."""
-        template = self.tokenizer.get_chat_template(None, self.tools)  # pyright: ignore[reportArgumentType]
-        if not GENERATION.search(template):
-            return None
-        # `apply_chat_template` rounds blocks outwards to tokens, and drops them where a character is in
-        # no token, so use the character spans.
-        _, blocks = render_jinja_template(
-            [[{k: v for k, v in message.items() if v is not None} for message in messages]],
-            tools=self.tools,  # pyright: ignore[reportArgumentType]
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **{**self.tokenizer.special_tokens_map, **self.chat.options},
-        )
-        return [Span(int(start), int(end)) for start, end in blocks[0]]
+    def _with_known_roles(self, messages: Sequence[Message], tools: Tools) -> Sequence[Message]:
+        """The messages, those of a developer as the system's where the template knows no developer."""
+        if all(m["role"] != "developer" for m in messages) or "developer" in self._renderer(tools).template:
+            return messages
+        if not self._told:
+            say("prompts: the chat template knows no developer; such messages are rendered as the system's")
+            self._told = True
+        return [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
 
 
-def _splitting(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Added tokens that are found in a text as it is, with any text beside them, longest first."""
-    tokens = tokenizer.added_tokens_decoder.values()
-    plain = [t for t in tokens if not (t.normalized or t.lstrip or t.rstrip or t.single_word)]
-    return sorted((t.content for t in plain if t.content), key=len, reverse=True)
+def _progress(refusal: UserError) -> int:
+    """How far a conversation came that was refused: to be rendered, and with all texts in its prompt."""
+    return (
+        0 if isinstance(refusal, RefusedByTemplateError) else 2 - isinstance(refusal, IncompletePromptError)
+    )
+
+
+def _prompt(render: TemplateRenderer, messages: Sequence[Message]) -> str:
+    """The text up to where the target's answer begins."""
+    return _checked(render, messages, prompt=True)
+
+
+def _checked(render: TemplateRenderer, messages: Sequence[Message], prompt: bool = False) -> str:
+    """The rendered messages, see `TemplateRenderer.text`.
+
+    Raises:
+        UserError: what users, tools or the system say is not there.
+    """
+    text = render.text(messages, prompt)
+    if fault := fault_in_prompt(messages, text):
+        raise IncompletePromptError(f"target: its chat template {fault}")
+    return text
 
 
 def _text_of(message: Message) -> str:

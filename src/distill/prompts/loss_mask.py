@@ -1,103 +1,85 @@
 """Loss mask of a rendered conversation: 1 for tokens that the target wrote, end tokens included.
 
 For each answer, its prompt (`add_generation_prompt`) and the conversation up to its end are rendered; the
-answer is the difference of the two. Borders are checked as token ids too, since a tokenizer may merge
-characters across them.
+answer is the difference of the two. A template may mark its answers itself. What is supervised holds all
+that was written in the answer, and nothing that users, tools or the system wrote. Borders are checked as
+token ids too, since a tokenizer may merge characters across them.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
-
-from transformers import PreTrainedTokenizerBase
+from typing import NamedTuple
 
 from decode.errors import UserError
+from distill.prompts.ends import AnswerFrame
+from distill.prompts.marked_answers import marked_answers
 from distill.prompts.prompt import Message
+from distill.prompts.renderer import Answer, IncompletePromptError, Span, TemplateRenderer
+from distill.prompts.survival import fault_in_answer, fault_in_prompt, parts, shortened
 
-MARK = "\u2407"
-REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows
 DIFFERS = (
     "target: its chat template renders an answer differently from its prompt, so no loss mask can be read "
     "off it; give its tokenizer a template whose answers begin where its prompts end"
 )
 
 
-class Span(NamedTuple):
-    """Characters `start` (included) to `end` (excluded) of a text."""
-
-    start: int
-    end: int
-
-
-class Renderer(Protocol):
-    """A template with its tokenizer."""
-
-    tokenizer: PreTrainedTokenizerBase
-    splits: re.Pattern[str]  # tokens that the tokenizer takes out of a text before it splits what is between
-
-    def ids(self, text: str) -> list[int]:
-        """Token ids of a text that contains its special tokens."""
-        ...
-
-    def text(self, messages: Sequence[Message], prompt: bool = False) -> str:
-        """The rendered conversation; a `prompt` ends where the assistant's next message begins."""
-        ...
-
-    def generation_spans(self, messages: Sequence[Message]) -> list[Span] | None:
-        """Spans that the template marks as written by the assistant; None if it marks none."""
-        ...
-
-
-class AnswerEnd(NamedTuple):
-    """How the template ends an answer: an end token, which the target writes, and an unsupervised tail."""
-
-    end: str
-    tail: str
-
-    def fit(self, span: Span, text: str) -> Span:
-        """The span, extended to include the end token and shortened to exclude the tail."""
-        start, end = span
-        if text[start:end].endswith(self.end + self.tail):
-            return Span(start, end - len(self.tail))
-        return Span(start, end + len(self.end)) if text.startswith(self.end, end) else span
-
-
-def supervise(render: Renderer, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+def supervise(
+    render: TemplateRenderer, messages: Sequence[Message], frame: AnswerFrame
+) -> tuple[list[int], list[int]]:
     """Token ids of a conversation that ends with an answer, and their loss mask.
 
     The last answer is supervised exactly: its prompt is encoded as the target would get it, then the
     answer. Earlier answers are supervised if the conversation contains them as the target wrote them: not
-    if the template drops their reasoning, or if the tokenizer merges their start with the prompt.
+    if the template drops their reasoning, or if the tokenizer merges their start with the prompt. Answers
+    with `train: false` are context.
 
     Raises:
-        UserError: the last answer does not extend its prompt, has no prompt, or lacks its tool calls or
-            reasoning.
+        UserError: the last answer does not extend its prompt or has none; an answer that is trained on
+            lost a part of itself or holds an end token; a text of the prompt is missing.
     """
     if len(messages) < 2:
         raise UserError("rollout=given: a record of one answer alone has no prompt to train it behind")
     text, prompt = render.text(messages), render.text(messages[:-1], prompt=True)
     if not text.startswith(prompt):
         raise UserError(DIFFERS)
-    _check_whole(messages, text, text[len(prompt) :])
-    answer_end = _find_answer_end(render, messages)
+    _check_prompts(messages[:-1], prompt, [])
     blocks = render.generation_spans(messages)
     if blocks is None:
-        spans = [*_earlier(render, messages, text, answer_end), Span(len(prompt), len(text))]
-    elif sum(end - start for start, end in blocks) == len(text):
-        spans = [Span(0, len(text))]
+        last = Answer(len(messages) - 1, [Span(len(prompt), len(text))])
+        answers = [*_earlier(render, messages, text, frame), last]
     else:
-        # The prompt may include the start of the block: an empty reasoning block, for example.
-        spans = [Span(max(a, len(prompt)) if b > len(prompt) else a, b) for a, b in blocks]
-    tokens = Tokens(render, text, len(prompt))
+        asked = [message for message in messages if message["role"] != "assistant"]
+        _check_prompts(asked, text, [Answer(len(messages), list(blocks))])
+        answers = marked_answers(render, messages, text, prompt, blocks)
+    answers = [
+        Answer(answer.number, [frame.fit(span, text) for span in _joined(answer.spans)])
+        for answer in answers
+        if messages[answer.number].get("train") is not False
+    ]
+    answers = [answer for answer in answers if _is_whole(render, messages, text, answer, frame)]
+    _check_prompts(messages, text, answers)
+    return _mask(Tokens(render, text, len(prompt)), answers, len(prompt))
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """Spans that meet as one."""
+    joined: list[Span] = []
+    for span in spans:
+        if joined and joined[-1].end == span.start:
+            span = Span(joined.pop().start, span.end)
+        joined.append(span)
+    return joined
+
+
+def _mask(tokens: Tokens, answers: Sequence[Answer], prompt: int) -> tuple[list[int], list[int]]:
     mask = [0] * len(tokens.ids)
-    for span in (answer_end.fit(s, text) for s in spans if s.end > s.start):
+    for span in (span for answer in answers for span in answer.spans):
         first, last = tokens.count(span.start), tokens.count(span.end)
         if first is not None and last is not None:
             mask[first:last] = [1] * (last - first)
-        elif span.end > len(prompt):
+        elif span.end > prompt:
             raise UserError(DIFFERS)
     return tokens.ids, mask
 
@@ -109,7 +91,7 @@ class Tokens:
         UserError: the tokenizer cannot encode the rest of the text separately.
     """
 
-    def __init__(self, render: Renderer, text: str, prompt: int) -> None:
+    def __init__(self, render: TemplateRenderer, text: str, prompt: int) -> None:
         self._render, self._text, self._prompt = render, text, prompt
         self._head = render.ids(text[:prompt])
         self.ids = whole = render.ids(text)
@@ -138,7 +120,7 @@ class Tokens:
             self._known = Span(0, 0)
         start, count = self._known
         place = start
-        for match in self._render.splits.finditer(self._text, start, characters):
+        for match in self._render.added.splits.finditer(self._text, start, characters):
             place = match.start()
         if place > start:
             count += len(self._render.ids(self._text[start:place]))
@@ -147,46 +129,83 @@ class Tokens:
         return count + len(part) if self.ids[count : count + len(part)] == part else None
 
 
+class _Alone(NamedTuple):
+    """An answer that ends its conversation: where it stands, in which text."""
+
+    span: Span
+    text: str
+
+    @property
+    def parts(self) -> tuple[str, str]:
+        """The answer, and what stands before it."""
+        return self.text[self.span.start :], self.text[: self.span.start]
+
+
+def _alone(render: TemplateRenderer, messages: Sequence[Message]) -> _Alone | None:
+    """The last message's own span; None if the template refuses the conversation, or rewrites the prompt."""
+    try:
+        before, after = render.text(messages[:-1], prompt=True), render.text(messages)
+    except UserError:  # templates may reject a partial conversation
+        return None
+    return _Alone(Span(len(before), len(after)), after) if after.startswith(before) else None
+
+
 def _earlier(
-    render: Renderer, messages: Sequence[Message], text: str, answer_end: AnswerEnd
-) -> Iterator[Span]:
-    """Spans of earlier answers that the text contains unchanged."""
+    render: TemplateRenderer, messages: Sequence[Message], text: str, frame: AnswerFrame
+) -> Iterator[Answer]:
+    """Earlier answers that the text contains unchanged, but for the token that ends them."""
     for i, message in enumerate(messages[:-1]):
         if message["role"] != "assistant" or not i:  # an opening message answers nothing
             continue
-        try:
-            before, after = render.text(messages[:i], prompt=True), render.text(messages[: i + 1])
-        except UserError:
-            continue  # templates may reject a partial conversation
-        if after.startswith(before):
-            span = answer_end.fit(Span(len(before), len(after)), after)
-            if text.startswith(after[: span.end]):
-                yield span
+        if (alone := _alone(render, messages[: i + 1])) is None:
+            continue
+        start, stop = frame.fit(*alone)
+        if text.startswith(alone.text[:stop]):
+            yield Answer(i, [Span(start, stop)])
+        elif frame.token and alone.text[start:stop].endswith(frame.token):
+            stop -= len(frame.token)
+            if text.startswith(alone.text[:stop]) and text.startswith(frame.between or "\0", stop):
+                yield Answer(i, [Span(start, stop)])
 
 
-def _find_answer_end(render: Renderer, messages: Sequence[Message]) -> AnswerEnd:
-    """Find the end token and tail, by rendering a marker as the answer."""
-    text = render.text([*messages[:-1], {"role": "assistant", "content": MARK}])
-    _, marker, after = text.rpartition(MARK)
-    ends = {token.content for token in render.tokenizer.added_tokens_decoder.values()}
-    ends |= set(render.tokenizer.all_special_tokens)
-    places = [(after.find(token), -len(token), token) for token in ends if token.strip() and token in after]
-    if not marker or not places:
-        return AnswerEnd("", "")
-    place, _, end = min(places)
-    return AnswerEnd(end, after[place + len(end) :])
+def _is_whole(
+    render: TemplateRenderer, messages: Sequence[Message], text: str, answer: Answer, frame: AnswerFrame
+) -> bool:
+    """Whether an answer stands in the text with all its parts; if not, it is context.
 
-
-def _check_whole(messages: Sequence[Message], text: str, answer: str) -> None:
-    """Refuse a template that drops tool calls, or the reasoning of the last answer."""
-    for i, message in enumerate(messages):
-        last = i == len(messages) - 1
-        calls = message.get("tool_calls") or []
-        names = [call.get("function", call).get("name", "") for call in calls]
-        if any(name not in (answer if last else text) for name in names):
-            raise UserError("target: its chat template leaves out tool calls, so they cannot be trained on")
-        reasoning = next((str(message[key]) for key in REASONING if message.get(key)), "")
-        if last and reasoning.strip() not in answer:
+    Raises:
+        UserError: it holds an end token; a part is missing though the answer ends the conversation, or
+            would be missing if it did.
+    """
+    message = messages[answer.number]
+    ends = {*frame.tokens, str(render.tokenizer.eos_token or frame.token)} - {""}
+    for part in parts(message):
+        if found := next((token for token in ends if token in part.text), None):
             raise UserError(
-                "target: its chat template leaves out the reasoning of an answer, so it cannot be trained on"
+                f"rollout=given: {part.what.format(repr(shortened(part.text)))} has {found!r} in it, at "
+                "which the target ends its answers"
             )
+    own, is_last = "\0".join(text[a:b] for a, b in answer.spans), answer.number == len(messages) - 1
+    if frame.header and own.startswith(frame.header):
+        if is_last:
+            raise UserError(DIFFERS)
+        return False
+    if not (fault := fault_in_answer(message, own, text[: answer.spans[0].start])):
+        return True
+    if not is_last:
+        alone = _alone(render, messages[: answer.number + 1])
+        fault = alone and fault_in_answer(message, *alone.parts)
+    if fault:
+        raise UserError(f"target: its chat template {fault}, so the answer cannot be trained on")
+    return False
+
+
+def _check_prompts(messages: Sequence[Message], text: str, answers: Sequence[Answer]) -> None:
+    """Refuse a text of users, tools or the system that is missing, or would be supervised."""
+    for span in (span for answer in answers for span in answer.spans):
+        text = text[: span.start] + "\0" * (span.end - span.start) + text[span.end :]
+    supervised = {answer.number for answer in answers}
+    context = [message for i, message in enumerate(messages) if i not in supervised]
+    if fault := fault_in_prompt(context, text):
+        more = ", or marks it as an answer" if answers else ""
+        raise IncompletePromptError(f"target: its chat template {fault}{more}")

@@ -13,8 +13,9 @@ from workbench import options_of
 from decode.errors import UserError
 from distill.config.build import read_chat
 from distill.options import GenerateOptions, InspectOptions, ScoreCommandOptions, TrainOptions
-from distill.prompts.chat_template import Chat, TemplateRenderer
+from distill.prompts.chat_template import Chat
 from distill.prompts.loss_mask import Tokens
+from distill.prompts.renderer import TemplateRenderer
 
 ALL = [*FAMILIES, "pocket"]
 ENDS = {
@@ -126,14 +127,16 @@ def test_reasoning_before_a_call_stays_with_it():
     assert runs(Chat(tokenizer_of("qwen3")), reasoned, [WEATHER]) == wanted
 
 
-@pytest.mark.parametrize(("name", "said"), [("gemma", "no tool role"), ("pocket", "leaves out tool calls")])
+@pytest.mark.parametrize(
+    ("name", "said"), [("gemma", "no tool role"), ("pocket", "leaves out the tool call 'weather'")]
+)
 def test_families_without_tools_say_so(name, said):
     with pytest.raises(UserError, match=said):
         Chat(tokenizer_of(name)).encode_answered(ASKED, [WEATHER])
 
 
 def test_a_call_that_is_only_spoken_of_is_left_out():
-    with pytest.raises(UserError, match="leaves out tool calls"):
+    with pytest.raises(UserError, match="leaves out the tool call 'weather'"):
         Chat(tokenizer_of("pocket")).encode_answered([*say("How is the weather?"), ASKED[1]])
 
 
@@ -261,11 +264,12 @@ def test_marks_inside_a_token_of_the_last_answer_are_refused():
     tokenizer = build(FAMILIES["chatml"])
     tokenizer.chat_template = (
         "{% for m in messages %}"
-        "{{ m.role + ':' }}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{{ m.role + ':' }}{% if m.role == 'user' %}{{ m.content }}"
+        "{% else %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}"
         "{% endfor %}"
         "{% if add_generation_prompt %}assistant{% endif %}"
     )
-    assert runs(Chat(tokenizer), say("a", "one")) == ["a", "one"]
+    assert runs(Chat(tokenizer), say("a", "one")) == ["one"]
     with pytest.raises(UserError, match="renders an answer differently"):
         Chat(tokenizer).encode_answered(say("a", " one"))  # ": " is one token
 
@@ -425,23 +429,25 @@ def test_borders_are_counted_from_the_nearest_special_token_as_from_the_start(na
     if name not in ALL:
         tokenizer = sentencepiece(str(tokenizer.chat_template), "first")
     chat = Chat(tokenizer)
-    render = TemplateRenderer(chat)
+    render = TemplateRenderer(tokenizer, {})
     messages = [part for question, answer, _ in turns for part in say(question, answer)]
     text, prompt = render.text(messages), render.text(messages[:-1], prompt=True)
     tokens, whole = Tokens(render, text, len(prompt)), WholePrefixes(render, text, len(prompt))
-    ends = [match.start() for match in chat.splits.finditer(text)]
+    ends = [match.start() for match in chat.added.splits.finditer(text)]
     for place in [*sorted(places), *ends, *places]:  # growing ones, then any
         assert tokens.count(min(place, len(text))) == whole.count(min(place, len(text)))
 
 
-def test_each_character_is_encoded_about_once_however_many_turns():
+def test_each_character_is_encoded_about_once_however_many_turns(monkeypatch):
     chat = Chat(tokenizer_of("pocket"))
     encoded = []
-    ids = chat._ids
-    chat._ids = lambda text: encoded.append(len(text)) or ids(text)
+    ids = TemplateRenderer.ids
+    monkeypatch.setattr(
+        TemplateRenderer, "ids", lambda self, text: encoded.append(len(text)) or ids(self, text)
+    )
     for turns in (4, 32):
         encoded.clear()
         messages = say(*["a question", "an answer of some words"] * turns)
         chat.encode_answered(messages)
-        whole = len(TemplateRenderer(chat).text(messages))
-        assert sum(encoded) <= 5 * whole
+        whole = len(chat.text(messages))
+        assert whole < sum(encoded) <= 5 * whole

@@ -146,7 +146,7 @@ def test_plain_text_masks_the_last_message():
     ("template", "messages", "said"),
     [
         (TEMPLATE.replace("{{ m['content'] }}<|end|>", ""), DIALOGUE, "mask is all 0"),
-        ("{% generation %}" + UNMARKED + "{% endgeneration %}", DIALOGUE, "mask is all 1"),
+        ("{% generation %}" + UNMARKED + "{% endgeneration %}", DIALOGUE, "or marks it as an answer"),
         (
             "{% for m in messages %}{{ m['content'] }}{% endfor %}!",
             DIALOGUE[:2],

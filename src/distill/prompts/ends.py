@@ -1,0 +1,158 @@
+"""What ends an answer: as the chat template writes it, the tokenizer names it, and the model's files say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from decode.errors import UserError
+from distill.prompts.prompt import Message
+from distill.prompts.renderer import Span, TemplateRenderer, common_start
+
+MARK = "\u2407"
+QUESTION: Message = {"role": "user", "content": "?"}
+ANSWER: Message = {"role": "assistant", "content": MARK}
+CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": MARK, "arguments": {}}}],
+}
+RESULT: Message = {"role": "tool", "name": MARK, "content": "."}
+
+
+class AnswerFrame(NamedTuple):
+    """What a template writes around an answer.
+
+    Attributes:
+        header: the first token of what a prompt adds to a question; empty if that begins otherwise.
+        token: that the target writes behind its answer; empty where the template writes none.
+        tail: what the template puts behind that, at the end of a conversation.
+        between: tokens right behind earlier answers, as the template writes them: gpt-oss has `<|end|>`
+            there and `<|return|>` behind the last, GLM-4 the next turn's `<|user|>` or `<|observation|>`.
+    """
+
+    header: str = ""
+    token: str = ""
+    tail: str = ""
+    between: tuple[str, ...] = ()
+
+    def fit(self, span: Span, text: str) -> Span:
+        """The span, extended to include the end token and shortened to exclude the tail."""
+        start, end = span
+        place = text.rfind(self.token, start, end) + len(self.token)
+        if self.token and place >= start + len(self.token) and self.tail.startswith(text[place:end]):
+            return Span(start, place)
+        found = next((token for token in self.tokens if text.startswith(token, end)), "")
+        return Span(start, end + len(found))
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """All tokens that may end an answer."""
+        return tuple(dict.fromkeys([*([self.token] if self.token else []), *self.between]))
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Tokens that end an answer, by source.
+
+    Attributes:
+        generation: of generation_config.json, or else config.json.
+        tokenizer: its end token; empty if it has none.
+        template: those that the chat template writes behind an answer.
+    """
+
+    generation: tuple[int, ...]
+    tokenizer: tuple[int, ...]
+    template: tuple[int, ...]
+
+    @property
+    def ids(self) -> list[int]:
+        """All of them, those of the model's files first."""
+        return list(dict.fromkeys([*self.generation, *self.tokenizer, *self.template]))
+
+    def remark(self, tokenizer: PreTrainedTokenizerBase) -> str | None:
+        """One line where the sources disagree; None where the model's files name all ends."""
+        unknown = [token for token in self.ids if token not in self.generation]
+        if not unknown:
+            return None
+        writers = [
+            f"its {name} ends answers with {_named(tokens, tokenizer)}"
+            for name, tokens in (("chat template", self.template), ("tokenizer", self.tokenizer))
+            if set(tokens) & set(unknown)
+        ]
+        files = f"names {_named(self.generation, tokenizer)}" if self.generation else "names no end token"
+        return (
+            f"target: {' and '.join(writers)}, and generation_config.json {files}; answers end at all of "
+            "them here, and an engine may need the same list"
+        )
+
+
+def find_frame(render: TemplateRenderer) -> AnswerFrame:
+    """Read off conversations whose texts are known what stands around an answer."""
+    last = _behind(render, [QUESTION, ANSWER])
+    between = _behind(render, [QUESTION, ANSWER, QUESTION])
+    shared = common_start(last, between)
+    # What stands behind the answer in both places belongs to it; else the template adds to whole
+    # conversations (Phi-3), or ends the last answer in another way.
+    places = list(render.added.any.finditer(shared))
+    eos = render.tokenizer.eos_token
+    closing = next((m for m in places if m.group() == eos), places[-1] if places else None)
+    closing = closing or render.added.any.search(last)
+    token = closing.group() if closing else ""
+    following = [_first(render, between), "" if token else _behind_call(render)]
+    return AnswerFrame(
+        _first(render, prompt_header(render, [QUESTION]) or ""),
+        token,
+        last[closing.end() :] if closing else "",
+        tuple(dict.fromkeys(filter(None, following))),
+    )
+
+
+def template_ends(render: TemplateRenderer) -> list[int]:
+    """Ids of the tokens that a template writes behind an answer at the end of a conversation.
+
+    Where it writes none, the next turn's first token ends an answer, that of a tool's result among them.
+    """
+    end = find_frame(render)
+    ids = [render.ids(token) for token in ([end.token] if end.token else end.between)]
+    return [one[0] for one in ids if len(one) == 1]
+
+
+def prompt_header(render: TemplateRenderer, messages: Sequence[Message]) -> str | None:
+    """What a prompt adds to its messages; None if the template refuses them without an answer."""
+    try:
+        prompt, plain = (render.text(messages, prompt=is_prompt) for is_prompt in (True, False))
+    except UserError:
+        return None
+    return prompt[len(common_start(prompt, plain)) :]
+
+
+def _behind_call(render: TemplateRenderer) -> str:
+    """The token right behind a call whose result follows; empty if there is none."""
+    try:
+        call, answered = (render.text([QUESTION, CALL, *more]) for more in ((), (RESULT,)))
+    except UserError:
+        return ""
+    return _first(render, answered.removeprefix(call)) if answered.startswith(call) else ""
+
+
+def _first(render: TemplateRenderer, text: str) -> str:
+    """The added token that a text begins with; empty if it begins otherwise."""
+    found = render.added.any.match(text)
+    return found.group() if found else ""
+
+
+def _behind(render: TemplateRenderer, messages: Sequence[Message]) -> str:
+    """What a template writes behind the answer MARK; empty where it refuses the conversation."""
+    try:
+        _, mark, behind = render.text(messages).rpartition(MARK)
+    except UserError:
+        return ""
+    return behind if mark else ""
+
+
+def _named(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in tokens)

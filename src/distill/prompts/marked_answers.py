@@ -1,0 +1,97 @@
+"""Answers that a chat template marks itself, with `{% generation %}` blocks.
+
+A block may begin with what the prompt of its answer holds already (`<|start|>assistant`, an empty
+reasoning block); that is taken off, in every turn alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from decode.errors import UserError
+from distill.prompts.ends import MARK, prompt_header
+from distill.prompts.prompt import Message
+from distill.prompts.renderer import Answer, Span, TemplateRenderer
+from distill.prompts.survival import REASONING
+
+
+def marked_answers(
+    render: TemplateRenderer, messages: Sequence[Message], text: str, prompt: str, blocks: Sequence[Span]
+) -> list[Answer]:
+    """The marked answers of a conversation whose last one begins behind the prompt.
+
+    An earlier answer that does not begin as its prompt ends is left out: the target was given another.
+
+    Raises:
+        UserError: blocks that belong to no answer.
+    """
+    last = len(messages) - 1
+    blocks, answers = filled(blocks), dict[int, list[Span]]()
+    for owner, block in zip(_owners(render, messages, len(prompt), blocks), blocks, strict=True):
+        if block.end > len(prompt):
+            answers.setdefault(last, []).append(Span(max(block.start, len(prompt)), block.end))
+        elif owner in answers:
+            answers[owner].append(block)
+        elif owner:  # a message that opens the conversation answers nothing
+            start = _behind_header(text, block.start, prompt_header(render, messages[:owner]))
+            answers[owner] = [] if start is None else [Span(start, block.end)]
+    return [Answer(number, spans) for number, spans in sorted(answers.items()) if spans]
+
+
+def filled(blocks: Sequence[Span]) -> list[Span]:
+    """The blocks that have a text."""
+    return [block for block in blocks if block.end > block.start]
+
+
+def _behind_header(text: str, start: int, header: str | None) -> int | None:
+    """Where an answer begins whose block begins at `start`; None if the text has no such header there.
+
+    A part of the header may stand before the block and the rest in it.
+    """
+    if header is None:
+        return None
+    for outside in range(len(header), -1, -1):
+        rest = header[outside:]
+        if text.endswith(header[:outside], 0, start) and text.startswith(rest, start):
+            return start + len(rest)
+    return None
+
+
+def _owners(
+    render: TemplateRenderer, messages: Sequence[Message], prompt: int, blocks: Sequence[Span]
+) -> list[int]:
+    """For each block, the number of the message that it belongs to."""
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(blocks) == len(answers):
+        return answers
+    if len(answers) == 1 and all(block.end > prompt for block in blocks):
+        return answers * len(blocks)
+    tagged = [_tagged(message, i) for i, message in enumerate(messages)]
+    text, spans = render.text(tagged), filled(render.generation_spans(tagged) or [])
+    owners: list[int | None] = [None]
+    for span in spans:  # one without a text of its own, such as an end token, belongs to the answer before
+        marked = text[span.start : span.end]
+        owners.append(next((i for i in answers if _tag(i) in marked), owners[-1]))
+    owners = owners[1:]
+    if len(spans) != len(blocks) or None in owners:
+        raise UserError(
+            "target: its chat template's {% generation %} blocks cannot be told apart by answers, so no loss "
+            "mask can be read off them"
+        )
+    return [owner for owner in owners if owner is not None]
+
+
+def _tag(number: int) -> str:
+    return f"{MARK}{number}{MARK}"
+
+
+def _tagged(message: Message, number: int) -> Message:
+    """The message with its tag in place of each of its texts."""
+    if message["role"] != "assistant":
+        return message
+    tag = _tag(number)
+    texts: dict[str, Any] = {key: tag for key in ("content", *REASONING) if message.get(key)}
+    if calls := message.get("tool_calls"):
+        texts["tool_calls"] = [{**call, "function": {**call["function"], "name": tag}} for call in calls]
+    return message | texts

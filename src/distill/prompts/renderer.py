@@ -1,0 +1,194 @@
+"""A chat template with its tokenizer: conversations as text, in a form that the template reads."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from decode.errors import UserError
+from distill.prompts.prompt import Message
+from distill.prompts.survival import as_object, shortened
+
+GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+OURS = ("train",)  # keys of a message that are no template's affair
+Tools = Sequence[dict[str, Any]]
+
+
+class RefusedByTemplateError(UserError):
+    """The template itself refuses a conversation: a role, the order of roles, tools, a type."""
+
+
+class IncompletePromptError(UserError):
+    """The rendered prompt lacks what users, tools or the system say."""
+
+
+class Span(NamedTuple):
+    """Characters `start` (included) to `end` (excluded) of a text."""
+
+    start: int
+    end: int
+
+
+class Answer(NamedTuple):
+    """The spans of a conversation's text that a message of the assistant wrote."""
+
+    number: int  # of the message
+    spans: list[Span]
+
+
+class AddedTokens(NamedTuple):
+    """Patterns of the tokens that a tokenizer has besides its vocabulary's words."""
+
+    any: re.Pattern[str]
+    splits: re.Pattern[str]  # those taken out of a text as they are, before what is between is split
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Those of a tokenizer, without such as are white space."""
+        tokens = list(tokenizer.added_tokens_decoder.values())
+        plain = [t for t in tokens if not (t.normalized or t.lstrip or t.rstrip or t.single_word)]
+        names = {t.content for t in tokens} | set(tokenizer.all_special_tokens)
+        return cls(_any_of(n for n in names if n.strip()), _any_of(t.content for t in plain))
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Pattern of any of these texts, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(filter(None, texts), key=len, reverse=True))) or "(?!)")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a template is handed what has several forms.
+
+    Attributes:
+        text_arguments: arguments of calls as JSON text, as OpenAI has them (DeepSeek-V3's template).
+        typed_content: contents as a list of parts with a type (templates of models that see pictures).
+    """
+
+    text_arguments: bool = False
+    typed_content: bool = False
+
+    def apply(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages in this form."""
+        return [self._message(message) for message in messages]
+
+    def changes(self, messages: Sequence[Message]) -> bool:
+        """Whether it is another form than the plain one for these messages."""
+        calls = any(message.get("tool_calls") for message in messages)
+        return self == Form() or self.typed_content or (self.text_arguments and calls)
+
+    def printed(self, messages: Sequence[Message], text: str) -> bool:
+        """Whether a template, which does not know this form, has printed its objects as they are."""
+        objects: list[Any] = []
+        for message in self.apply(messages):
+            if self.typed_content and message.get("content"):
+                objects.append(message["content"])
+            if self.text_arguments:
+                objects += [
+                    call.get("function", call)["arguments"] for call in message.get("tool_calls") or []
+                ]
+        spellings = [json.dumps(thing, ensure_ascii=False) for thing in objects]
+        spellings += [str(thing) for thing in objects if not isinstance(thing, str)]
+        return any(spelling in text for spelling in spellings)
+
+    def _message(self, message: Message) -> Message:
+        message = {key: value for key, value in message.items() if key not in OURS}
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [self._call(call) for call in calls]
+        if self.typed_content and isinstance(message.get("content"), str):
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        return message
+
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = call.get("function", call)
+        arguments = as_object(function.get("arguments"))
+        if self.text_arguments and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        function = {**function, "arguments": arguments}
+        return {**call, "function": function} if "function" in call else function
+
+
+# In the order in which they are tried; the first in which nothing is lost is the template's.
+FORMS = (Form(), Form(text_arguments=True), Form(typed_content=True), Form(True, True))
+
+
+class TemplateRenderer:
+    """Renders conversations as text.
+
+    Args:
+        tokenizer: with a chat template.
+        options: of the template.
+        tools: schemas of functions that may be called.
+        form: of the messages that the template is handed.
+        added: the tokenizer's added tokens; read here where they are not given.
+
+    Attributes:
+        template: source of the template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: Mapping[str, Any],
+        tools: Tools = (),
+        form: Form = FORMS[0],
+        added: AddedTokens | None = None,
+    ) -> None:
+        self.tokenizer, self.options, self.tools, self.form = tokenizer, options, list(tools) or None, form
+        self.added = added or AddedTokens.of(tokenizer)
+        self.template = tokenizer.get_chat_template(None, self.tools)  # pyright: ignore[reportArgumentType]
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text; templates write the special tokens themselves."""
+        return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def text(self, messages: Sequence[Message], prompt: bool = False) -> str:
+        """The conversation; a `prompt` ends where the assistant's next message begins."""
+        try:
+            text = self.tokenizer.apply_chat_template(
+                self.form.apply(messages),
+                tools=self.tools,  # pyright: ignore[reportArgumentType]
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **self.options,
+            )
+        except (TemplateError, TypeError) as error:  # templates may reject roles, their order, or tools
+            start = shortened(str(messages[0].get("content") or ""))
+            raise RefusedByTemplateError(
+                f"target: its chat template refuses the prompt {start!r}: {error}"
+            ) from None
+        assert isinstance(text, str)
+        if self.form.printed(messages, text):
+            raise RefusedByTemplateError("target: its chat template knows contents as text alone")
+        return text
+
+    def generation_spans(self, messages: Sequence[Message]) -> list[Span] | None:
+        """Character spans of the template's `{% generation %}` blocks; None if it has no such block."""
+        if not GENERATION.search(self.template):
+            return None
+        # `apply_chat_template` rounds blocks outwards to tokens, and drops them where a character is in
+        # no token, so use the character spans.
+        messages = [
+            {k: v for k, v in message.items() if v is not None} for message in self.form.apply(messages)
+        ]
+        _, blocks = render_jinja_template(
+            [messages],
+            tools=self.tools,  # pyright: ignore[reportArgumentType]
+            chat_template=self.template,
+            return_assistant_tokens_mask=True,
+            **{**self.tokenizer.special_tokens_map, **self.options},
+        )
+        return [Span(int(start), int(end)) for start, end in blocks[0]]
+
+
+def common_start(one: str, other: str) -> str:
+    """The longest beginning that two texts share."""
+    differs = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return one[: next(differs, min(len(one), len(other)))]
