@@ -21,6 +21,8 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
+from distill.losses import divergences, weights
+from distill.losses.objective import Objective
 from distill.training.optim import hidden_matrices
 from drafters.drafting.prompted_target import PromptedTarget
 from drafters.models.ngram import Ngram
@@ -391,3 +393,40 @@ def test_a_run_is_scored_on_the_targets_own_answers(bench):
         assert card["replay_agrees"]
     weights = final(done.folder)
     assert set(weights) == {"prompts.weight"}
+
+
+# -- what the parts of a loss weigh -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafts", [0.25, 3.0])
+def test_the_prompts_of_tidar_count_drafts_times_beside_the_tuned_target(tiny_target, make_drafter, drafts):
+    """loss = divergence of the tuned target + drafts * that of the prompts, as its class says."""
+    target = tiny_target(vocab=V, layers=3, hidden=16)
+    batch, objective = batch_of(target, random_texts()), Objective(divergences.kl, weights.constant)
+
+    def losses(drafter) -> tuple[float, float]:
+        """Of the whole, and of the tuned target alone."""
+        steps = list(drafter.unroll(batch, target))
+        parts = steps, [step for step in steps if step.depth == 0]
+        whole, alone = (float(objective(part, batch.last, target.head, {})[0].detach()) for part in parts)
+        return whole, alone
+
+    whole, tuned = losses(make_drafter("tidar", target, drafts=1.0))
+    weighted, same = losses(make_drafter("tidar", target, drafts=drafts))
+    assert same == tuned > 0
+    assert whole - tuned > 0
+    assert weighted - tuned == pytest.approx(drafts * (whole - tuned), rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "drafts"), [("prompt", 1.0), ("tidar", 3.0)])
+def test_of_a_sample_each_anchor_stands_for_those_left_out(tiny_target, make_drafter, name, drafts):
+    target = tiny_target(vocab=V, layers=3, hidden=16)
+    options = {"drafts": drafts} if name == "tidar" else {}
+    drafter, batch = (
+        make_drafter(name, target, anchors=2, **options).train(),
+        batch_of(target, random_texts()),
+    )
+    anchors, sampled = batch.tokens[:, 1:].numel() - len(batch.tokens), 2 * len(batch.tokens)
+    steps = [step for step in drafter.unroll(batch, target) if step.depth]
+    assert [len(step.anchor) for step in steps[:1]] == [sampled]
+    assert {step.weight for step in steps} == {drafts * anchors / sampled}
