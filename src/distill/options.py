@@ -119,7 +119,16 @@ class RolloutOptions:
 
     def answers_each(self, prompts: int) -> int:
         """Answers to each of so many prompts."""
-        return answers_each(self.answers, self.samples, self.temperature, prompts)
+        return answers_each(self.answers, self.samples, self.sampler.temperature, prompts)
+
+    @property
+    def sampler(self) -> Sampler:
+        """The distribution of the answers.
+
+        Raises:
+            UserError: a number out of range.
+        """
+        return Sampler(self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import numpy as np
 from decode.errors import UserError
 from decode.model.load import stop_tokens
 from decode.model.target import Target
+from decode.sampling import Sampler
 from distill.engines.engine_target import EngineTarget
 from distill.options import AnswerOptions, OpenAIRolloutOptions, RayRolloutOptions, RolloutOptions, RunOptions
 from distill.prompts.chat_template import Chat
@@ -60,8 +61,8 @@ def rollout_plan(
         samples=rollout.answers_each(len(prompts)),
         self_prompts=options.prompts.self,
         until=rollout.until,
-        sampler={"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p},
-        prompt_sampler={"temperature": rollout.prompt_temperature},
+        sampler={name: getattr(rollout.sampler, name) for name in ("temperature", "top_k", "top_p")},
+        prompt_sampler={"temperature": Sampler(rollout.prompt_temperature).temperature},
         max_prompt_tokens=strictest(options.prompts.max_tokens, None, target.max_positions).tokens,
         max_new_tokens=rollout.max_new_tokens,
         shard_size=rollout.shard_size,

@@ -131,6 +131,22 @@ def test_rows_of_engines_are_kept_apart_by_what_decides_them(bench):
     assert len({plan.key for plan in plans}) == 3
 
 
+def test_a_temperature_that_is_greedy_is_planned_as_such(bench):
+    """No samples that are all alike, and no temperature that an engine would divide by."""
+    words = ["rollout.samples=null", "rollout.temperature=1e-39", "rollout.prompt_temperature=1e-45"]
+    run, greedy = (
+        options_of(*bench.command, *given) for given in (words, [words[0], "rollout.temperature=0"])
+    )
+    target, chat = build_target(run.target), read_chat(run.target, run.prompts.template)
+    prompts = read_prompts(bench.prompts)
+    plan = rollout_plan(run, target, chat, prompts)
+    assert (plan.samples, plan.sampler["temperature"], plan.prompt_sampler) == (1, 0.0, {"temperature": 0.0})
+    assert plan.sampler == rollout_plan(greedy, target, chat, prompts).sampler
+    for wrong in ("rollout.temperature=.inf", "rollout.prompt_temperature=.nan", "rollout.top_p=0"):
+        with pytest.raises(UserError, match=r"(sampling: |not a number|must be)"):
+            rollout_plan(options_of(*bench.command, wrong), target, chat, prompts)
+
+
 # -- two of them ---------------------------------------------------------------------------------
 
 
