@@ -34,8 +34,9 @@ def write_forward(
     stop: Sequence[int],
     until: Until | None,
     clock: Callable[[], float] | None,
+    names: Sequence[int | str],
 ) -> Generation:
-    """Decode a batch plainly; see `generate` for the arguments."""
+    """Decode a batch plainly; see `generate` for the arguments, and `requests` for `names`."""
     clock, device = clock or time.perf_counter, target.device
     outputs, times, begin = [Output([]) for _ in prompts], Times(), clock()
     tests = [until() for _ in prompts] if until else None
@@ -54,7 +55,7 @@ def write_forward(
         table = torch.stack([result.tokens[:, 0], broken_slot(logits, draft)], 1).tolist()
         for row, (request, (token, broken)) in enumerate(zip(rows, table, strict=True)):
             if broken:
-                raise not_finite(target, [texts[request][:read]], f"prompt {request}")
+                raise not_finite(target, [texts[request][:read]], f"prompt {names[request]}")
             if len(texts[request]) == read:
                 texts[request].append(token)
                 _emit(outputs[request], token, clock() - begin)

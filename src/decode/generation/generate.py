@@ -76,8 +76,9 @@ def generate(
     plan, rest = plan or Plan(), (until, on_round, clock)
     with target.lock:
         if target.abilities.own_cache and drafter is None and on_round is None:
-            return _in_turn(target, prompts, limits, sampler, coin, stop, until, clock, batch_size)
+            return _in_turn(target, prompts, limits, sampler, coin, stop, until, clock, batch_size, names)
         loop = Loop(target, drafter, prompts, limits, sampler, plan, coin, stop, *rest, batch_size)
+        loop.names = names
         for _ in loop.rounds():
             pass
     return Generation(loop.outputs, loop.times)
@@ -93,6 +94,7 @@ def _in_turn(
     until: Until | None,
     clock: Callable[[], float] | None,
     batch_size: int | None,
+    names: Sequence[int | str],
 ) -> Generation:
     """Plain decoding through the target's own cache, one batch after the other: its rows begin together."""
     if target.abilities.replay:
@@ -105,7 +107,9 @@ def _in_turn(
     for first in range(0, len(prompts), size):
         part, rows = slice(first, first + size), range(first, min(first + size, len(prompts)))
         texts, here = (prompts[part], limits[part]), coin.select(rows)
-        whole = whole.followed_by(write_forward(target, *texts, sampler, here, stop, until, clock))
+        whole = whole.followed_by(
+            write_forward(target, *texts, sampler, here, stop, until, clock, names[part])
+        )
     return whole
 
 

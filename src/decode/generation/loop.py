@@ -86,6 +86,7 @@ class Loop:
     Attributes:
         outputs: of all requests, updated every round.
         times: of the batch, updated every round.
+        names: of the requests, for messages.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Loop:
         plan = plan.resolved(sampler.temperature, supported_proposals(drafter))
         self.target, self.prompts, self.limits, self.clock = target, prompts, limits, clock
         self.taps = target.taps
+        self.names: Sequence[int | str] = range(len(prompts))
         self.drafter = adapt_depth(drafter, plan) if drafter and plan.depth else None
         self.proposer = type(drafter).__name__
         self.observe: Observe | None = getattr(self.drafter, "observe", None)
@@ -341,11 +343,12 @@ class Loop:
         the nodes' paths are looked at as well.
         """
         request = self.batch.request[row]
+        name = f"prompt {self.names[request]}{' and its draft' if draft.depth else ''}"
         text, nodes = [*self.prompts[request], *self.outputs[request].tokens], draft.tokens[row]
         real = [0, *((nodes != PAD).nonzero()[:, 0] + 1).tolist()]
         paths = [draft.ancestors()[row, s, 1:].nonzero()[:, 0] for s in [slot, *real]]
         texts = [[*text, *nodes[path].tolist()] for path in paths]
-        return not_finite(self.target, texts, f"prompt {request}{' and its draft' if draft.depth else ''}")
+        return not_finite(self.target, texts, name)
 
     @property
     def _tags(self) -> tuple[int, int]:

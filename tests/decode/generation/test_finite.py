@@ -120,8 +120,13 @@ def test_a_model_with_a_cache_of_its_own_ends_there_too(whole):
     token, request, place = first_break(texts_of(whole, GREEDY))
     target = spoilt(whole, "model.embed_tokens.weight", token)
     target.abilities = Abilities(decode="states", own_cache=True)
-    with pytest.raises(UserError, match=f"behind token {place} of prompt {request} "):
-        generate(target, None, PROMPTS, max_new_tokens=NEW, sampler=GREEDY)
+    for size in (None, 1):
+        options = {"max_new_tokens": NEW, "sampler": GREEDY, "batch_size": size}
+        with pytest.raises(UserError, match=f"behind token {place} of prompt {request} "):
+            generate(target, None, PROMPTS, **options)
+    target.abilities = Abilities()
+    with pytest.raises(UserError, match=f"behind token {place} of prompt id-{request} "):
+        generate(target, None, PROMPTS, **options, requests=[f"id-{i}" for i in range(3)])
 
 
 @pytest.mark.parametrize("sampler", [GREEDY, ONE], ids=["T=0", "T=1"])
