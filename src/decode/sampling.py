@@ -71,7 +71,7 @@ class Sampler:
         if self.temperature == 0:
             return torch.zeros_like(z).scatter_(-1, z.argmax(-1, keepdim=True), 1.0)
         # The largest becomes 0 first, so that a small temperature cannot make two infinite logits.
-        z = (z - z.amax(-1, keepdim=True)) / self.temperature
+        z = (z - z.amax(-1, keepdim=True)).div_(self.temperature)
         if 0 < self.top_k < z.shape[-1]:
             z = z.masked_fill(z < z.topk(self.top_k).values[..., -1:], -torch.inf)
         if self.top_p < 1:
