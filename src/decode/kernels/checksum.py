@@ -1,23 +1,25 @@
 """Checksums over every element of a tensor, by integer reductions on the device where it lies.
 
 A tensor is read as 64-bit words. A checksum is the sum of all words, each multiplied with an odd number that
-belongs to its place, modulo 2**64. So one changed word always changes it. Two changed or swapped words change
-it unless their differences cancel, which has a chance of about 2**-48. Integers wrap around alike on every
-device, so a CPU and a GPU find the same number. It is no protection against people who search for a collision.
+belongs to its place, modulo 2**64. So one changed word always changes it. Several changed or swapped words
+change it unless their differences cancel, which has a chance of about 2**-48. Integers wrap around alike on
+every device, so a CPU and a GPU find the same number. Who searches for a collision can find one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-WORDS = 2**17  # of a block: 1 MiB. Places are numbered within a block, and blocks by themselves.
-BLOCKS = {"cpu": 1}  # blocks of one pass, so that a CPU's cache holds them
-OTHER_BLOCKS = 32  # on other devices, where a pass costs a launch
+WORDS = 2**12  # of a block. Places are numbered within a block, and blocks by themselves.
+TASK = 2**8  # blocks that a thread reads in turn, on a CPU
+SERIAL = 2**15  # elements from which on torch shares an operation among threads that wait actively
+LAUNCH = 2**10  # blocks of one pass on other devices, where a pass costs a launch: 32 MiB
 NAN = {torch.bfloat16: (0x7F80, 0x7FC0), torch.float16: (0x7C00, 0x7E00)}  # bits of infinity and of our NaN
 
 
@@ -31,8 +33,8 @@ def bit_checksum(tensor: Tensor) -> Tensor:
 def value_checksum(tensor: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """() int64 checksum of a tensor's values, rounded to a dtype, on the tensor's device.
 
-    The same for all dtypes that hold these values, and for every NaN. 0 and -0 differ. What is no floating-point
-    number of at least 16 bits counts with its bits.
+    The same for all dtypes that hold these values, and for every NaN. 0 and -0 differ. What is no
+    floating-point number of at least 16 bits counts with its bits.
 
     Args:
         tensor: of any strides.
@@ -52,20 +54,40 @@ def has_values(tensor: Tensor) -> bool:
 def _checksum(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """The checksum of the bits, after rounding to a dtype if there is one."""
     size = WORDS * 8 // (tensor.itemsize if dtype is None else dtype.itemsize)  # elements of a block
-    size *= BLOCKS.get(tensor.device.type, OTHER_BLOCKS)
-    sums = []
-    for piece in pieces(tensor, size):
-        words = _words(piece if dtype is None else _rounded(piece, dtype))
-        whole = len(words) // WORDS * WORDS
-        table = _odd(WORDS, 0, tensor.device)
-        if whole:
-            sums.append((words[:whole].view(-1, WORDS) * table).sum(1))
-        if whole < len(words):
-            sums.append((words[whole:] * table[: len(words) - whole]).sum()[None])
+    on_cpu = tensor.device.type == "cpu"
+    parts = pieces(tensor, size * (TASK if on_cpu else LAUNCH))
+    step = size if dtype else size * max(1, (SERIAL - 1) // WORDS)
+    work = partial(_block_sums, dtype=dtype, step=step if on_cpu else None)
+    threads = torch.get_num_threads()
+    if on_cpu and threads > 1 and tensor.is_contiguous() and tensor.numel() > size * TASK:
+        with ThreadPoolExecutor(threads) as pool:
+            sums = [*pool.map(work, parts)]
+    else:
+        sums = [work(part) for part in parts]
     if not sums:
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     found = torch.cat(sums)  # (blocks,)
     return (found * _odd(len(found), 1, tensor.device)).sum()
+
+
+@torch.no_grad()  # of this thread
+def _block_sums(part: Tensor, dtype: torch.dtype | None, step: int | None) -> Tensor:
+    """(blocks,) sums of words, each multiplied with the number of its place, of a contiguous part.
+
+    Args:
+        part: from the beginning of a block on.
+        dtype: that it is rounded to; None: its bits are read.
+        step: elements of one pass, a multiple of a block; None: all.
+    """
+    table, sums = _odd(WORDS, 0, part.device), []
+    for piece in part.split(step or len(part)):
+        words = _words(piece if dtype is None else _rounded(piece, dtype))
+        whole = len(words) // WORDS * WORDS
+        if whole:
+            sums.append((words[:whole].view(-1, WORDS) * table).sum(1))
+        if whole < len(words):
+            sums.append((words[whole:] * table[: len(words) - whole]).sum()[None])
+    return torch.cat(sums)
 
 
 def pieces(tensor: Tensor, size: int) -> Iterator[Tensor]:
@@ -128,7 +150,7 @@ def _words(piece: Tensor) -> Tensor:
 
 @lru_cache(maxsize=128)
 def _odd(count: int, stream: int, device: torch.device) -> Tensor:
-    """(count,) int64 odd numbers that look random: splitmix64 (Steele et al., OOPSLA 2014) of their places."""
+    """(count,) int64 odd numbers that look random: splitmix64 of places (Steele et al., OOPSLA 2014)."""
     golden, first = np.uint64(0x9E3779B97F4A7C15), np.uint64(2**40 * stream + 1)
     with np.errstate(over="ignore"):
         z = (np.arange(count, dtype=np.uint64) + first) * golden

@@ -53,7 +53,7 @@ class CausalLM:
             self.base = getattr(model, "model", model)
         self.config = model.config.get_text_config()
         self.layers = decoder_layers(model)
-        self._head = _head(model, self.config)
+        self.head = _head(model, self.config)
         self.vocab_size, self.hidden_size = self.head.weight.shape
         # Cached: attribute access of transformers' configurations is slow.
         self.max_positions = max_positions(self.config)
@@ -85,11 +85,18 @@ class CausalLM:
 
     @property
     def head(self) -> Head:
-        """The output head, with the weights that the model has at the moment."""
-        out: Any = self.model.get_output_embeddings()
-        if self._head.weight is not out.weight or self._head.bias is not getattr(out, "bias", None):
-            self._head = _head(self.model, self.config)
+        """The output head, made again when the model was given other parameters for it."""
+        if any(old is not new for old, new in zip(self._head_source, self._head_parameters(), strict=True)):
+            self.head = _head(self.model, self.config)
         return self._head
+
+    @head.setter
+    def head(self, head: Head) -> None:
+        self._head, self._head_source = head, self._head_parameters()
+
+    def _head_parameters(self) -> tuple[Tensor, Tensor | None]:
+        out: Any = self.model.get_output_embeddings()
+        return out.weight, getattr(out, "bias", None)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -76,8 +76,8 @@ def fingerprint(tensors: Named, files: WeightFiles | None = None) -> str:
     """The fingerprint of weights as they are.
 
     Rounding to float16 and then to bf16 is not rounding to bf16: small values become 0 or subnormal, and fp32
-    values are rounded twice. So a tensor in float16 counts with the values on file, as long as it is what these
-    are in float16. One that was changed after loading counts as it is.
+    values are rounded twice. So a tensor in float16 counts with the values on file, as long as it is what
+    these are in float16. One that was changed after loading counts as it is.
 
     Args:
         tensors: names and values.

@@ -23,7 +23,7 @@ from decode.hardware import cache_folder, locked
 from decode.kernels.checksum import value_checksum
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SCHEMA = 1  # of what is remembered
+SCHEMA = 2  # of what is remembered
 VALUES = {"BF16", "F16", "F32", "F64"}  # safetensors' names of dtypes that are compared by value
 TAIL = 2  # last components of a weight's name that files of all programs share: `embed_tokens.weight`
 

@@ -64,7 +64,7 @@ class Chat:
         self._told = False  # that developers' messages are rendered as the system's
 
     def fingerprint(self) -> str:
-        """Hash of all that token ids follow from: the tokenizer's rules and vocabulary, template and options."""
+        """Hash of all that token ids follow from: the tokenizer's rules, the template and its options."""
         tokenizer = self.tokenizer
         rules = [tokenizer.get_vocab(), tokenizer.special_tokens_map, tokenizer.chat_template, self.options]
         # The tokenizers package's own, with merges, normalisation and what is put around a text.

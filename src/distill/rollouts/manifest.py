@@ -56,8 +56,8 @@ def refuse_other(where: str, stored: dict[str, Any], expected: dict[str, Any]) -
     hint = "give another rollout.store"
     if stored.get("schema") != expected["schema"]:
         raise UserError(
-            f"{where}: another version made it (schema {stored.get('schema')}, not {expected['schema']}), whose "
-            f"fingerprints of targets are others; {hint} to make the answers again"
+            f"{where}: another version made it, which names targets otherwise "
+            f"(schema {stored.get('schema')}, not {expected['schema']}); {hint} to make the answers again"
         )
     old, new = stored.get("plan"), expected["plan"]
     if not (isinstance(old, dict) and "target" in old and isinstance(stored.get("origin"), dict)):

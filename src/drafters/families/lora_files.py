@@ -45,7 +45,7 @@ class LoraBase(NamedTuple):
             masked: as in `decode.model.load.load_config`.
 
         Raises:
-            UserError: it no longer exists, its weights have changed, or an older version wrote its fingerprint.
+            UserError: it no longer exists, its weights have changed, or an older version wrote this.
         """
         if self.path is None:  # the target's own fingerprint says whether its weights are the same
             return cut_target(target, self.layers or 0)

@@ -337,7 +337,7 @@ def test_a_drafter_of_an_older_version_is_refused_in_one_line(tmp_path):
     config = json.loads((tmp_path / "old" / "config.json").read_text())
     config["target"]["fingerprint"] = "51c9d4e68eca37d4"
     (tmp_path / "old" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="older version.*make it again") as error:
+    with pytest.raises(UserError, match=r"older version.*make it again") as error:
         hub.load(tmp_path / "old", target)
     assert "\n" not in str(error.value)
     with pytest.raises(UserError):

@@ -43,7 +43,7 @@ def test_it_is_the_target_but_for_its_layers(folder):
     for name in ("vocab_size", "hidden_size", "dtype", "max_positions"):
         assert getattr(part, name) == getattr(whole, name)
     assert (len(part.layers), stop_tokens(part)) == (len(whole.layers), stop_tokens(whole))
-    assert part.fingerprints() == whole.fingerprints()
+    assert part.fingerprint() == whole.fingerprint()
     assert part.bytes < whole.bytes
     assert part.model.name_or_path == whole.model.name_or_path
     options = {"depth": 1, "feature_noise": 0.0, "feature_weight": 1.0}

@@ -141,6 +141,7 @@ def test_a_shard_that_was_changed_is_noticed(parts, writer, tmp_path):
 def test_whatever_decides_the_rows_names_the_store():
     changes = {
         "target": "u",
+        "config": "d",
         "tokenizer": "l",
         "dtype": "bfloat16",
         "stop": [3, 4],

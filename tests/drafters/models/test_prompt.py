@@ -284,7 +284,7 @@ def test_weights_are_shared_and_so_is_what_was_made_of_them(tiny_target, make_dr
     verifier = drafter.verifier(target)
     assert isinstance(verifier, PromptedTarget)
     assert verifier.model is target.model
-    assert verifier.fingerprints() == target.fingerprints()
+    assert verifier.fingerprint() == target.fingerprint()
     fused = Fused.of(target.base, target.layers, target.config)
     assert fused is not None
     assert Fused.of(verifier.base, verifier.layers, verifier.config) is fused
