@@ -216,7 +216,7 @@ def local_files(model: PreTrainedModel) -> WeightFiles | None:
 
 
 def _local(model: PreTrainedModel, name: str) -> Path | None:
-    source = model.name_or_path
+    source = model.name_or_path or ""
     folder = Path(source)
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None

@@ -32,6 +32,7 @@ from distill.utils.paths import bundled
 from distill.utils.progress import say
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
+from drafters.checkpoint.folder import target_origin
 
 Work = Callable[[Callable[[int], None]], None]  # its argument is called with the number of missing shards
 HELPED = "rollout.drafter, rollout.refresh_every: the target"  # of refusals
@@ -93,8 +94,9 @@ def in_process(
         return InProcess(target, plan.batch_size, plan.seed)
     target.abilities.check_decode(HELPED)
     # The target may have been trained on since (`foredraft follow`).
-    drafter = hub.load(hub.fetch(str(helper)), target, same_weights=False)
-    if drafter.origin and drafter.origin.fingerprint != target.fingerprint():
+    folder = hub.fetch(str(helper))
+    drafter = hub.load(folder, target, same_weights=False)
+    if (made_for := target_origin(folder).fingerprint) and made_for != target.fingerprint():
         say(f"rollouts: {helper} was trained for other weights; fewer of its drafts may be accepted")
     helping = helping_plan(options, drafter)
     return InProcess(drafter.verifier(target), plan.batch_size, plan.seed, drafter, helping)

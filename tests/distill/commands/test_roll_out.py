@@ -5,14 +5,19 @@ import json
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from workbench import Bench, foredraft, make_target
 
+from decode.errors import UserError
 from decode.generation.generate import generate
+from decode.model.load import load_target
 from decode.sampling import Sampler
 from distill.rollouts import produce
 from distill.rollouts.surprisal import mismatch_warning
 from distill.utils import progress
 from distill.utils.progress import rank_and_world
+from drafters.checkpoint import io as hub
+from drafters.models.eagle import Eagle
 
 
 def roll_out(bench: Bench, *more: str):
@@ -29,6 +34,36 @@ def test_a_store_is_made_once_and_training_finds_it(bench):
     assert f"reusing all 3 shards in {folder}" in roll_out(bench).out
     trained = bench.train("score.enabled=false").succeeded()
     assert f"reusing all 3 shards in {folder}" in trained.out
+
+
+def test_a_target_that_was_changed_in_place_answers_again(bench, tmp_path):
+    """Fine-tuned under the same path; one element of one layer is enough, or a field of config.json."""
+    folder, stores = make_target(tmp_path / "target"), []
+    drafter = Eagle.for_target(load_target(str(folder)), depth=1, feature_noise=0.0, feature_weight=1.0)
+    (tmp_path / "drafter").mkdir()
+    hub.save(drafter, load_target(str(folder)), tmp_path / "drafter")
+
+    def store() -> str:
+        done = roll_out(bench, f"target={folder}").succeeded()
+        stores.append(done.out.splitlines()[-1])
+        return done.out
+
+    store()
+    assert "reusing all 3 shards" in store()
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 2] += 0.25
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert "reusing all" not in store()
+    with pytest.raises(UserError, match="with other weights"):
+        hub.load(tmp_path / "drafter", load_target(str(folder)))
+    helped = roll_out(bench, f"target={folder}", f"rollout.drafter={tmp_path / 'drafter'}", "decode=chain")
+    assert "was trained for other weights" in helped.succeeded().out
+    config = json.loads((folder / "config.json").read_text())
+    config["rms_norm_eps"] = 0.5
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "reusing all" not in store()
+    assert stores[0] == stores[1]
+    assert len(set(stores)) == 3
 
 
 @pytest.mark.proof
