@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from decode.errors import UserError
 from decode.generation.generate import generate, stream
 from decode.generation.text import StopStrings, with_tag_ids
 from decode.generation.types import Generation, Piece
@@ -17,9 +19,12 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.prompts.chat_template import Chat
+from distill.prompts.prompt import Message
+from distill.prompts.records.messages import conversation
+from distill.prompts.rendered import RenderedTexts
 from drafters.base import Drafter
 
-Messages = Sequence[dict[str, Any]]
+Messages = Sequence[Message]
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,20 @@ class Model:
             made = self._verifiers[drafter] = state, drafter.verifier(self.target)
         return made[1]
 
-    def encode(self, prompt: str | Messages) -> list[int]:
-        """Token ids of a user's message, or of a conversation ({"role": ..., "content": ...})."""
-        return self.chat.encode([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    def encode(self, prompt: str | Message | Messages) -> list[int]:
+        """Token ids of a user's text, a message, or a conversation ({"role": ..., "content": ...}).
+
+        Raises:
+            UserError: it is none of these, has nothing to answer, or is rendered already.
+        """
+        messages = conversation(prompt)
+        if fault := self._rendered.fault_of(messages):
+            raise UserError(f"prompt: {fault}")
+        return self.chat.encode(messages)
+
+    @cached_property
+    def _rendered(self) -> RenderedTexts:
+        return RenderedTexts(self.chat)
 
 
 @dataclass(frozen=True)

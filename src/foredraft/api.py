@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -144,12 +144,10 @@ def generate(
         One answer to one prompt, a list to a list.
 
     Raises:
-        UserError: no prompts, one that leaves no room, or a plan that the drafter does not support.
+        UserError: no prompts, one that is no conversation or leaves no room, or a plan that the drafter does
+            not support.
     """
-    single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], Mapping))
-    prompts = [prompt] if single else list(prompt)
-    if not prompts:
-        raise UserError("no prompts: give a text, a conversation, or a list of these")
+    prompts, single = _prompts(prompt)
     generator = _generator(model, drafter, plan, sampler, max_new_tokens, stop, seed)
     generation = generator.generate([model.encode(one) for one in prompts])
     seconds = generation.times.total
@@ -171,10 +169,18 @@ def stream(
     stop: str | Sequence[str] = (),
     seed: int = 0,
 ) -> Iterator[str]:
-    """Answer a prompt as `generate` does; yields text as it comes, whole characters at a time."""
+    """Answer a prompt as `generate` does; yields text as it comes, whole characters at a time.
+
+    Raises:
+        UserError: as `generate`, before the first of it.
+    """
     generator = _generator(model, drafter, plan, sampler, max_new_tokens, stop, seed)
+    return _texts(model, generator, model.encode(prompt))
+
+
+def _texts(model: Model, generator: TextGenerator, ids: list[int]) -> Iterator[str]:
     detokenizer = Detokenizer(model.chat.tokenizer, skip_special_tokens=True)
-    for piece in generator.stream(model.encode(prompt)):
+    for piece in generator.stream(ids):
         yield "".join(map(detokenizer.add, piece.tokens))
     yield detokenizer.end()
 
@@ -206,19 +212,19 @@ def score(
         The scorecard; `headline` is its first row.
 
     Raises:
-        UserError: no prompts or temperatures, a number out of range, or a plan that the drafter does not
-            support.
+        UserError: no prompts or temperatures, a prompt that is no conversation, a number out of range, or a
+            plan that the drafter does not support.
     """
     plans, seed = list(plans) or [default_plan()], whole_number(seed, "seed")
     for plan in plans:
         drafter.check(plan)
     batch_size = whole_number(batch_size, "batch_size", 1)
     max_new_tokens = whole_number(max_new_tokens, "max_new_tokens", 1)
+    ids = [model.encode(prompt) for prompt in _prompts(prompts)[0]]
     samplers = [Sampler(temperature) for temperature in temperatures]
     if not samplers:
         raise UserError("no temperatures: give at least one, such as 0.0")
     with model.target.lock:  # of other threads; the whole score is of one state of the target
-        ids = [model.encode(prompt) for prompt in prompts]
         target = TextGenerator(model, drafter, plans[0], GREEDY, max_new_tokens).tapped_target()
         rollouts = {}
         for sampler in samplers:
@@ -237,6 +243,16 @@ def score(
             ],
             ScoreOptions(max_new_tokens, stop_tokens(target), seed),
         )
+
+
+def _prompts(given: Any) -> tuple[list[Any], bool]:
+    """Prompts, and whether it is a single one: a text, a message, or a list of messages."""
+    listed = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
+    prompts = list(given) if listed else [given]
+    if not prompts:
+        raise UserError("no prompts: give a text, a conversation, or a list of these")
+    single = not listed or isinstance(prompts[0], Mapping)
+    return [prompts] if listed and single else prompts, single
 
 
 def _generator(

@@ -73,6 +73,51 @@ def test_several_prompts_are_answered_in_one_batch(folders):
     assert [a.text for a in answers] == [a.text for a in alone]
 
 
+def test_typed_contents_and_single_messages_are_read(folders):
+    """vLLM's issue 9358: the prompt held Python's text of the list."""
+    model = foredraft.load_target(str(folders / "target"), "target.dtype=float32")
+    drafter = foredraft.load_drafter(str(folders / "drafter"), model)
+    options = {"max_new_tokens": 6}
+    message = {"role": "user", "content": [{"type": "text", "text": "say 3"}]}
+    plain = foredraft.generate(model, "say 3", **options)
+    for prompt in (message, [message], (message,)):
+        assert foredraft.generate(model, prompt, **options).tokens == plain.tokens
+        assert "".join(foredraft.stream(model, prompt, **options)) == plain.text
+    cards = [
+        foredraft.score(model, drafter, p, **options) for p in (["say 3"], "say 3", [message], [[message]])
+    ]
+    assert len({card.headline.tokens for card in cards}) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (b"say 3", "not bytes"),
+        (3, "not int"),
+        (None, "not null"),
+        ("", "message 1 .user.: it needs a text"),
+        ([None], "not null"),
+        ([[]], "nothing to answer"),
+        (["say 3", 4], "not int"),
+        ([{"role": "robot", "content": "say 3"}], "'robot' is no role"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "image_url"),
+        ([{"role": "user", "content": "say 3", "colour": "red"}], r"nothing reads messages\.colour"),
+        ("<|user|>say 3<|assistant|>", r"rendered already: <\|\w+\|> .*prompts\.template=none"),
+    ],
+)
+def test_what_is_no_prompt_is_one_line_before_any_work(prompt, said, folders):
+    model = foredraft.load_target(str(folders / "target"))
+    drafter = foredraft.load_drafter(str(folders / "drafter"), model)
+    for call in (foredraft.generate, foredraft.score):
+        arguments = (model, drafter, prompt) if call is foredraft.score else (model, prompt)
+        with pytest.raises(UserError, match=said) as caught:
+            call(*arguments)
+        assert "\n" not in str(caught.value)
+    if not isinstance(prompt, list):
+        with pytest.raises(UserError, match=said):
+            foredraft.stream(model, prompt)
+
+
 def test_a_tuned_target_is_merged_once(folders, monkeypatch):
     """Merging copies the decoder layers."""
     model = foredraft.load_target(str(folders / "target"), "target.dtype=float32")
