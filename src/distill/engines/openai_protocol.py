@@ -91,7 +91,9 @@ def body(
         # Token ids are unambiguous; a server that returns none may not accept them.
         text = chat.tokenizer.decode(request.tokens, skip_special_tokens=True)
         return fields | {"prompt": request.tokens if dialect is with_ids else text}
-    fields["messages"] = [_with_arguments(message, json.dumps) for message in request.messages]
+    messages = [_with_arguments(message, json.dumps) for message in request.messages]
+    # Whether an answer is learned is no server's affair.
+    fields["messages"] = [{k: v for k, v in message.items() if k != "train"} for message in messages]
     return fields | ({"tools": list(request.tools)} if request.tools else {})
 
 

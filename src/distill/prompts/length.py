@@ -106,6 +106,7 @@ class LeftOut:
         refused: by the chat template, or without the answer that is asked for.
         malformed: records.
         records: malformed ones and others.
+        lost: about how many more there are that could not be read.
         limit: on the tokens.
         advice: what else helps against refusals; empty if nothing does.
     """
@@ -115,19 +116,20 @@ class LeftOut:
     refused: Sequence[Rejected] = ()
     malformed: Sequence[Rejected] = ()
     records: int = 0
+    lost: int = 0
     limit: Limit = NONE
     advice: str = ""
 
     @property
     def count(self) -> int:
         """Of all that are left out."""
-        return len(self.measured.long) + len(self.refused) + len(self.malformed)
+        return len(self.measured.long) + len(self.refused) + len(self.malformed) + self.lost
 
     @property
     def share(self) -> float:
         """Of the records that give no prompt; a sample of the prompts stands for all of them."""
         fit, rendered = len(self.measured.fit), len(self.measured.long) + len(self.refused)
-        whole = 1 - Fraction(len(self.malformed), max(1, self.records))
+        whole = 1 - Fraction(len(self.malformed) + self.lost, max(1, self.records + self.lost))
         return float(1 - whole * Fraction(fit, max(1, fit + rendered)))
 
     def check(self, most: float) -> None:
@@ -167,6 +169,7 @@ class LeftOut:
         reasons = [f"{len(kind)} as {kind[0]}" for kind in ranked[:SHOWN_REASONS]]
         if rest := sum(map(len, ranked[SHOWN_REASONS:])):
             reasons.append(f"{rest} for other reasons")
+        reasons += [f"about {self.lost:,} stand behind these and were not read"] if self.lost else []
         reasons += [f"{len(long)} {too_long}"] if long else []
         whole = self.count + len(self.measured.fit)
         return f"{self.count} of {whole} {self.what} are left out: {'; '.join(reasons)}"

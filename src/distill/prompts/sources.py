@@ -97,6 +97,7 @@ class Source:
         reading = Reading(self)
         for record in self._records():
             reading.records += 1
+            reading.lost += record.lost
             reason, unread = record.fault, set(record.skipped)
             try:
                 prompt = None if reason else self._prompt(record, unread)
@@ -140,6 +141,7 @@ class Reading:
     Attributes:
         source: that was read.
         records: number of records, including malformed ones.
+        lost: about how many more are behind a fault that ends reading.
         prompts: valid ones; after mixing, those that are used.
         rejected: malformed ones.
         duplicates: number of prompts dropped as duplicates.
@@ -151,6 +153,7 @@ class Reading:
     prompts: list[Prompt] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     duplicates: int = 0
+    lost: int = 0
     unread: Counter[str] = field(default_factory=Counter)
 
     def unread_line(self) -> str:

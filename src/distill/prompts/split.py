@@ -127,9 +127,10 @@ def read(
     )
 
 
-def _malformed(readings: Sequence[Reading]) -> tuple[list[Rejected], int]:
-    """Malformed records, and the number of all."""
-    return [one for r in readings for one in r.rejected], sum(r.records for r in readings)
+def _malformed(readings: Sequence[Reading]) -> tuple[list[Rejected], int, int]:
+    """Malformed records, the number of all that were read, and of those that could not be."""
+    malformed = [one for r in readings for one in r.rejected]
+    return malformed, sum(r.records for r in readings), sum(r.lost for r in readings)
 
 
 def _why_none_held(listed: Sequence[Prompt], options: PromptOptions, held: LeftOut) -> str:
@@ -199,6 +200,7 @@ def _counts(reading: Reading) -> dict[str, Any]:
         "weight": source.weight,
         "records": reading.records,
         "quarantined": len(reading.rejected),
+        "lost": reading.lost,
         "duplicates": reading.duplicates,
         "used": len(reading.prompts),
         "unread": dict(reading.unread),

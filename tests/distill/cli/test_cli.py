@@ -363,7 +363,7 @@ def test_malformed_prompts_are_set_aside_listed_and_said(bench_target, tmp_path)
     record = json.loads((done.folder / "prompts.json").read_text())
     (counts,) = record["sources"]
     expected = {"source": str(file), "records": 52, "quarantined": 4, "duplicates": 24, "used": 24}
-    assert counts == expected | {"revision": None, "weight": 1.0, "unread": {}}
+    assert counts == expected | {"revision": None, "weight": 1.0, "unread": {}, "lost": 0}
     assert (record["train"]["prompts"], record["held_out"]["prompts"]) == (20, 4)
     assert record["held_out_of_sources"] == 4, "four questions are in both files"
 

@@ -115,6 +115,15 @@ REFUSED = {
     ),
     "empty.csv": (b"", "no column that says what is asked"),
     "old-mac.csv": (b"prompt\rq\rr\r", "its first line has no names of columns"),
+    "twice.csv": (b"prompt,prompt\nq,r\n", "two columns have one name"),
+    "long.csv": (
+        b"prompt\n" + b"x" * 2_000_000,
+        r":2: a line longer than 1,000,000 bytes \(prompts\.max_bytes\)",
+    ),
+    "twice.json": (
+        b'{"data": [{"prompt": "q", "prompt": "r"}]}',
+        "the key 'prompt' stands twice in an object",
+    ),
     "rows.json": (b'{"rows": [{"row_idx": 0, "row": {"prompt": "q"}}]}', r"row_idx, row; prompts\.columns"),
 }
 
@@ -142,8 +151,8 @@ def test_rows_that_are_broken_are_set_aside_by_line(tmp_path):
         + b'\n8,"never ends\n9,s\n'
     )
     (tmp_path / "p.csv").write_bytes(rows)
-    reading = Source(path=str(tmp_path / "p.csv"), max_bytes=800).read(strict=False)
-    assert [p.id for p in reading.prompts] == ["1", "6"]
+    with pytest.raises(UserError, match=":11: a line longer than 800 bytes"):
+        Source(path=str(tmp_path / "p.csv"), max_bytes=800).read(strict=False)
     (tmp_path / "p.csv").write_bytes(rows.replace(b"x" * 900, b"x"))
     reading = Source(path=str(tmp_path / "p.csv"), max_bytes=800).read(strict=False)
     assert [p.id for p in reading.prompts] == ["1", "6", "7"]
@@ -154,6 +163,16 @@ def test_rows_that_are_broken_are_set_aside_by_line(tmp_path):
     assert said[2][1] == "not UTF-8"
     assert "3 cells" in said[3][1]
     assert "not CSV" in said[4][1]
+
+
+def test_a_key_that_stands_twice_is_a_fault(tmp_path):
+    lines = ['{"prompt": "q"}', '{"prompt": "r", "meta": {"a": 1, "a": 2}}', '{"prompt": "s"}']
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    (tmp_path / "p.json").write_text(f"[{', '.join(lines)}]")
+    for name in ("p.jsonl", "p.json"):
+        reading = Source(path=str(tmp_path / name)).read(strict=False)
+        assert [p.messages[0]["content"] for p in reading.prompts] == ["q", "s"]
+        assert [r.reason for r in reading.rejected] == ["the key 'a' stands twice in an object"]
 
 
 def test_a_long_line_is_not_loaded_and_nul_bytes_are_no_json(tmp_path):

@@ -97,6 +97,24 @@ def test_a_sample_stands_for_all_that_it_is_drawn_from(tmp_path):
         read(tmp_path / "p.jsonl", [*records, "{"], "prompts.limit=20")
 
 
+def test_what_cannot_be_read_behind_a_fault_counts_too(tmp_path):
+    whole = json.dumps([asked(i) for i in range(100)])
+    broken = tmp_path / "p.json"
+    for text, least, most in (
+        (whole.replace('"question 20"', "question 20"), 0.75, 0.85),
+        (whole[:-9], 0, 0),
+    ):
+        if not most:
+            assert len(read(broken, [text], "prompts.heldout_share=0").train) == 99
+            continue
+        with pytest.raises(UserError, match="about 80 stand behind these and were not read") as caught:
+            read(broken, [text])
+        assert least < float(str(caught.value).rpartition("max_left_out=")[2].split()[0]) < most
+    table = [f"question {i},a" for i in range(100)]
+    with pytest.raises(UserError, match="about 59 stand behind these"):
+        read(tmp_path / "p.csv", ["prompt,answer", *table[:40], '"question', *table[41:]])
+
+
 def test_held_out_prompts_count_apart(tmp_path):
     held = tmp_path / "h.jsonl"
     held.write_text("\n".join([*(json.dumps(asked(i)) for i in range(50, 55)), *["{"] * 2]))

@@ -263,10 +263,12 @@ def test_what_a_server_takes_apart_the_template_puts_together(start, finish):
 def test_tool_calls_are_json_to_a_server(chat):
     function = {"name": "f", "arguments": {"n": 7}}
     call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    call["train"] = False  # which is between the record and the loss mask
     user = {"role": "user", "content": "a"}
     request = Request("p", 0, [1], (user, call, user), ({"type": "function"},))
     sent = replies.body(request, PARAMS, replies.with_nothing, chat, 0)
     assert sent["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"n": 7}'
+    assert "train" not in sent["messages"][1]
     assert (sent["messages"][0], sent["tools"]) == (user, [{"type": "function"}])
     assert function["arguments"] == {"n": 7}
 

@@ -53,11 +53,47 @@ def is_text(value: Any, empty: bool = False) -> bool:
     return True
 
 
+class JsonReader:
+    """A JSON decoder that notices keys that stand twice in one object: the first of the two would be gone.
+
+    Attributes:
+        twice: such keys, in what was read last.
+    """
+
+    def __init__(self) -> None:
+        self.twice: list[str] = []
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._object)
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            names = [name for name, _ in pairs]
+            self.twice.append(next(name for name in names if names.count(name) > 1))
+        return made
+
+    def read(self, text: str) -> Any:
+        """The value of a whole text; raises as `json.loads`."""
+        self.twice = []
+        return self._decoder.decode(text)
+
+    def read_from(self, text: str, place: int) -> tuple[Any, int]:
+        """The value that begins at a place, and where it ends."""
+        self.twice = []
+        return self._decoder.raw_decode(text, place)
+
+    @property
+    def fault(self) -> str:
+        """Why what was read last cannot be used; empty if it can."""
+        return f"the key {self.twice[0]!r} stands twice in an object" if self.twice else ""
+
+
 def parse_json(value: Any) -> Any:
-    """The value of a JSON text; anything else unchanged."""
+    """The value of a JSON text; anything else, and JSON with a key that stands twice, unchanged."""
     if isinstance(value, str):
+        reader = JsonReader()
         try:
-            return json.loads(value)
+            parsed = reader.read(value)
+            return value if reader.twice else parsed
         except (ValueError, RecursionError):
             pass
     return value

@@ -14,7 +14,7 @@ from typing import Any
 
 from decode.errors import UserError
 from distill.prompts.prompt import INSTRUCTING, Prompt, pack, turns, unanswered
-from distill.prompts.records.fields import Fields, is_empty, parse_json, without_null
+from distill.prompts.records.fields import Fields, JsonReader, is_empty, parse_json, without_null
 from distill.prompts.records.messages import REASONING, role_of, to_messages, uses_tools
 
 # The first of these keys that a record has determines its format.
@@ -50,16 +50,20 @@ def parse(line: bytes) -> Any:
     """Parse a line as JSON.
 
     Raises:
-        UserError: not UTF-8 or not JSON.
+        UserError: not UTF-8 or not JSON, or a key stands twice.
     """
+    reader = JsonReader()
     try:
-        return json.loads(line.decode("utf-8-sig"))  # skips a byte order mark
+        value = reader.read(line.decode("utf-8-sig"))  # skips a byte order mark
     except UnicodeDecodeError as error:
         raise UserError(f"not UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
         raise UserError(f"not JSON ({error.msg} at column {error.colno})") from None
     except (ValueError, RecursionError):  # very long numbers, very deep nesting
         raise UserError("not JSON (numbers too long, or nested too deep)") from None
+    if reader.fault:
+        raise UserError(reader.fault)
+    return value
 
 
 def to_prompt(

@@ -28,6 +28,7 @@ ALIASES = {
     )
     for alias in aliases
 }
+PLAIN = {"role", "content"}
 REASONING = ("reasoning_content", "thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text")
 # Whether an answer is to be learned: OpenAI's, axolotl's, ms-swift's; and the two that say the opposite.
@@ -64,14 +65,23 @@ def to_messages(raw: Sequence[Any], unread: set[str], columnar: bool = False) ->
     """
     messages: list[Message] = []
     for number, value in enumerate(raw, 1):
+        if _is_plain(value):
+            messages.append(dict(value))
+            continue
         value = parse_json(value)
-        given = _speaker(value)
         try:
             messages += _message(value, unread, columnar)
         except UserError as error:
+            given = _speaker(value)
             named = f" ({given})" if isinstance(given, str) and given in (*ROLES, *ALIASES) else ""
             raise UserError(f"message {number}{named}: {error}") from None
     return tuple(messages)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a message has a role and a text and nothing else, as most have."""
+    plain = isinstance(value, dict) and value.keys() == PLAIN and is_text(value["content"])
+    return plain and isinstance(value["role"], str) and value["role"] in ROLES
 
 
 def role_of(value: Any) -> str | None:

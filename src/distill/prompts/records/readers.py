@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from decode.errors import UserError
+from distill.prompts.records.fields import JsonReader
 from distill.prompts.records.forms import FIELDS, FORMS, WEIGHTS
 
 SPACE = re.compile(r"\s*")
@@ -52,6 +53,7 @@ class Record(NamedTuple):
         fault: why it cannot be used; empty if it can.
         skipped: names of columns of its table that are not read.
         columnar: it is a row of a table, whose objects have nulls for the keys that others have.
+        lost: about how many records behind it cannot be read because of its fault.
     """
 
     line: int
@@ -59,6 +61,7 @@ class Record(NamedTuple):
     fault: str = ""
     skipped: Collection[str] = ()
     columnar: bool = False
+    lost: int = 0
 
     @property
     def start(self) -> str:
@@ -159,9 +162,9 @@ def _cells(
     """Rows of a table in a text, whose first row has the names."""
 
     def lines() -> Iterator[str]:
-        for line, fault in _bounded(file, max_bytes):
-            if fault:
-                raise csv.Error(f"a line is {fault}; nothing behind it was read")
+        for number, (line, fault) in enumerate(_bounded(file, max_bytes), 1):
+            if fault:  # it may end inside a cell, so what is behind it cannot be read
+                raise UserError(f"prompts={path}:{number}: a line {fault}")
             yield line.decode("utf-8", "surrogateescape")
 
     csv.field_size_limit(max(max_bytes, csv.field_size_limit()))
@@ -176,6 +179,8 @@ def _cells(
     mark = max(candidates, key=lambda mark: len(known.intersection(split[mark])))
     names = split[mark]
     _columns(names, [*columns.values()], f"prompts={path}")
+    if len(set(names)) < len(names):
+        raise UserError(f"prompts={path}: two columns have one name; it has {_some(names)}")
     numbers = {columns.get(name, name) for name in WEIGHTS}
     rows, end = csv.reader(texts, delimiter=mark, strict=True), 0
     while True:
@@ -184,10 +189,11 @@ def _cells(
             if (row := next(rows, None)) is None:
                 return
         except csv.Error as error:
-            yield Record(number, b"", f"not {suffix[1:].upper()} ({error})")
-            continue
-        finally:
+            lost = rows.line_num - end - 1  # lines that a quote without its end takes in
             end = rows.line_num
+            yield Record(number, b"", f"not {suffix[1:].upper()} ({error})", lost=lost)
+            continue
+        end = rows.line_num
         if row:
             yield _row(number, names, row, numbers, max_bytes)
 
@@ -213,22 +219,24 @@ def _text(file: io.BufferedReader) -> str:
 
 def _list(text: str, max_bytes: int) -> Iterator[Record]:
     """Elements of a JSON list; reading stops at an element that is not JSON."""
-    decode = json.JSONDecoder().raw_decode
+    reader, number = JsonReader(), 0
     line, counted, place = 1, 0, _skip(text, _skip(text, 0) + 1)
     closed = text[place : place + 1] == "]"
     while not closed:
         line, counted = line + text.count("\n", counted, place), place
         try:
-            value, end = decode(text, place)
+            value, end = reader.read_from(text, place)
             behind = _skip(text, end)
             if text[behind : behind + 1] not in (",", "]"):
                 raise json.JSONDecodeError("expected , or ]", text, behind)
         except (ValueError, RecursionError) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deep"
             raw = text[place : place + SHOWN_CHARS].encode(errors="surrogateescape")
-            yield Record(line, raw, f"not JSON ({reason}); nothing behind it was read")
+            lost = number * (len(text) - place) // place  # as long as those before it
+            yield Record(line, raw, f"not JSON ({reason}); nothing behind it was read", lost=lost)
             return
-        yield Record(line, value, _fault(text[place:end], max_bytes))
+        number += 1
+        yield Record(line, value, reader.fault or _fault(text[place:end], max_bytes))
         closed = text[behind] == "]"
         place = _skip(text, behind + 1)
 
@@ -242,15 +250,17 @@ def _object(
         yield Record(1, first)
         yield from (record._replace(line=record.line + 1) for record in _lines(file, max_bytes))
         return
-    text = first + file.read()
+    text, reader = first + file.read(), JsonReader()
     try:
-        value = json.loads(text.decode("utf-8-sig", "surrogateescape"))
+        value = reader.read(text.decode("utf-8-sig", "surrogateescape"))
     except (ValueError, RecursionError):
         yield from _lines(io.BytesIO(text), max_bytes)
         return
     if any(name in value for name in (*FORMS, *(column.partition(".")[0] for column in columns.values()))):
-        yield Record(1, value)
+        yield Record(1, value, reader.fault)
         return
+    if reader.fault:
+        raise UserError(f"prompts={path}: {reader.fault}")
     lists = {k: v for k, v in value.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
     if len(lists) != 1:
         raise UserError(
