@@ -102,6 +102,8 @@ def _parse(line: bytes, source: str, where: str) -> Document:
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise UserError(f"{where}: the assistant says nothing in it, so there is no answer to learn")
+    if any(message.get("train") is False for message in messages):
+        raise UserError(f"{where}: an answer is not to be learned, and here all are; leave the record out")
     messages = messages[: answers[-1] + 1]
     return Document(source, "", messages, digest(json.dumps(messages)))
 

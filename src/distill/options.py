@@ -90,7 +90,7 @@ class PromptOptions(ChatOptions):
     strict: bool
     max_bytes: int  # of a record
     max_tokens: int | None  # of a prompt
-    max_left_out: float  # share of the prompts that may be too long
+    max_left_out: float  # share of the prompts that may be left out, for any reason
     heldout: str | None  # file
     heldout_share: float  # of the prompts, without such a file
     self: int  # prompts that the target writes itself

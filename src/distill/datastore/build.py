@@ -16,6 +16,7 @@ from decode.model.target import Target
 from distill.datastore.suffix_array import sort_places
 from distill.datastore.texts import Texts
 from distill.prompts.chat_template import Chat
+from distill.prompts.records.fields import describe_unread
 from distill.utils.atomic_files import reserve, write_json
 from distill.utils.paths import bundled
 from distill.utils.progress import bar, say
@@ -78,6 +79,8 @@ def _write(folder: Path, texts: Texts, target: Target, most: int) -> str:
     left_out = f"; left out: {texts.left_out[0]}" if texts.left_out else ""
     if (more := len(texts.left_out) - 1) > 0:
         left_out += f", and {more} more"
+    if texts.unread:
+        left_out += f"; {describe_unread(texts.unread)}"
     limit = " (the most that one has)" if size == most else ""
     megabytes = size * (kind.itemsize + 4) / 2**20
     return f"{size:,} tokens{limit} in {time.monotonic() - start:.0f} s, {megabytes:.1f} MiB{left_out}"

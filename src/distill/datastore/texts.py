@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from decode.errors import UserError
 from distill.prompts.chat_template import Chat
-from distill.prompts.records.forms import CONTENT, parse, to_prompt
+from distill.prompts.records.fields import Fields
+from distill.prompts.records.forms import ANSWERS, FORMS, IDS, SYSTEMS, parse, to_prompt
 from distill.prompts.records.readers import Record, read_file
 
 RECORDS = (".jsonl", ".parquet")  # and .json with a list in it; every other file is one text
+ASKED = (*FORMS, *ANSWERS, *SYSTEMS)  # fields that make a record more than a text
 MAX_BYTES = 10_000_000  # of a record
 PIECE = 100_000  # characters of a file that are tokenised as one text, up to the end of the line
 
@@ -30,6 +33,7 @@ class Texts:
 
     Attributes:
         left_out: what was, with the reason, after they were read.
+        unread: fields that were not read -> number of records that have them.
 
     Raises:
         UserError: no such file or folder, or none in it.
@@ -38,6 +42,7 @@ class Texts:
     source: Path
     chat: Chat
     left_out: list[str] = field(default_factory=list)
+    unread: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         if not self.source.exists():
@@ -64,6 +69,7 @@ class Texts:
     def __iter__(self) -> Iterator[tuple[str, bool]]:
         """Pieces of the texts, each with whether a text ends with it."""
         self.left_out.clear()
+        self.unread.clear()
         for path in self.files():
             if path.suffix in RECORDS or (path.suffix == ".json" and _is_list(path)):
                 for record in read_file(path, {}, MAX_BYTES):
@@ -78,11 +84,14 @@ class Texts:
         if record.fault:
             raise UserError(record.fault)
         value = parse(record.value) if isinstance(record.value, bytes) else record.value
-        if isinstance(value, dict) and [k for k in CONTENT if value.get(k) not in (None, "")] == ["text"]:
+        if isinstance(value, dict) and [k for k in ASKED if value.get(k) not in (None, "")] == ["text"]:
             if not isinstance(value["text"], str):
                 raise UserError("'text' must be a text")
+            self.unread.update(Fields(value, ignored=("text", *IDS)).unread())
             return value["text"]
-        prompt = to_prompt(value, "", columnar=record.columnar)
+        unread = set(record.skipped)
+        prompt = to_prompt(value, "", columnar=record.columnar, unread=unread)
+        self.unread.update(unread)
         if self.chat.template == "none":
             return "\n".join(str(message["content"]) for message in prompt.messages)
         return self.chat.text(prompt.messages, prompt.tools)

@@ -29,6 +29,7 @@ from distill.utils.provenance import digest
 CALLS = {"truncation", "padding"}  # parts of a tokenizer's state that its last call has left
 # A template's own options, by which it thinks or does not: templates ask whether they are given.
 THINKS = re.compile(r"(?<![\w.'\"])(\w*think\w*)\s*(?:is\s+(?:not\s+)?defined|\|\s*default)")
+NO_OTHER_WAY = "and without a chat template there is no way to write it"
 T = TypeVar("T")
 
 
@@ -77,6 +78,8 @@ class Chat:
         """Token ids up to where the target's answer begins; a final answer is left out."""
         messages = unanswered(messages)
         if self.template == "none":
+            if tools:
+                raise UserError(f"prompts.template=none: the record has tools, {NO_OTHER_WAY}")
             return self._plain_ids("\n".join(_text_of(m) for m in messages))
         return self._ids(self._in_some_form(messages, tools, _prompt))
 
@@ -94,7 +97,7 @@ class Chat:
         if all(m.get("train") is False for m in messages if m["role"] == "assistant"):
             raise UserError("rollout=given: no answer of the record is to be trained on (train: false)")
         if self.template == "none":
-            head = self.encode(messages)
+            head = self.encode(messages, tools)
             # Encoded separately, so that no token spans the border.
             answer = self.tokenizer.encode("\n" + _text_of(messages[-1]), add_special_tokens=False)
             ids, mask = head + answer, [0] * len(head) + [1] * len(answer)
@@ -236,9 +239,8 @@ def _checked(render: TemplateRenderer, messages: Sequence[Message], prompt: bool
 
 
 def _text_of(message: Message) -> str:
-    if not isinstance(message.get("content"), str):
-        raise UserError(
-            f"prompts.template=none: a message of the {message['role']} has no text, and without a chat "
-            "template there is no other way to write it"
-        )
+    more = next((key for key in ("tool_calls", "reasoning_content") if message.get(key)), "")
+    if more or not isinstance(message.get("content"), str):
+        what = f"has {more or 'no text'}, {NO_OTHER_WAY}"
+        raise UserError(f"prompts.template=none: a message of the {message['role']} {what}")
     return message["content"]

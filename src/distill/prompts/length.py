@@ -98,7 +98,7 @@ def set_aside(prompt: Prompt, reason: str) -> Rejected:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What is left out of the prompts of one kind, for whichever reason.
+    """What is left out of the prompts of one kind, for any reason.
 
     Attributes:
         what: name of the prompts in messages.

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 from decode.errors import UserError
 from distill.prompts.prompt import Prompt
+from distill.prompts.records.fields import describe_unread
 from distill.prompts.records.forms import FIELDS, parse, to_prompt
 from distill.prompts.records.readers import Record, read_dataset, read_file
 from distill.utils.paths import bundled
-
-SHOWN_FIELDS = 5  # that were not read
 
 
 class Rejected(NamedTuple):
@@ -158,19 +157,10 @@ class Reading:
 
     def unread_line(self) -> str:
         """Which fields were not read, in one line; empty if all were."""
-        shown = [
-            f"`{name}` of {count:,} record{'s' * (count > 1)}"
-            for name, count in self.unread.most_common(SHOWN_FIELDS)
-        ]
-        more = len(self.unread) - len(shown)
-        if not shown:
+        if not self.unread:
             return ""
-        many = len(self.unread) > 1
-        return (
-            f"{self.source.label}: field{'s' * many} {', '.join(shown)}"
-            f"{f', and {more} more,' if more else ''} {'were' if many else 'was'} not read; "
-            "prompts.columns={prompt: ...} maps fields"
-        )
+        what = describe_unread(self.unread)
+        return f"{self.source.label}: {what}; prompts.columns={{prompt: ...}} maps fields"
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:

@@ -143,7 +143,7 @@ def _why_none_held(listed: Sequence[Prompt], options: PromptOptions, held: LeftO
     if len(questions) == 1:
         return (
             f"all {len(listed)} prompts begin with one question, and a question is trained on or held out as "
-            "a whole, whatever prompts.heldout_share is"
+            "a whole, at any prompts.heldout_share"
         )
     enough = math.ceil(1000 * min(questions) / 2**64) / 1000
     return (

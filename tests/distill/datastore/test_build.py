@@ -115,6 +115,15 @@ def test_what_cannot_be_read_is_named(tmp_path, target, capsys):
     assert "and 2 more" in said
 
 
+def test_fields_of_records_that_are_not_read_are_counted(tmp_path, target, capsys):
+    records = [
+        {"text": "one", "source": "web", "id": 1},
+        {"prompt": "two", "source": "web", "answer": "three"},
+    ]
+    make_datastore(str(lines(tmp_path, *records)), target)
+    assert "field `source` of 2 records was not read" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff\xff"])
 def test_texts_without_any_text_are_refused(tmp_path, target, content):
     (tmp_path / "empty.txt").write_bytes(content)

@@ -128,7 +128,7 @@ def test_held_out_prompts_count_apart(tmp_path):
         (
             [{"messages": answered(0)["messages"] + asked(i)["messages"]} for i in range(40)],
             ["prompts.heldout_share=0.05"],
-            "all 40 prompts begin with one question, .* whatever prompts.heldout_share is; set",
+            "all 40 prompts begin with one question, .* at any prompts.heldout_share; set",
         ),
         (
             [asked(i) for i in range(3)],
@@ -200,6 +200,20 @@ def test_without_a_template_every_text_is_fine():
     chat = Chat(tokenizer_of("chatml"), "none")
     text = "<|im_start|>user\nhi<|im_end|>"
     assert not RenderedTexts(chat).fault(Prompt.of("1", [{"role": "user", "content": text}]))
+
+
+@pytest.mark.parametrize(
+    ("message", "tools", "said"),
+    [
+        (CALL, (), "a message of the assistant has tool_calls, and without a chat template"),
+        ({"role": "assistant", "content": "a", "reasoning_content": "why"}, (), "has reasoning_content, and"),
+        ({"role": "assistant", "content": "a"}, ({"name": "f"},), "the record has tools, and"),
+    ],
+)
+def test_plain_text_has_no_room_for_calls_and_reasoning(message, tools, said):
+    chat = Chat(tokenizer_of("llama3"), "none")
+    with pytest.raises(UserError, match=f"template=none: .*{said}"):
+        chat.encode_answered([*asked(0)["messages"], message], tools)
 
 
 def test_a_plain_text_has_one_beginning():

@@ -329,6 +329,11 @@ BAD = {
     "no folder": ({}, ["data=/nowhere"], "data=/nowhere: no such folder"),
     "no data": ({}, ["data=null"], "data: not given"),
     "nothing in it": ({"a.md": "x"}, [], "no text in it"),
+    "an answer not to be learned": (
+        {"a.jsonl": '{"turns": ["q", {"role": "assistant", "content": "a", "train": false}]}'},
+        [],
+        "a.jsonl:1: an answer is not to be learned",
+    ),
     "no json": ({"a.jsonl": '{"text": "x"}\n{"tex'}, [], r"a.jsonl:2: not JSON"),
     "no object": ({"a.jsonl": "[1]"}, [], r"a.jsonl:1: expected an object"),
     "no field": ({"a.jsonl": '{"body": "x"}'}, [], r"a.jsonl:1: needs 'messages', or a 'text'"),

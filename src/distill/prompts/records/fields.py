@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
+
+SHOWN_FIELDS = 5  # that were not read
 
 
 class Fields:
@@ -35,6 +38,18 @@ class Fields:
     def unread(self, prefix: str = "") -> set[str]:
         """Names of the fields that have a value, and that nothing read."""
         return {f"{prefix}{k}" for k, v in self.values.items() if k not in self._read and not is_empty(v)}
+
+
+def describe_unread(counts: Counter[str]) -> str:
+    """Which fields of how many records were not read, the commonest first."""
+    shown = [
+        f"`{name}` of {count:,} record{'s' * (count > 1)}" for name, count in counts.most_common(SHOWN_FIELDS)
+    ]
+    more, many = len(counts) - len(shown), len(counts) > 1
+    return (
+        f"field{'s' * many} {', '.join(shown)}{f', and {more} more,' if more else ''} "
+        f"{'were' if many else 'was'} not read"
+    )
 
 
 def is_empty(value: Any) -> bool:
