@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import os
@@ -14,7 +13,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from safetensors import SafetensorError
 from typing_extensions import override
 
 from decode.errors import UserError
@@ -36,7 +34,7 @@ from distill.utils.progress import bar, say
 from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
-from drafters.checkpoint.atomic import rename_into_place
+from drafters.checkpoint.atomic import rename_into_place, writing
 
 log = logging.getLogger(__name__)
 Scorer = Callable[[Path, int, bool], Scorecard]  # folder, step, whether others follow
@@ -182,17 +180,16 @@ class ScoreCheckpoint(L.Callback):
             raise UserError(f"training: weights are not finite after step {step}; lower optimizer.lr")
         temporary.mkdir(parents=True, exist_ok=True)
         try:
-            if drafter.trains and step:  # at step 0 there is nothing to resume
-                (temporary / STATE.parent).mkdir(exist_ok=True)
-                trainer.save_checkpoint(temporary / STATE)  # on every rank: the state may be sharded
-                write_processes(trainer, temporary / STATE.parent)
-            if trainer.is_global_zero:
-                hub.save(drafter, target, temporary, self.target_name, weights)
-        except (OSError, SafetensorError) as error:
+            with writing(temporary):
+                if drafter.trains and step:  # at step 0 there is nothing to resume
+                    (temporary / STATE.parent).mkdir(exist_ok=True)
+                    trainer.save_checkpoint(temporary / STATE)  # on every rank: the state may be sharded
+                    write_processes(trainer, temporary / STATE.parent)
+                if trainer.is_global_zero:
+                    hub.save(drafter, target, temporary, self.target_name, weights)
+        except OSError:
             shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise
-            raise OSError(errno.EIO, str(error), str(temporary)) from error  # a full disk
+            raise
         if drafter.trains:
             trainer.strategy.barrier()  # all ranks have written their shards
         if trainer.is_global_zero:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from decode.errors import UserError
@@ -200,9 +198,6 @@ def publish_folder(folder: Path) -> Iterator[Path]:
         raise UserError(f"{folder} is there already; remove it, or choose another folder")
     if file := next((parent for parent in folder.parents if parent.is_file()), None):
         raise UserError(f"{folder}: {file} is a file; choose another folder")
-    try:
-        with publish(folder) as temporary:
-            temporary.mkdir(parents=True)
-            yield temporary
-    except SafetensorError as error:  # raised for a full disk
-        raise OSError(errno.EIO, str(error), str(folder)) from error
+    with publish(folder) as temporary:
+        temporary.mkdir(parents=True)
+        yield temporary
