@@ -16,6 +16,7 @@ from distill.cli.main import main as configured
 from distill.cli.main import one_line_errors
 from distill.utils.launcher import started_by_rank_0
 from distill.utils.paths import CONF
+from distill.utils.thread_waiting import wait_passively
 
 
 class Command(NamedTuple):
@@ -91,6 +92,7 @@ def main() -> None:
 
 def run(word: str, arguments: Sequence[str]) -> None:
     """Run one of COMMANDS with these arguments."""
+    wait_passively()  # before torch is imported
     command = COMMANDS[word]
     sys.argv = [sys.argv[0], *arguments]
 

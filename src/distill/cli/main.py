@@ -31,6 +31,7 @@ from distill.config.validate import check_flags, check_paths, check_ranges
 from distill.utils.launcher import LostRankError, launch, started_by_rank_0, watch_parent
 from distill.utils.redact import hidden, printable
 from distill.utils.run_folder import Run, claim, claim_at, join
+from distill.utils.thread_waiting import chosen_here
 
 # group -> (the yaml that takes a path, the key the path goes to)
 PATH_GROUPS = {"target": ("hf", "path"), "prompts": ("jsonl", "path")}
@@ -139,6 +140,9 @@ def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[l
             run = claim(root, resolved, resume, settings)
         folder = run.path
         print(f"{'resuming' if run.resumed else 'run folder'}: {folder}", flush=True)
+        if chosen := chosen_here():
+            line = " ".join(f"{name}={value}" for name, value in chosen.items())
+            print(f"threads wait without spinning: {line}, unless you set it", flush=True)
     argv = [argument for argument in argv if not argument.startswith("hydra.run.dir=")]
     return [*argv, f"hydra.run.dir={quoted(str(folder))}"], run
 

@@ -21,6 +21,7 @@ from urllib.request import ProxyHandler, build_opener
 from decode.errors import UserError
 from distill.engines.http import within
 from distill.utils.progress import say
+from distill.utils.thread_waiting import chosen_here
 
 # Runs in the engine's interpreter: the server as `python -m`, and its whole process group ended when our end
 # of the pipe closes, which the kernel does however this process ends.
@@ -75,7 +76,8 @@ def interpreter(python: str, module: str, option: str) -> Path:
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
     """The environment without what is this interpreter's own, and with more variables that are not set."""
-    return {**more, **{name: value for name, value in os.environ.items() if name not in OURS}}
+    ours = {*OURS, *chosen_here()}
+    return {**more, **{name: value for name, value in os.environ.items() if name not in ours}}
 
 
 @contextmanager

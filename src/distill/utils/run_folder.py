@@ -17,6 +17,7 @@ from typing import IO, Any
 from decode.errors import UserError
 from distill.utils.atomic_files import read_json, write_json
 from distill.utils.launcher import launch, process_age
+from distill.utils.thread_waiting import described
 
 REPORT = "report.html"
 
@@ -213,7 +214,7 @@ def _claim_at(folder: Path, key: str, resume: str, recorded: Recorded, instead: 
         raise
     _mend(record, run)
     if not there:
-        write_json(record, {"config": key, "started": time.time()})
+        write_json(record, _begun(key))
     return Run(folder, there, lock, made)
 
 
@@ -252,7 +253,7 @@ def occupy(
         raise UserError(f"{folder}: another process is working there")
     _mend(record, run | {"job": job})
     if not resumed:
-        write_json(record, {"config": key, "started": time.time(), "job": job})
+        write_json(record, _begun(key) | {"job": job})
     return Run(folder, resumed, lock)
 
 
@@ -332,8 +333,13 @@ def _new(root: Path, key: str) -> Run:
                 continue
             lock = _Lock.take(named)
             assert lock, "a folder made a moment ago is locked"
-            write_json(named / "run.json", {"config": key, "started": time.time()})
+            write_json(named / "run.json", _begun(key))
             return Run(named, False, lock)
+
+
+def _begun(key: str) -> dict[str, Any]:
+    """What run.json says of a run that begins."""
+    return {"config": key, "started": time.time(), "threads": described()}
 
 
 def _read(record: Path, recorded: Recorded) -> dict[str, Any]:
