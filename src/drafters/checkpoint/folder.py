@@ -127,7 +127,7 @@ def read_saved(folder: Path, config: dict[str, Any], target: Target) -> Saved:
         if foreign is None:
             kind = drafter_class(config["drafter"])
             config = config | {"settings": current_settings(kind, config["settings"])}
-            _look_at(folder, config, header(folder / layout.FILES[1]))
+            _look_at(folder, config, header(folder / layout.FILES[1]), target)
             weights = load_file(folder / layout.FILES[1]) | adapters.read_adapters(folder)
             return Saved(config["drafter"], config["settings"], weights, config.get("confidence", False))
         return foreign.read(Layout(config, files.read_tensors(folder)), target)
@@ -137,10 +137,11 @@ def read_saved(folder: Path, config: dict[str, Any], target: Target) -> Saved:
         raise UserError(f"{folder}: damaged checkpoint ({first_line(error)})") from None
 
 
-def _look_at(folder: Path, config: dict[str, Any], shapes: dict[str, Shape]) -> None:
+def _look_at(folder: Path, config: dict[str, Any], shapes: dict[str, Shape], target: Target) -> None:
     """Compare settings with the tensors on file before loading; see `checkpoint.validate`."""
     kind = drafter_class(config["drafter"])
     untrusted.check_settings(kind, config["settings"])
+    untrusted.check_bounds(config["settings"], target)
     untrusted.check_base(folder, config["settings"])
     pairs = folder / adapters.FILES[1]
     if pairs.exists():

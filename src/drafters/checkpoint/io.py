@@ -134,6 +134,7 @@ def load(folder: str | Path, target: Target, same_weights: bool = True) -> Draft
         untrusted.check_target(saved.settings, target)
         if not is_native(config):  # native ones are validated in `read_saved`
             untrusted.check_settings(kind, saved.settings)
+            untrusted.check_bounds(saved.settings, target)
             shapes = {name: shape_of(value) for name, value in saved.weights.items()}
             untrusted.check_shapes(kind, saved.settings, saved.confidence, shapes)
         drafter = kind.restore(dict(saved.settings), target)

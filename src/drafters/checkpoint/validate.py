@@ -6,7 +6,6 @@ Nothing here allocates memory, imports modules or opens paths that an untrusted 
 from __future__ import annotations
 
 import inspect
-import math
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +26,16 @@ from drafters.layers.decoder_layer import LayerShape
 from drafters.registry import drafter_class, nested
 
 MAX_INT = 2**24  # of an integer in settings: well above any vocabulary or context
+MAX_FLOAT = 1e12  # likewise of any other number
+# Most of whole numbers that no tensor on file shows: what is computed for each token, or kept of a text.
+MOST = {
+    **dict.fromkeys(("depth", "steps", "ensemble", "columns", "pool", "nodes", "candidates"), 1024),
+    **dict.fromkeys(("ngram", "longest", "min_n", "max_n", "first_depth", "least"), 256),
+    "anchors": 2**16,
+}
+PLACES = ("sinks", "recent", "places", "refresh", "queries")  # of a text, which a target's context bounds
+MIN_PLACES = 4096  # that any target may have
+TOKEN_IDS = ("mask_id", "mask_token")
 MAX_LENGTH = 2**16  # of a list or string in settings
 MAX_PARTS = 5_000  # modules, weights and buffers of a drafter without tensors on file
 TOKENS = ("d2t", "hot", "place", "rows", "tokens")  # buffers of token ids, or -1
@@ -63,6 +72,23 @@ def check_target(settings: Mapping[str, Any], target: Target) -> None:
         raise UserError(f"settings.vocab_size={size}: the target has {target.vocab_size} tokens")
     for *_, options in nested(settings):
         check_target(options, target)
+
+
+def check_bounds(settings: Mapping[str, Any], target: Target) -> None:
+    """Check numbers that no tensor shows, before anything is made of them.
+
+    Raises:
+        UserError: one is negative, or more than the target can have a use for.
+    """
+    context = max(target.max_positions or 0, MIN_PLACES)
+    most = MOST | dict.fromkeys(PLACES, context) | dict.fromkeys(TOKEN_IDS, target.vocab_size - 1)
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and name != "config":  # transformers', where -1 is a token that is none
+            check_bounds(value, target)
+        if type(value) is int and not 0 <= value <= most.get(name, MAX_INT):
+            raise UserError(
+                f"settings.{name}={value}: must be from 0 to {most.get(name, MAX_INT)} for this target"
+            )
 
 
 def check_base(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -134,7 +160,7 @@ def _check_sizes(name: str, value: Any) -> None:
     large = (
         type(value) is int and abs(value) > MAX_INT and "theta" not in name
     )  # wavelengths allocate nothing
-    endless = type(value) is float and not math.isfinite(value)
+    endless = type(value) is float and not abs(value) <= MAX_FLOAT
     if large or endless or (isinstance(value, list | str) and len(value) > MAX_LENGTH):
         raise UserError(f"{name}={brief(value)}: far beyond what any drafter has")
 

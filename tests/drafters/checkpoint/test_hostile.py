@@ -102,7 +102,7 @@ def test_no_size_is_believed(checkpoint, kind, monkeypatch):
 
 def test_parts_without_end_are_not_made(checkpoint):
     target, folder, config = checkpoint("medusa")
-    write(folder, config | {"settings": config["settings"] | {"depth": 2**24}})
+    write(folder, config | {"settings": config["settings"] | {"layers": 2**24}})
     begun = time.monotonic()
     refused(folder, target, "ask for more than")
     assert time.monotonic() - begun < 10
