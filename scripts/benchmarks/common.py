@@ -44,7 +44,7 @@ def load_inputs(cfg: DictConfig) -> tuple[Target, Chat, list[Prompt], list[Promp
     check_out(cfg)
     options = read_part(Inputs, cfg)
     chat, train, held = read_inputs(options.target, options.prompts, options.score)
-    return build_target(options.target), chat, train, held
+    return build_target(options.target, chat=chat), chat, train, held
 
 
 def load_drafter(checkpoint: str, target: Target) -> Drafter:

@@ -14,7 +14,7 @@ from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.sampling import Sampler
 from distill import export as exporting
-from distill.config.build import build_drafter, build_target, quiet, read_run_inputs
+from distill.config.build import build_drafter, build_target, join_ends, quiet, read_run_inputs
 from distill.config.engine import check_engine
 from distill.config.target_size import with_length
 from distill.config.validate import refused
@@ -91,7 +91,7 @@ def train(
     logging = loggers(options.logger, options.config, folder, begun)
     trainer = build_trainer(options.trainer, logging, folder, state, callbacks=[TrainingBar()])
     join_processes(trainer, options.target.placement)
-    target = shared.target if shared else _load(options, trainer, folder)
+    target = shared.target if shared else _load(options, trainer, folder, chat)
     # Build everything now, so that configuration errors show before hours of work.
     with refused():
         # First weights depend on the seed alone, not on how the target was loaded.
@@ -158,11 +158,13 @@ def _sizes(options: TrainOptions) -> Sizes:
     return Sizes(options.batch_size, options.drafter.depth or 1, options.gradient_checkpointing)
 
 
-def _load(options: TrainOptions, trainer: L.Trainer, folder: Path) -> Target:
-    if options.taps == "engine":
-        device = trainer.strategy.root_device
-        return load_engine_target(options.engine, options.target, device, folder / "engine", options.taps_gb)
-    return build_target(options.target, trainer.strategy.root_device, options.packing, decodes=False)
+def _load(options: TrainOptions, trainer: L.Trainer, folder: Path, chat: Chat) -> Target:
+    device = trainer.strategy.root_device
+    if options.taps != "engine":
+        return build_target(options.target, device, options.packing, decodes=False, chat=chat)
+    target = load_engine_target(options.engine, options.target, device, folder / "engine", options.taps_gb)
+    join_ends(target, chat)
+    return target
 
 
 def _saver(

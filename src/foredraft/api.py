@@ -68,7 +68,7 @@ def load_target(target: str = "data/pocket", *options: str) -> Model:
     settings = checked_options(GenerateOptions, compose(rewrite(command, CONF), CONF, "generate"))
     prompts = settings.prompts
     chat = read_chat(settings.target, prompts.template, prompts.template_options)
-    return Model(build_target(settings.target), chat)
+    return Model(build_target(settings.target, chat=chat), chat)
 
 
 def load_drafter(checkpoint: str, model: Model) -> Drafter:

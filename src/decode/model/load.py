@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import (
@@ -296,10 +298,30 @@ def load_tokenizer(
 
 
 def stop_tokens(target: Target) -> list[int]:
-    """End tokens from the model's generation config."""
-    generation = getattr(target.model, "generation_config", None)
+    """End tokens from the model's generation config, or those that `stop_at` has set."""
+    return _ends(getattr(target.model, "generation_config", None), target.config)
+
+
+def stop_at(target: Target, tokens: Sequence[int]) -> None:
+    """Let answers of a target end at these tokens, wherever its `stop_tokens` are asked for."""
+    holder: Any = getattr(target.model, "generation_config", None) or target.config
+    holder.eos_token_id = list(tokens)
+
+
+def file_ends(name: str, revision: str | None = None, trust_remote_code: bool = False) -> list[int]:
+    """The end tokens that a model's files name, without its weights; arguments as in `load_config`."""
+    config = load_config(name, revision, trust_remote_code)
+    source, revision = source_of(name, revision, "target")
+    try:
+        generation = GenerationConfig.from_pretrained(source, revision=revision or "main")
+    except OSError:  # there is none
+        generation = None
+    return _ends(generation, config.get_text_config())
+
+
+def _ends(generation: Any, config: Any) -> list[int]:
     end = getattr(generation, "eos_token_id", None)
-    end = getattr(target.config, "eos_token_id", None) if end is None else end
+    end = getattr(config, "eos_token_id", None) if end is None else end
     return [] if end is None else [end] if isinstance(end, int) else list(end)
 
 

@@ -61,7 +61,7 @@ def advise(options: AdviseOptions) -> float:
     if not samplers or not options.batch_sizes:
         raise UserError("advise: give temperatures and batch_sizes, at least one of each")
     chat, _, held = read_inputs(options.target, options.prompts, options.score)
-    target = build_target(options.target)
+    target = build_target(options.target, chat=chat)
     drafters = _drafters(options, target)
     score = options.score
     results = []

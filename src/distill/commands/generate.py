@@ -44,7 +44,7 @@ def answer(options: GenerateOptions) -> float:
             "decode=auto and decode=calibrated choose a plan when a checkpoint is scored and record it in "
             "score.json; name that plan here, plain as decode=chain decode.depth=0"
         )
-    target = build_target(options.target)
+    target = build_target(options.target, chat=chat)
     model = Model(target, chat)
     drafter = hub.load(hub.fetch(options.checkpoint), target) if options.checkpoint else None
     ids = model.encode(prompt)

@@ -56,7 +56,7 @@ def limits(options: LimitOptions) -> float:
     if not options.nodes:
         raise UserError("nodes=[]: give at least one tree size, as in nodes=[16,64]")
     chat, _, held = read_inputs(options.target, options.prompts, options.score)
-    target = build_target(options.target)
+    target = build_target(options.target, chat=chat)
     drafter = hub.load(hub.fetch(options.checkpoint), target) if options.checkpoint else None
     if drafter:
         drafter.check(plan)

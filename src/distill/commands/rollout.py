@@ -28,7 +28,7 @@ def roll_out(options: RolloutCommandOptions) -> float:
     result = inputs.read(prompts, chat, limit, rollout.answers)
     if rollout.refresh_every:
         raise UserError("rollout.refresh_every: answers are regenerated only in training; leave it 0 here")
-    target = build_target(options.target, decodes=False)
+    target = build_target(options.target, decodes=False, chat=chat)
     plan = rollout_plan(options, target, chat, result.train)
     with refused():
         store = open_store(options, Path(options.stores), target, chat, plan, result.train)

@@ -24,7 +24,7 @@ def score(options: ScoreCommandOptions) -> float:
     quiet()
     engine_scores.check(options.score, training=False)
     chat, _, held = read_inputs(options.target, options.prompts, options.score)
-    target = build_target(options.target, decodes=False)
+    target = build_target(options.target, decodes=False, chat=chat)
     checkpoint = hub.fetch(options.checkpoint)
     score, served_plan, folder = options.score, "", Path(options.answers).parent / "engine"
     if score.engine != engine_scores.NONE:

@@ -14,7 +14,7 @@ import transformers
 
 from decode.errors import UserError
 from decode.model.causal_lm import max_positions
-from decode.model.load import load_config, load_target, load_tokenizer
+from decode.model.load import load_config, load_target, load_tokenizer, stop_at, stop_tokens
 from decode.model.probe import check_packing
 from decode.model.target import Target
 from distill.options import DrafterOptions, HeldOutOptions, PromptOptions, RunOptions, TargetOptions
@@ -59,7 +59,11 @@ def read_limit(target: TargetOptions, prompt_tokens: int | None, row_tokens: int
 
 
 def build_target(
-    options: TargetOptions, device: torch.device | None = None, packing: bool = False, decodes: bool = True
+    options: TargetOptions,
+    device: torch.device | None = None,
+    packing: bool = False,
+    decodes: bool = True,
+    chat: Chat | None = None,
 ) -> Target:
     """Load and probe a target.
 
@@ -68,6 +72,8 @@ def build_target(
         device: of this process, one of several; None: the one that the options name.
         packing: check that it reads several texts of a row apart.
         decodes: see `load_target`; where it takes a target that an engine has to decode, one line says so.
+        chat: its tokenizer and chat template, whose ends end its answers too, see `join_ends`; None where
+            it writes none.
     """
     with bar(1, f"loading target {options.name}", "", leave=False):
         target = load_target(
@@ -86,7 +92,20 @@ def build_target(
         say(f"target: drafts for {type(target.model).__name__} are verified by an engine alone: {reason}")
     if packing:
         check_packing(target)
+    if chat:
+        join_ends(target, chat)
     return target
+
+
+def join_ends(target: Target, chat: Chat) -> None:
+    """Let answers end at every token that ends one by the model's files, its tokenizer or its template.
+
+    Where these do not agree, one line says so.
+    """
+    ends = chat.ends(stop_tokens(target), target.vocab_size)
+    if remark := ends.remark(chat.tokenizer):
+        stop_at(target, ends.ids)
+        say(remark)
 
 
 def quiet() -> None:

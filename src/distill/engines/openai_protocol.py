@@ -44,10 +44,12 @@ class Reply(NamedTuple):
 def with_ids(params: SamplingParams) -> Fields:
     """Fields of vLLM and SGLang: return token ids, and override the model's default sampling parameters.
 
-    vLLM: pull request 22587; SGLang: 30917. Both read top_k=-1 as none.
+    vLLM: pull request 22587; SGLang: 30917. Both read top_k=-1 as none, and know of themselves only those
+    end tokens that the model's files name.
     """
     top_k = params.sampler.get("top_k") or -1
-    return {"return_token_ids": True, "top_k": top_k, "min_p": 0.0, "repetition_penalty": 1.0}
+    fields: Fields = {"return_token_ids": True, "top_k": top_k, "min_p": 0.0, "repetition_penalty": 1.0}
+    return fields | ({"stop_token_ids": list(params.stop)} if params.stop else {})
 
 
 def with_config(params: SamplingParams) -> Fields:

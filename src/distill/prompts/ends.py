@@ -127,7 +127,10 @@ def prompt_header(render: TemplateRenderer, messages: Sequence[Message]) -> str 
         prompt, plain = (render.text(messages, prompt=is_prompt) for is_prompt in (True, False))
     except UserError:
         return None
-    return prompt[len(common_start(prompt, plain)) :]
+    border = len(common_start(prompt, plain))
+    tokens = render.added.any.finditer(prompt)
+    border = next((token.start() for token in tokens if token.start() < border < token.end()), border)
+    return prompt[border:]
 
 
 def _behind_call(render: TemplateRenderer) -> str:
@@ -136,7 +139,9 @@ def _behind_call(render: TemplateRenderer) -> str:
         call, answered = (render.text([QUESTION, CALL, *more]) for more in ((), (RESULT,)))
     except UserError:
         return ""
-    return _first(render, answered.removeprefix(call)) if answered.startswith(call) else ""
+    if MARK not in call or not answered.startswith(call):
+        return ""
+    return _first(render, answered.removeprefix(call))
 
 
 def _first(render: TemplateRenderer, text: str) -> str:

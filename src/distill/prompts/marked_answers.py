@@ -6,6 +6,7 @@ reasoning block); that is taken off, in every turn alike.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from distill.prompts.ends import MARK, prompt_header
 from distill.prompts.prompt import Message
 from distill.prompts.renderer import Answer, Span, TemplateRenderer
 from distill.prompts.survival import REASONING
+
+TAG = re.compile(rf"{MARK}(\d+){MARK}")
 
 
 def marked_answers(
@@ -27,16 +30,18 @@ def marked_answers(
         UserError: blocks that belong to no answer.
     """
     last = len(messages) - 1
-    blocks, answers = filled(blocks), dict[int, list[Span]]()
+    blocks, answers, others = filled(blocks), dict[int, list[Span]](), set[int]()
     for owner, block in zip(_owners(render, messages, len(prompt), blocks), blocks, strict=True):
+        start = block.start
         if block.end > len(prompt):
-            answers.setdefault(last, []).append(Span(max(block.start, len(prompt)), block.end))
-        elif owner in answers:
-            answers[owner].append(block)
-        elif owner:  # a message that opens the conversation answers nothing
-            start = _behind_header(text, block.start, prompt_header(render, messages[:owner]))
-            answers[owner] = [] if start is None else [Span(start, block.end)]
-    return [Answer(number, spans) for number, spans in sorted(answers.items()) if spans]
+            owner, start = last, max(start, len(prompt))
+        elif owner not in answers:
+            begins = _behind_header(text, start, prompt_header(render, messages[:owner]))
+            start = block.end if begins is None else min(begins, block.end)
+            if begins is None or not owner:  # a message that opens the conversation answers nothing
+                others.add(owner)
+        answers.setdefault(owner, []).append(Span(start, block.end))
+    return [Answer(number, spans) for number, spans in sorted(answers.items()) if number not in others]
 
 
 def filled(blocks: Sequence[Span]) -> list[Span]:
@@ -69,11 +74,14 @@ def _owners(
         return answers * len(blocks)
     tagged = [_tagged(message, i) for i, message in enumerate(messages)]
     text, spans = render.text(tagged), filled(render.generation_spans(tagged) or [])
-    owners: list[int | None] = [None]
-    for span in spans:  # one without a text of its own, such as an end token, belongs to the answer before
-        marked = text[span.start : span.end]
-        owners.append(next((i for i in answers if _tag(i) in marked), owners[-1]))
-    owners = owners[1:]
+    tags = [(match.start(), int(match[1])) for match in TAG.finditer(text)]
+    owners: list[int | None] = []
+    for span in spans:
+        inside = (n for place, n in tags if span.start <= place < span.end and n in answers)
+        # One without a text of its own, such as an end token or a header, belongs to the answer before it,
+        # or to the next one where somebody else spoke last.
+        before = max((n for place, n in tags if place < span.start), default=-1)
+        owners.append(next(inside, next((n for n in answers if n >= before), None)))
     if len(spans) != len(blocks) or None in owners:
         raise UserError(
             "target: its chat template's {% generation %} blocks cannot be told apart by answers, so no loss "
@@ -88,8 +96,6 @@ def _tag(number: int) -> str:
 
 def _tagged(message: Message, number: int) -> Message:
     """The message with its tag in place of each of its texts."""
-    if message["role"] != "assistant":
-        return message
     tag = _tag(number)
     texts: dict[str, Any] = {key: tag for key in ("content", *REASONING) if message.get(key)}
     if calls := message.get("tool_calls"):

@@ -51,6 +51,8 @@ def fault_in_prompt(messages: Sequence[Message], text: str) -> str | None:
     """
     asked = [part for m in messages if m["role"] != "assistant" for part in parts(m)]
     answers = [m for m in messages if m["role"] == "assistant"]
+    if fault := next(filter(None, (_prints_objects(m, text) for m in answers)), None):
+        return fault
     calls = [part for m in answers for part in _calls(m)]
     return _leaves_out(asked + calls, [part for m in answers for part in _said(m)], text)
 
@@ -138,7 +140,7 @@ def _find(spellings: Iterable[str], text: str) -> tuple[int, str]:
 def _prints_objects(message: Message, span: str) -> str | None:
     """Arguments that a template prints as it prints any object, with Python's quotes."""
     for call in message.get("tool_calls") or []:
-        arguments = call.get("function", call).get("arguments")
+        arguments = as_object(call.get("function", call).get("arguments"))
         if isinstance(arguments, dict) and arguments and str(arguments) in span:
             return f"prints arguments of a tool call as Python does, {shortened(str(arguments))}"
     return None

@@ -106,7 +106,7 @@ class Search:
         base = [*overrides, f"drafter={next(iter(self.runs))}", *(["decode=auto"] * (not has_decode))]
         run = families.family_options(self.context, base)
         chat, train, held = read_run_inputs(run, self.context.folder)
-        target = build_target(run.target, packing=run.packing)
+        target = build_target(run.target, packing=run.packing, chat=chat)
         with refused():
             self.judge = Judge(run, self.options.drafter, target, chat, held, self.clock)
         self.shared = Shared(target)

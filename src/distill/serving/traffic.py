@@ -9,13 +9,15 @@ from typing import NamedTuple
 
 from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard
+from decode.model.load import file_ends
 from distill.config.build import read_inputs
 from distill.engines.base import Answer, Request, SamplingParams
 from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
-from distill.options import VerifyOptions
+from distill.options import TargetOptions, VerifyOptions
 from distill.serving.endpoint import Endpoint, Model
 from distill.serving.metrics import Reading, difference
+from distill.utils.paths import bundled
 from distill.utils.progress import say
 
 READ_INTERVAL, MAX_READS = 0.5, 10  # seconds between reads of counters that lag behind, and number of reads
@@ -69,7 +71,7 @@ def measure(
     params = SamplingParams(
         {"temperature": temperature, "top_k": options.score.top_k, "top_p": options.score.top_p},
         card.conditions.max_new_tokens,
-        _stop_tokens(engine),
+        _stop_tokens(engine, options.target, card),
     )
     say(f"sending {len(requests)} held-out prompts to {endpoint.url} at T={temperature:g}")
     return send(endpoint, engine, requests, params, options.model)
@@ -129,11 +131,12 @@ def _prepare(
     return OpenAIEngine(server, chat, card.conditions.seed, None, extra), requests
 
 
-def _stop_tokens(engine: OpenAIEngine) -> list[int]:
-    end = engine.chat.tokenizer.eos_token_id
-    if not isinstance(end, int):
-        raise UserError("target: its tokenizer has no end token; use send=false")
-    return [end]
+def _stop_tokens(engine: OpenAIEngine, target: TargetOptions, card: Scorecard) -> list[int]:
+    name = str(bundled(target.path or card.checkpoint.target))
+    files = file_ends(name, target.revision, target.trust_remote_code)
+    if not (ends := engine.chat.ends(files, len(engine.chat.tokenizer)).ids):
+        raise UserError("target: neither its files nor its tokenizer name an end token; use send=false")
+    return ends
 
 
 def _settled_reading(endpoint: Endpoint, model: str | None) -> Reading:
