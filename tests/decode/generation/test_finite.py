@@ -12,7 +12,7 @@ from scripted import Oracle
 from decode.draft import PAD, Draft
 from decode.errors import UserError
 from decode.evaluation.replay import Rollout, replay
-from decode.generation.finite import broken_slot
+from decode.generation.finite import broken_slot, check_logits, check_states
 from decode.generation.generate import generate, stream
 from decode.model.abilities import Abilities
 from decode.model.target import Target
@@ -164,3 +164,19 @@ def test_a_broken_node_that_no_text_reaches_is_named(whole):
     target = spoilt(whole, "model.embed_tokens.weight", unused)
     with pytest.raises(UserError, match=r"behind token 5 of prompt 0 and its draft \(its embedding"):
         generate(target, Wrong([], V), PROMPTS, max_new_tokens=NEW, sampler=GREEDY, plan=Plan(2))
+
+
+def test_the_place_of_a_state_or_a_row_of_logits_is_named(whole):
+    """Padding may be anything, and a masked token is no fault."""
+    texts, states = [[1, 2], [3, 4, 5, 6]], torch.zeros(2, 4, 16)
+    states[0, 2:] = torch.nan
+    check_states(whole, states, texts, "a text")
+    states[1, 2, 7] = torch.inf
+    with pytest.raises(UserError, match="behind token 3 of a text"):
+        check_states(whole, states, texts, "a text")
+    logits = torch.randn(2, V)
+    logits[0, 3] = -torch.inf
+    check_logits(whole, logits, texts[1], 3, "a text")
+    logits[1] = -torch.inf
+    with pytest.raises(UserError, match="behind token 4 of a text"):
+        check_logits(whole, logits, texts[1], 3, "a text")
