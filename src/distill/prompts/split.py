@@ -97,7 +97,8 @@ def read(
         train, held = split(listed, options.heldout_share)
     measured, refused = _rendered(train, chat, limit, given, options.strict)
     openings, refused_held = _rendered(_openings(held), chat, limit, False, options.strict)
-    advice = "set rollout=hf, which has the target answer" if given else ""
+    unanswered = given and any("rollout=given" in one.reason for one in refused)
+    advice = "set rollout=hf, which has the target answer" if unanswered else ""
     parts = (
         LeftOut("prompts", measured, refused, *_malformed(readings), limit, advice),
         LeftOut("held-out prompts", openings, refused_held, *_malformed(heldout), limit),

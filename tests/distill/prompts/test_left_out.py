@@ -74,6 +74,7 @@ def test_all_that_is_left_out_counts_and_the_share_that_is_advised_is_enough(why
     with pytest.raises(UserError, match=said) as caught:
         read(tmp_path / "p.jsonl", records, *options, limit=limit)
     assert "\n" not in str(caught.value)
+    assert ("rollout=hf" in str(caught.value)) == (why == "no answer given")
     advised = str(caught.value).rpartition("prompts.max_left_out=")[2].split()[0]
     assert 0.2 < float(advised) < 0.3
     found = read(tmp_path / "p.jsonl", records, f"prompts.max_left_out={advised}", *options, limit=limit)

@@ -338,7 +338,7 @@ BAD = {
     "no object": ({"a.jsonl": "[1]"}, [], r"a.jsonl:1: expected an object"),
     "no field": ({"a.jsonl": '{"body": "x"}'}, [], r"a.jsonl:1: needs 'messages', or a 'text'"),
     "empty text": ({"a.jsonl": '\n{"text": " "}'}, [], r"a.jsonl:2: needs 'messages', or a 'text'"),
-    "no role": ({"a.jsonl": '{"messages": [{"content": "x"}]}'}, [], r"a.jsonl:1: each message needs"),
+    "no role": ({"a.jsonl": '{"messages": [{"content": "x"}]}'}, [], r"a.jsonl:1: message 1: it has no role"),
     "no answer": (
         {"a.jsonl": '{"messages": [{"role": "user", "content": "x"}]}'},
         [],
