@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from safetensors import safe_open
 
 from decode.errors import UserError
-from distill.config.recorded import settings
+from distill.config.recorded import shown_settings
 from distill.config.target_size import steps_between_saves, training_steps
 from distill.options import answers_each
 from distill.report.tables import grid
@@ -118,7 +118,7 @@ def plan(run: Path, job: Job) -> Estimate:
         raise UserError("foredraft plan: --prompts, --processes, --samples and --steps are 1 or more")
     if job.faster <= 0 or job.network <= 0:
         raise UserError("foredraft plan: --faster and --network are above 0")
-    config, phases = settings(run), _sums(read_phases(run))
+    config, phases = shown_settings(run), _sums(read_phases(run))
     if config is None or not {"prompts", "rollouts", "training"} <= phases.keys():
         raise UserError(f"{run}: no {FILE} of a run that has ended; train a small one first")
     return _Extrapolation(run, config, phases, job).estimate()

@@ -7,11 +7,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import AliasToken, YAMLError, scan
 
 import distill.config.resolvers  # noqa: F401  that a configuration uses
+from decode.errors import UserError
 from distill.utils.redact import override, without_secrets
 
+MAX_BYTES = 4 * 2**20  # of a configuration; ours have some 10 kB
+UNREADABLE = (ValueError, RecursionError, YAMLError, OmegaConfBaseException)
 FILE = Path(".hydra") / "config.yaml"  # in a run's folder, beside overrides.yaml
 
 
@@ -22,19 +25,56 @@ def resolved(config: Any) -> dict[str, Any]:
 
 
 def read_config(run: Path) -> dict[str, Any] | None:
-    """The configuration in a run's folder, interpolations as they are; None where there is none."""
+    """The configuration in a run's folder, interpolations as they are; None where there is none.
+
+    Raises:
+        UserError: it is damaged.
+    """
     if not (run / FILE).is_file():
         return None
-    return OmegaConf.to_container(OmegaConf.load(run / FILE), resolve=False)  # pyright: ignore[reportReturnType]
+    try:
+        config = OmegaConf.to_container(_load(run / FILE), resolve=False)
+    except (*UNREADABLE, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{run / FILE}: damaged ({reason}); restore it, or remove its folder") from None
+    return config  # pyright: ignore[reportReturnType]
 
 
 def settings(run: Path) -> dict[str, Any] | None:
-    """The configuration in a run's folder as it was resolved; None where that cannot be known."""
+    """The configuration in a folder of one's own runs as it was resolved; None where that cannot be known.
+
+    It may read the environment, so nothing of it may be shown or sent; see `shown_settings`.
+    """
     try:
-        config = OmegaConf.to_container(OmegaConf.load(run / FILE), resolve=True)
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
+        config = OmegaConf.to_container(_load(run / FILE), resolve=True)
+    except (*UNREADABLE, OSError):
         return None
     return config if isinstance(config, dict) else None  # pyright: ignore[reportReturnType]
+
+
+def shown_settings(run: Path) -> dict[str, Any] | None:
+    """The same of any run's folder, without secrets and without what would read the environment."""
+    try:
+        config = resolved(_load(run / FILE))
+    except (*UNREADABLE, OSError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _load(path: Path) -> Any:
+    """A configuration in YAML, as Hydra writes them.
+
+    Raises:
+        YAMLError: none, too large, or with aliases, by which a few lines stand for gigabytes.
+    """
+    if path.stat().st_size > MAX_BYTES:
+        raise YAMLError(f"more than {MAX_BYTES} bytes")
+    try:
+        if any(isinstance(token, AliasToken) for token in scan(path.read_text())):
+            raise YAMLError("an alias, which Hydra does not write")
+    except RecursionError:
+        raise YAMLError("nested too deeply") from None
+    return OmegaConf.load(path)
 
 
 def readable_config(run: Path) -> tuple[str, list[str]]:
@@ -43,11 +83,11 @@ def readable_config(run: Path) -> tuple[str, list[str]]:
     Both are empty where the folder has none, or half of one.
     """
     try:
-        config = OmegaConf.load(run / FILE)
+        config = _load(run / FILE)
         overrides: Any = OmegaConf.to_container(
-            OmegaConf.load((run / FILE).with_name("overrides.yaml")), resolve=False
+            _load((run / FILE).with_name("overrides.yaml")), resolve=False
         )
-    except (OSError, YAMLError):
+    except (OSError, *UNREADABLE):
         return "", []
     try:
         values = resolved(config)

@@ -13,7 +13,7 @@ from workbench import CONF, foredraft, make_target, write_prompts
 from decode.errors import UserError
 from distill.cli.checkpoint_defaults import with_run_settings
 from distill.cli.main import rewrite
-from distill.config import own_runs
+from distill.config import own_runs, recorded
 from distill.config.compose import compose
 
 KEY = "sk-a-secret-of-the-environment"
@@ -231,3 +231,37 @@ def test_a_stores_target_is_a_name_too(tmp_path, host):
         )
         with pytest.raises(UserError, match="no name of a target"):
             with_run_settings([f"store={tmp_path}"], CONF, "inspect_data")
+
+
+def test_a_configuration_of_others_is_shown_without_the_environment(tmp_path, monkeypatch):
+    """By no spelling of an interpolation; nor does a few lines' worth of aliases become gigabytes."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    (tmp_path / ".hydra").mkdir()
+    file = tmp_path / ".hydra" / "config.yaml"
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- a=1\n")
+    forms = [
+        "${oc.env:OPENAI_API_KEY}",
+        "${ oc.env:OPENAI_API_KEY}",
+        "${${b}:OPENAI_API_KEY}",
+        "${c}",
+        "${oc.${d}:OPENAI_API_KEY}",
+    ]
+    values = {f"a{i}": form for i, form in enumerate(forms)} | {
+        "b": "oc.env",
+        "c": forms[0],
+        "d": "env",
+        "size": 1,
+    }
+    file.write_text(json.dumps(values))
+    shown, _ = recorded.readable_config(tmp_path)
+    assert KEY not in shown + str(recorded.shown_settings(tmp_path))
+    assert "size: 1" in shown
+    file.write_text(
+        "a: &a [x, x]\n" + "".join(f"b{i}: &b{i} [*{'a' if not i else f'b{i - 1}'}, *a]\n" for i in range(3))
+    )
+    assert recorded.readable_config(tmp_path) == ("", [])
+    assert recorded.settings(tmp_path) is None
+    for text in ("a: &a 1\nb: *a", "a: [", "[" * 5000):
+        file.write_text(text)
+        with pytest.raises(UserError, match="damaged"):
+            recorded.read_config(tmp_path)
