@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from decode.errors import UserError
 from distill.prompts.ends import AnswerFrame, Ends, find_frame, template_ends
 from distill.prompts.loss_mask import supervise
-from distill.prompts.prompt import Message, unanswered
+from distill.prompts.prompt import Message, answered, turns, unanswered
 from distill.prompts.renderer import (
     FORMS,
     AddedTokens,
@@ -31,6 +31,7 @@ CALLS = {"truncation", "padding"}  # parts of a tokenizer's state that its last 
 THINKS = re.compile(r"(?<![\w.'\"])(\w*think\w*)\s*(?:is\s+(?:not\s+)?defined|\|\s*default)")
 NO_OTHER_WAY = "and without a chat template there is no way to write it"
 T = TypeVar("T")
+READING = 2  # changes with the code, where it gives other ids or masks
 
 
 class Chat:
@@ -65,9 +66,10 @@ class Chat:
         self._told = False  # that developers' messages are rendered as the system's
 
     def fingerprint(self) -> str:
-        """Hash of all that token ids follow from: the tokenizer's rules, the template and its options."""
+        """Hash of all that token ids follow from: the tokenizer's rules, the template and its options, and how they are read here."""
         tokenizer = self.tokenizer
         rules = [tokenizer.get_vocab(), tokenizer.special_tokens_map, tokenizer.chat_template, self.options]
+        rules.append(READING)
         # The tokenizers package's own, with merges, normalisation and what is put around a text.
         if (whole := getattr(tokenizer, "backend_tokenizer", None)) is not None:
             state = json.loads(whole.to_str())
@@ -82,6 +84,15 @@ class Chat:
                 raise UserError(f"prompts.template=none: the record has tools, {NO_OTHER_WAY}")
             return self._plain_ids("\n".join(_text_of(m) for m in messages))
         return self._ids(self._in_some_form(messages, tools, _prompt))
+
+    def check_turns(self, messages: Sequence[Message], tools: Tools = ()) -> None:
+        """Render the turns behind the first answer, too, with answers of one word.
+
+        Raises:
+            UserError: the template refuses them, or leaves out what users or tools say there.
+        """
+        if self.template == "chat" and len(turns(unanswered(messages))) > 1:
+            self.text(answered(messages, "Yes"), tools)
 
     def encode_answered(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[list[int], list[int]]:
         """Token ids of a whole conversation, and 1 where the assistant wrote them.

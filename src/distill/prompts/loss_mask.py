@@ -44,14 +44,14 @@ def supervise(
     text, prompt = render.text(messages), render.text(messages[:-1], prompt=True)
     if not text.startswith(prompt):
         raise UserError(DIFFERS)
-    _check_prompts(messages[:-1], prompt, [])
+    _check_prompt(messages[:-1], prompt)
     blocks = render.generation_spans(messages)
     if blocks is None:
         last = Answer(len(messages) - 1, [Span(len(prompt), len(text))])
         answers = [*_earlier(render, messages, text, frame), last]
     else:
         asked = [message for message in messages if message["role"] != "assistant"]
-        _check_prompts(asked, text, [Answer(len(messages), list(blocks))])
+        _check_prompt(asked, _blanked(text, blocks), " or marks it as an answer")
         answers = marked_answers(render, messages, text, prompt, blocks)
     answers = [
         Answer(answer.number, [frame.fit(span, text) for span in _joined(answer.spans)])
@@ -59,7 +59,6 @@ def supervise(
         if messages[answer.number].get("train") is not False
     ]
     answers = [answer for answer in answers if _is_whole(render, messages, text, answer, frame)]
-    _check_prompts(messages, text, answers)
     return _mask(Tokens(render, text, len(prompt)), answers, len(prompt))
 
 
@@ -200,12 +199,14 @@ def _is_whole(
     return False
 
 
-def _check_prompts(messages: Sequence[Message], text: str, answers: Sequence[Answer]) -> None:
-    """Refuse a text of users, tools or the system that is missing, or would be supervised."""
-    for span in (span for answer in answers for span in answer.spans):
-        text = text[: span.start] + "\0" * (span.end - span.start) + text[span.end :]
-    supervised = {answer.number for answer in answers}
-    context = [message for i, message in enumerate(messages) if i not in supervised]
-    if fault := fault_in_prompt(context, text):
-        more = ", or marks it as an answer" if answers else ""
+def _check_prompt(messages: Sequence[Message], text: str, more: str = "") -> None:
+    """Refuse a text of users, tools or the system that is missing."""
+    if fault := fault_in_prompt(messages, text):
         raise IncompletePromptError(f"target: its chat template {fault}{more}")
+
+
+def _blanked(text: str, spans: Sequence[Span]) -> str:
+    """The text with its spans blanked out."""
+    for start, end in spans:
+        text = text[:start] + "\0" * (end - start) + text[end:]
+    return text

@@ -96,6 +96,15 @@ def unanswered(messages: Sequence[Message]) -> Sequence[Message]:
     return messages
 
 
+def answered(messages: Sequence[Message], text: str) -> list[Message]:
+    """The messages with a text wherever the target answers."""
+    messages, places = unanswered(messages), set(turns(unanswered(messages)))
+    whole: list[Message] = []
+    for i, message in enumerate(messages, 1):
+        whole += [message, {"role": "assistant", "content": text}] if i in places else [message]
+    return whole
+
+
 def opening(messages: Sequence[Message]) -> tuple[Message, ...]:
     """The messages up to the first one that the target answers, without a final answer."""
     messages = unanswered(messages)

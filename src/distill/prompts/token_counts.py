@@ -165,6 +165,7 @@ def _count_chunk(prompts: list[Prompt], given: bool) -> list[int | str]:
             if given:
                 results.append(chat.encode_answered(prompt.messages, prompt.tools)[1].index(1))
             else:
+                chat.check_turns(prompt.messages, prompt.tools)
                 results.append(len(chat.encode(opening(prompt.messages), prompt.tools)))
         except UserError as error:
             results.append(str(error))

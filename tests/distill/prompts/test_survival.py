@@ -8,7 +8,9 @@ from chats import FAMILIES, Family, build, say, tokenizer_of
 
 from decode.errors import UserError
 from distill.prompts.chat_template import Chat
+from distill.prompts.prompt import Prompt
 from distill.prompts.survival import fault_in_answer, fault_in_prompt
+from distill.prompts.token_counts import count_tokens
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
@@ -219,19 +221,20 @@ def test_marks_lose_the_header_in_every_turn():
 
 
 def test_marks_of_an_answer_that_was_given_another_prompt_are_context():
-    """Here prompts begin the reasoning, which an earlier answer did not."""
-    body = "{% if m.role == 'assistant' %}{% generation %}" + PLAIN + "{% endgeneration %}{% generation %}"
-    template = turns(body + "{{ '.' }}{% endgeneration %}{% else %}" + PLAIN + "{% endif %}")
+    """Here prompts begin the reasoning, and an earlier answer has none."""
+    first = "{{ '<think>' + m.reasoning_content + '. ' if m.reasoning_content else 'So: ' }}"
+    blocks = "".join("{% generation %}" + part + "{% endgeneration %}" for part in (first, PLAIN))
+    template = turns("{% if m.role == 'assistant' %}" + blocks + "{% else %}" + PLAIN + "{% endif %}")
     template = template.replace("assistant\n", "assistant\n<think>")
-    messages = say("a?", "one", "b?", "<think>b</think>two")
-    assert runs(chat_of(template), messages) == ["b</think>two.<|im_end|>"]
-    messages[1]["content"] = "<think>a</think>one"
-    assert runs(chat_of(template), messages) == ["a</think>one.<|im_end|>", "b</think>two.<|im_end|>"]
+    messages = [*say("a?", "one", "b?"), answer("two", reasoning_content="b")]
+    assert runs(chat_of(template), messages) == ["b. two<|im_end|>"]
+    messages[1]["reasoning_content"] = "a"
+    assert runs(chat_of(template), messages) == ["a. one<|im_end|>", "b. two<|im_end|>"]
 
 
 def test_marks_on_what_the_user_said_are_refused():
     template = turns("{% generation %}" + PLAIN + "{% endgeneration %}")
-    with pytest.raises(UserError, match="leaves out the text 'Good day' of the user, or marks it as"):
+    with pytest.raises(UserError, match="leaves out the text 'Good day' of the user or marks it as"):
         chat_of(template).encode_answered(say("Good day", "one"))
 
 
@@ -291,3 +294,12 @@ def test_results_of_tools_stand_as_they_are_or_as_json():
     ):
         assert fault_in_prompt([result], f"x {text}") is None
     assert fault_in_prompt([result], "x") == "leaves out the text '{\"temperature\":  19}' of the tool"
+
+
+def test_turns_behind_the_first_answer_are_checked_before_the_first_is_written():
+    """Here the template writes the question that begins a conversation alone."""
+    chat = chat_of(turns("{% if loop.first or m.role == 'assistant' %}{{ m.content }}{% endif %}"))
+    asked = [Prompt.of("one", say("a?")), Prompt.of("two", [*say("a?"), *say("b, please?")])]
+    counts = count_tokens(asked, chat, given=False)
+    assert counts.tokens[0] > 0 > counts.tokens[1]
+    assert counts.refusals == {1: "target: its chat template leaves out the text 'b, please?' of the user"}
