@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, Self
 
 import torch
@@ -19,12 +19,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from typing_extensions import override
 
 from decode.errors import UserError
+from decode.hardware import memory_bytes
 from decode.model.fingerprint import fingerprint, hashed
 from decode.model.load import DTYPES, auto_class, load_config, load_target, source_of
 from decode.model.target import Target, TargetOutput
 from decode.model.weight_files import FILE, INDEX, WeightFiles, remembered
 
 GENERATION = "generation_config.json"
+MEMORY_SHARE = 0.5  # of this machine's memory, for a target that is loaded whole to know its name
 
 
 class HeadTarget(Target):
@@ -36,7 +38,7 @@ class HeadTarget(Target):
         model: with the weights of these three alone.
         norm: the last module before the head.
         files: of the whole target's weights.
-        whole: loads the whole target, given a folder for weights that memory has no room for.
+        whole: loads the whole target; None: its files do not say what it is as a whole.
 
     Attributes:
         norm: (..., D) output of the last layer -> (..., D) input of the head.
@@ -45,7 +47,7 @@ class HeadTarget(Target):
     movable = False
 
     def __init__(
-        self, model: PreTrainedModel, norm: nn.Module, files: WeightFiles, whole: Callable[..., Target]
+        self, model: PreTrainedModel, norm: nn.Module, files: WeightFiles, whole: Callable[[], Target] | None
     ) -> None:
         super().__init__(model)
         self.norm, self._files, self._whole = norm, files, whole
@@ -67,7 +69,8 @@ class HeadTarget(Target):
         config = copy.deepcopy(load_config(name, revision, trust_remote_code))
         if dtype != "auto" and dtype not in DTYPES:
             raise UserError(f"target.dtype={dtype}: choose auto, {', '.join(DTYPES)}")
-        if hasattr(config, "quantization_config"):
+        quantised = hasattr(config, "quantization_config")
+        if quantised:
             del config.quantization_config  # of the layers, which are not made
         # Buffers are made: some embeddings scale their output by one.
         with init_empty_weights(include_buffers=False):
@@ -80,30 +83,31 @@ class HeadTarget(Target):
             _fill(part, model, files, kind, torch.device(device))
         if (path := _locate(name, *source_of(name, revision), GENERATION)) is not None:
             model.generation_config = GenerationConfig.from_pretrained(path.parent)  # it has the end tokens
-        whole = partial(load_target, name, "auto", "cpu", revision, trust_remote_code)
-        return cls(model, norm, files, partial(whole, placement="device_map", decodes=False))
+        whole = partial(load_target, name, "auto", "cpu", revision, trust_remote_code, decodes=False)
+        return cls(model, norm, files, None if quantised else whole)
 
     @override
     def fingerprint(self) -> str:
         """That of the whole target; checksums of its files are computed once and remembered.
 
-        Where the files have weights in another form than the model, the whole target is loaded once on this
-        machine. Where that cannot be done, it is a name of its own, of these files.
+        Where the files have weights in another form than the model, as experts that it stacks, the whole
+        target is loaded once, if this machine has room for it. Else, and for a quantised target, it is a name
+        of its own, of these files: what is keyed by it belongs to no target that is loaded whole.
         """
         try:
             return fingerprint(self.tensors(), self._files)
         except UserError:
             paths, versions = self._files.paths(), [transformers.__version__, torch.__version__]
-        return remembered(paths, ["whole", *versions], self._loaded_fingerprint)
+        return remembered(paths, ["whole", *versions], self._other_fingerprint)
 
-    def _loaded_fingerprint(self) -> str:
-        with TemporaryDirectory(prefix="foredraft-") as folder:
-            try:
-                return self._whole(offload_folder=folder).fingerprint()
-            except UserError:
-                headers = self._files.headers
-                parts = [(key, *headers[key][1:], self._files.checksum(key)) for key in sorted(headers)]
-                return hashed(f"files {parts}")
+    def _other_fingerprint(self) -> str:
+        size = sum(path.stat().st_size for path in self._files.paths())
+        if self._whole is not None and size <= MEMORY_SHARE * memory_bytes(torch.device("cpu")):
+            with suppress(UserError):  # a class that cannot be loaded here
+                return self._whole().fingerprint()
+        headers = self._files.headers
+        parts = [(key, *headers[key][1:], self._files.checksum(key)) for key in sorted(headers)]
+        return hashed(f"files {parts}")
 
     @property
     @override

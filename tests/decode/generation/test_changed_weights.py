@@ -14,6 +14,7 @@ from decode.generation.generate import generate, stream
 from decode.kernels import packed_linear
 from decode.kernels.int8_linear import round_rows
 from decode.kernels.weight_state import notice_changes
+from decode.model import causal_lm
 from decode.model.abilities import Abilities
 from decode.model.target import Target
 from decode.plan import Plan
@@ -135,6 +136,22 @@ def test_rescoring_reads_the_new_weights(monkeypatch):
     target.read(text)
     through_data(target.model, llama(1).state_dict())
     assert torch.equal(target.read(text).last, Target(llama(1)).read(text).last)
+
+
+def test_compiled_code_ends_with_the_weights_that_are_its_constants(monkeypatch):
+    class Compiled:
+        most = 64
+
+        def __call__(self, *args: object) -> Tensor:
+            pytest.fail("constants of other weights were read")
+
+    monkeypatch.setattr(causal_lm, "compiled_pass", lambda fused: (Compiled(), ""))
+    for dtype in (torch.bfloat16, torch.float32):
+        target = Target(llama(0, dtype))
+        assert target.compile() == ""
+        assert isinstance(target.fused.compiled, Compiled)
+        through_data(target.model, llama(1, dtype).state_dict())
+        assert torch.equal(logits(target), logits(Target(llama(1, dtype))))
 
 
 def drafted(target: Target, drafter: nn.Module) -> list[list[list[int]]]:

@@ -6,7 +6,7 @@ import pytest
 from chats import FAMILIES, MERGES, build, say, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from workbench import options_of
 
@@ -349,6 +349,18 @@ def test_options_reach_the_template_and_tell_stores_apart():
     assert off.user_turn()[1] != on.user_turn()[1]
     with pytest.raises(UserError, match="template_options"):
         Chat(tokenizer, "none", {"enable_thinking": False})
+
+
+def test_rules_of_a_tokenizer_beside_its_vocabulary_tell_stores_apart():
+    chats = [Chat(tokenizer_of("qwen3")) for _ in range(5)]
+    before = chats[0].fingerprint()
+    chats[0].tokenizer(["a", "b c"], truncation=True, max_length=2)  # leaves its state behind
+    assert chats[0].fingerprint() == before
+    chats[1].tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    chats[2].tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    chats[3].tokenizer.eos_token = chats[3].tokenizer.convert_ids_to_tokens(7)
+    chats[4].tokenizer.chat_template += "{# another #}"
+    assert len({before, *(chat.fingerprint() for chat in chats)}) == 5
 
 
 COMMANDS = {
