@@ -20,10 +20,10 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.hardware import memory_bytes
-from decode.model.fingerprint import fingerprint, hashed
+from decode.model.identity.fingerprint import fingerprint, hashed
+from decode.model.identity.weight_files import FILE, INDEX, WeightFiles, remembered
 from decode.model.load import DTYPES, auto_class, load_config, load_target, source_of
 from decode.model.target import Target, TargetOutput
-from decode.model.weight_files import FILE, INDEX, WeightFiles, remembered
 
 GENERATION = "generation_config.json"
 MEMORY_SHARE = 0.5  # of this machine's memory, for a target that is loaded whole to know its name

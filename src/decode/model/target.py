@@ -14,9 +14,9 @@ from decode.draft import Draft
 from decode.errors import UserError
 from decode.kernels.packed_linear import fast_linears
 from decode.model.causal_lm import CausalLM, record_inputs
-from decode.model.fingerprint import config_hash, fingerprint
+from decode.model.identity.fingerprint import config_hash, fingerprint
+from decode.model.identity.weight_files import local_files
 from decode.model.packing import attention_per_row, pack_indices
-from decode.model.weight_files import local_files
 
 LAST = "last"  # tap of the head's input, after the final norm
 Tap = int | str

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from decode.errors import UserError
-from decode.model.fingerprint import check_current, module_fingerprint
+from decode.model.identity.fingerprint import check_current, module_fingerprint
 from decode.model.load import load_tokenizer
 from decode.model.target import Target
 from drafters.base import Drafter, Origin

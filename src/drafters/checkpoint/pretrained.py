@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard
-from decode.model.fingerprint import module_fingerprint
+from decode.model.identity.fingerprint import module_fingerprint
 from decode.model.load import load_target
 from decode.model.target import Target
 from drafters.base import Drafter, Origin

@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.model.causal_lm import CausalLM, decoder_layers
-from decode.model.fingerprint import module_fingerprint
 from decode.model.head import Head
+from decode.model.identity.fingerprint import module_fingerprint
 from decode.model.load import load_tokenizer
 from decode.model.target import Target
 from decode.transfer import RowInts

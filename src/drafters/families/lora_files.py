@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from decode.errors import UserError
-from decode.model.fingerprint import check_current, module_fingerprint
+from decode.model.identity.fingerprint import check_current, module_fingerprint
 from decode.model.load import is_masked, load_model
 from decode.model.target import Target
 from drafters.families.hf_build import DOWN, UP, cut_target
@@ -29,7 +29,7 @@ class LoraBase(NamedTuple):
         path: absolute folder or hub id; None: layers of the target.
         revision: commit of a hub id.
         layers: number of layers taken from the target.
-        fingerprint: of its weights, see `decode.model.fingerprint`.
+        fingerprint: of its weights, see `decode.model.identity.fingerprint`.
     """
 
     path: str | None = None

@@ -24,7 +24,7 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.kernels.half_products import product_dtype
 from decode.model.causal_lm import CausalLM
-from decode.model.fingerprint import hashed
+from decode.model.identity.fingerprint import hashed
 from decode.model.target import Target
 from drafters.base import ParamGroup
 from drafters.families.hf_build import BASE, DOWN, UP, add_lora, check_lora, checkpoint_layers, merge_lora

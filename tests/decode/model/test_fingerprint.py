@@ -23,9 +23,15 @@ from workbench import make_target
 from decode.errors import UserError
 from decode.hardware import cache_folder
 from decode.kernels.checksum import WORDS, bit_checksum, value_checksum
-from decode.model import weight_files
-from decode.model.fingerprint import PREFIX, check_current, config_hash, fingerprint, module_fingerprint
 from decode.model.head_target import HeadTarget
+from decode.model.identity import weight_files
+from decode.model.identity.fingerprint import (
+    PREFIX,
+    check_current,
+    config_hash,
+    fingerprint,
+    module_fingerprint,
+)
 from decode.model.load import load_target
 from decode.model.target import Target
 from drafters.checkpoint import io as hub

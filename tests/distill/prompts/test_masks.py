@@ -1,5 +1,6 @@
 """Which tokens are supervised, for every family of chat templates."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -352,7 +353,7 @@ def test_options_reach_the_template_and_tell_stores_apart():
 
 
 def test_rules_of_a_tokenizer_beside_its_vocabulary_tell_stores_apart():
-    chats = [Chat(tokenizer_of("qwen3")) for _ in range(5)]
+    chats = [Chat(copy.deepcopy(tokenizer_of("qwen3"))) for _ in range(5)]
     before = chats[0].fingerprint()
     chats[0].tokenizer(["a", "b c"], truncation=True, max_length=2)  # leaves its state behind
     assert chats[0].fingerprint() == before

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from decode.errors import UserError
 from decode.kernels.checksum import has_values, value_checksum
-from decode.model.weight_files import VALUES, WeightFiles
+from decode.model.identity.weight_files import VALUES, WeightFiles
 
 PREFIX = "all-"  # of fingerprints that count every element; older versions wrote 16 digits of samples alone
 VALUE = "value"  # kind of what counts by its values
