@@ -66,10 +66,10 @@ class Chat:
         self._told = False  # that developers' messages are rendered as the system's
 
     def fingerprint(self) -> str:
-        """Hash of all that token ids follow from: the tokenizer's rules, the template and its options, and how they are read here."""
+        """Hash of all that token ids follow from: the tokenizer's rules, the template, its options, `READING`."""
         tokenizer = self.tokenizer
-        rules = [tokenizer.get_vocab(), tokenizer.special_tokens_map, tokenizer.chat_template, self.options]
-        rules.append(READING)
+        rules: list[Any] = [READING, tokenizer.get_vocab(), tokenizer.special_tokens_map]
+        rules += [tokenizer.chat_template, self.options]
         # The tokenizers package's own, with merges, normalisation and what is put around a text.
         if (whole := getattr(tokenizer, "backend_tokenizer", None)) is not None:
             state = json.loads(whole.to_str())
