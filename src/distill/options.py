@@ -71,6 +71,7 @@ class ChatOptions:
 
     template: str  # chat | none
     template_options: Any  # mapping handed to the chat template, or None
+    moment: str | None  # that the template is told; None: the present, or that of what is continued
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from distill.prompts.prompt import Prompt
 from distill.report import html as html_report
 from distill.report import terminal as summary
 from distill.rollouts.produce import produce
-from distill.rollouts.store import RolloutStore
+from distill.rollouts.store import RolloutStore, moment_of
 from distill.scoring.scorer import Scorer
 from distill.serving import engine_scores
 from distill.training import trainer_state
@@ -149,7 +149,7 @@ def _inputs(options: TrainOptions, folder: Path, phases: PhaseLog) -> tuple[Chat
     engine_scores.check(options.score, training=True)
     switch["on"] = options.trainer.enable_progress_bar
     with phases.time("prompts") as part:
-        chat, prompts, held = read_run_inputs(options, folder)
+        chat, prompts, held = read_run_inputs(options, folder, moment_of(options.rollout.store))
         part["prompts"] = len(prompts)
     return chat, prompts, held
 

@@ -67,7 +67,7 @@ def load_target(target: str = "data/pocket", *options: str) -> Model:
     )
     settings = checked_options(GenerateOptions, compose(rewrite(command, CONF), CONF, "generate"))
     prompts = settings.prompts
-    chat = read_chat(settings.target, prompts.template, prompts.template_options)
+    chat = read_chat(settings.target, prompts.template, prompts.template_options, prompts.moment)
     return Model(build_target(settings.target, chat=chat), chat)
 
 

@@ -37,7 +37,8 @@ def answer(options: GenerateOptions) -> float:
     if options.judge.script:
         judged.check(options)
     color, prompt = wants_color(options.color), read_prompt(options.prompt)
-    chat = read_chat(options.target, options.prompts.template, options.prompts.template_options)
+    chats = options.prompts
+    chat = read_chat(options.target, chats.template, chats.template_options, chats.moment)
     plan = options.decode if options.checkpoint else Plan()
     if not isinstance(plan, Plan):
         raise UserError(

@@ -48,7 +48,8 @@ def inspect(options: InspectOptions) -> float:
     folder = find(options.store, options.stores)
     manifest = read_manifest(folder)
     plan = manifest["plan"]
-    chat = read_chat(options.target, plan["template"], options.prompts.template_options)
+    moment = plan.get("moment") or None
+    chat = read_chat(options.target, plan["template"], options.prompts.template_options, moment)
     if chat.fingerprint() != plan["tokenizer"]:
         raise UserError(
             f"store={folder}: made with another tokenizer, chat template or prompts.template_options than "

@@ -9,7 +9,9 @@ from distill.config.build import build_target, quiet, read_chat, read_limit
 from distill.config.validate import refused
 from distill.options import RolloutCommandOptions
 from distill.prompts import split as inputs
+from distill.prompts.chat_template import Chat
 from distill.rollouts.produce import fill, open_store, rollout_plan
+from distill.rollouts.store import begun_moments, moment_of
 from distill.utils.progress import say
 
 
@@ -23,13 +25,17 @@ def roll_out(options: RolloutCommandOptions) -> float:
     """
     quiet()
     prompts, rollout = options.prompts, options.rollout
-    chat = read_chat(options.target, prompts.template, prompts.template_options)
-    limit = read_limit(options.target, prompts.max_tokens, options.max_tokens)
-    result = inputs.read(prompts, chat, limit, rollout.answers)
+    moment = prompts.moment or moment_of(rollout.store)
+    chat, result = _read(options, moment)
     if rollout.refresh_every:
         raise UserError("rollout.refresh_every: answers are regenerated only in training; leave it 0 here")
     target = build_target(options.target, decodes=False, chat=chat)
     plan = rollout_plan(options, target, chat, result.train)
+    for begun in [] if moment else begun_moments(Path(options.stores), plan):
+        chat, result = _read(options, begun)
+        plan = rollout_plan(options, target, chat, result.train)
+        say(f"rollouts: goes on with what was begun at {begun}, as prompts.moment={begun}")
+        break
     with refused():
         store = open_store(options, Path(options.stores), target, chat, plan, result.train)
         inputs.list_rejected(result, store.folder)
@@ -37,3 +43,11 @@ def roll_out(options: RolloutCommandOptions) -> float:
         fill(options, target, chat, store, rollout.drafter, None)
     say(str(store.mirror.url if store.mirror else store.folder))
     return float(store.manifest()["counts"]["answer_tokens"])
+
+
+def _read(options: RolloutCommandOptions, moment: str | None) -> tuple[Chat, inputs.Inputs]:
+    """The chat template as it is told this moment, and the prompts as it renders them."""
+    prompts = options.prompts
+    chat = read_chat(options.target, prompts.template, prompts.template_options, moment)
+    limit = read_limit(options.target, prompts.max_tokens, options.max_tokens)
+    return chat, inputs.read(prompts, chat, limit, options.rollout.answers)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from distill.config.build import build_target, quiet, read_inputs
 from distill.options import ScoreCommandOptions
+from distill.prompts import clock
 from distill.report.bottleneck import bottleneck
 from distill.report.compare import earlier
 from distill.report.tables import settings_table
@@ -23,9 +24,10 @@ def score(options: ScoreCommandOptions) -> float:
     """
     quiet()
     engine_scores.check(options.score, training=False)
-    chat, _, held = read_inputs(options.target, options.prompts, options.score)
-    target = build_target(options.target, decodes=False, chat=chat)
     checkpoint = hub.fetch(options.checkpoint)
+    moment = clock.of_run(checkpoint)
+    chat, _, held = read_inputs(options.target, options.prompts, options.score, moment=moment)
+    target = build_target(options.target, decodes=False, chat=chat)
     score, served_plan, folder = options.score, "", Path(options.answers).parent / "engine"
     if score.engine != engine_scores.NONE:
         score, served_plan = engine_scores.as_served(score, None, hub.load(checkpoint, target), target)

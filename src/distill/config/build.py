@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from decode.model.load import load_config, load_target, load_tokenizer, stop_at,
 from decode.model.probe import check_packing
 from decode.model.target import Target
 from distill.options import DrafterOptions, HeldOutOptions, PromptOptions, RunOptions, TargetOptions
+from distill.prompts import clock
 from distill.prompts import split as inputs
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import Limit, strictest
@@ -27,13 +29,16 @@ from distill.utils.progress import bar, say
 from drafters.base import Drafter
 
 
-def read_chat(target: TargetOptions, template: str, template_options: Any = None) -> Chat:
+def read_chat(
+    target: TargetOptions, template: str, template_options: Any = None, moment: str | None = None
+) -> Chat:
     """Check the target's configuration and read its tokenizer.
 
     Args:
         target: whose tokenizer and chat template these are.
         template: chat | none.
         template_options: mapping for the chat template, or None.
+        moment: that the template is told; None: the present.
     """
     path = str(bundled(target.name))
     load_config(path, target.revision, target.trust_remote_code)
@@ -43,7 +48,7 @@ def read_chat(target: TargetOptions, template: str, template_options: Any = None
             f"prompts.template_options={template_options}: write it as {{name: value}}, as in "
             "{enable_thinking: false}"
         )
-    return Chat(tokenizer, template, template_options)
+    return Chat(tokenizer, template, template_options, moment)
 
 
 def read_limit(target: TargetOptions, prompt_tokens: int | None, row_tokens: int | None = None) -> Limit:
@@ -129,6 +134,7 @@ def read_inputs(
     answers: str | None = None,
     row_tokens: int | None = None,
     folder: Path | None = None,
+    moment: str | None = None,
 ) -> tuple[Chat, list[Prompt], list[Prompt]]:
     """Check the target's configuration, then read tokenizer and prompts, before the target is loaded.
 
@@ -139,12 +145,13 @@ def read_inputs(
         answers: rollout.answers; None: no rollouts are made.
         row_tokens: of a training row; None: nothing is trained.
         folder: run folder in which the prompts are recorded.
+        moment: that the chat template is told where the options name none; None: the present.
 
     Returns:
         The chat template, training prompts and the held-out prompts that are scored, these with one
         place to answer each.
     """
-    chat = read_chat(target, prompts.template, prompts.template_options)
+    chat = read_chat(target, prompts.template, prompts.template_options, prompts.moment or moment)
     limit = read_limit(target, prompts.max_tokens, row_tokens)
     result = inputs.read(prompts, chat, limit, answers, score.enabled)
     if score.enabled and not result.held:
@@ -158,11 +165,26 @@ def read_inputs(
     return chat, result.train, result.held[: max(score.prompts, score.replay_prompts)]
 
 
-def read_run_inputs(options: RunOptions, folder: Path) -> tuple[Chat, list[Prompt], list[Prompt]]:
-    """`read_inputs` for a training run; the prompts are recorded in its folder."""
+def read_run_inputs(
+    options: RunOptions, folder: Path, moment: str | None = None
+) -> tuple[Chat, list[Prompt], list[Prompt]]:
+    """`read_inputs` for a training run; the prompts are recorded in its folder.
+
+    Its chat template is told the moment at which the run began.
+
+    Args:
+        options: of the run.
+        folder: of the run.
+        moment: of a run that begins, where the options name none; None: the present.
+    """
+    moment = clock.kept(folder) or options.prompts.moment or moment
+    target, prompts = options.target, options.prompts
+    chat = read_chat(target, prompts.template, prompts.template_options, moment)
+    if chat.moment:
+        moment = clock.keep(folder, chat.moment)
     return read_inputs(
-        options.target,
-        options.prompts,
+        target,
+        replace(prompts, moment=moment),
         options.score,
         answers=options.rollout.answers,
         row_tokens=options.max_tokens,

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
+from distill.prompts.clock import now, parse
 from distill.prompts.ends import AnswerFrame, Ends, find_frame, template_ends
 from distill.prompts.loss_mask import supervise
 from distill.prompts.prompt import Message, answered, turns, unanswered
@@ -18,10 +19,9 @@ from distill.prompts.renderer import (
     AddedTokens,
     Form,
     IncompletePromptError,
-    RefusedByTemplateError,
     TemplateRenderer,
-    Tools,
 )
+from distill.prompts.rendering import RefusedByTemplateError, Rendering, Tools
 from distill.prompts.survival import fault_in_prompt
 from distill.utils.progress import say
 from distill.utils.provenance import digest
@@ -41,9 +41,13 @@ class Chat:
         tokenizer: of the target.
         template: `chat` renders with the tokenizer's template, `none` joins the messages' text.
         options: passed to the template, as in `{"enable_thinking": False}`.
+        moment: ISO date or time that the template is told; None: the present.
+
+    Attributes:
+        moment: that decides what is rendered; "" where the template does not ask for it.
 
     Raises:
-        UserError: `chat` with a tokenizer without a template, or options with `none`.
+        UserError: `chat` with a tokenizer without a template, options with `none`, or a moment that is none.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Chat:
         tokenizer: PreTrainedTokenizerBase,
         template: str = "chat",
         options: Mapping[str, Any] | None = None,
+        moment: str | None = None,
     ) -> None:
         if template not in ("chat", "none"):
             raise UserError(f"prompts.template={template}: choose chat or none")
@@ -61,15 +66,18 @@ class Chat:
         if template == "none" and options:
             raise UserError("prompts.template_options: prompts.template=none has no template to take them")
         self.tokenizer, self.template, self.options = tokenizer, template, dict(options or {})
+        told = parse(moment) if moment else now()
+        self.rendering = Rendering(tokenizer, self.options, told) if template == "chat" else None
+        self.moment = self.rendering.moment if self.rendering else ""
         self.added = AddedTokens.of(tokenizer)
         self._frames: dict[Form, AnswerFrame] = {}
         self._told = False  # that developers' messages are rendered as the system's
 
     def fingerprint(self) -> str:
-        """Hash of all that token ids follow from: the tokenizer's rules, the template, its options, `READING`."""
+        """Hash of all that token ids follow from: tokenizer, template, options, moment, `READING`."""
         tokenizer = self.tokenizer
-        rules: list[Any] = [READING, tokenizer.get_vocab(), tokenizer.special_tokens_map]
-        rules += [tokenizer.chat_template, self.options]
+        rules: list[Any] = [READING, self.moment, tokenizer.get_vocab(), tokenizer.chat_template]
+        rules += [tokenizer.special_tokens_map, self.options]
         # The tokenizers package's own, with merges, normalisation and what is put around a text.
         if (whole := getattr(tokenizer, "backend_tokenizer", None)) is not None:
             state = json.loads(whole.to_str())
@@ -162,7 +170,8 @@ class Chat:
     def _renderer(
         self, tools: Tools = (), form: Form = FORMS[0], options: Mapping[str, Any] | None = None
     ) -> TemplateRenderer:
-        return TemplateRenderer(self.tokenizer, self.options | dict(options or {}), tools, form, self.added)
+        assert self.rendering, "without a template nothing is rendered"
+        return TemplateRenderer(self.rendering.having(options or {}), tools, form, self.added)
 
     def _in_some_form(
         self,

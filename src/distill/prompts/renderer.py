@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from decode.errors import UserError
 from distill.prompts.prompt import Message
-from distill.prompts.survival import as_object, shortened
+from distill.prompts.rendering import RefusedByTemplateError, Rendering, Tools
+from distill.prompts.survival import as_object
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 OURS = ("train",)  # keys of a message that are no template's affair
-Tools = Sequence[dict[str, Any]]
-
-
-class RefusedByTemplateError(UserError):
-    """The template itself refuses a conversation: a role, the order of roles, tools, a type."""
 
 
 class IncompletePromptError(UserError):
@@ -123,8 +117,7 @@ class TemplateRenderer:
     """Renders conversations as text.
 
     Args:
-        tokenizer: with a chat template.
-        options: of the template.
+        rendering: of the template, with its options.
         tools: schemas of functions that may be called.
         form: of the messages that the template is handed.
         added: the tokenizer's added tokens; read here where they are not given.
@@ -135,36 +128,27 @@ class TemplateRenderer:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
-        options: Mapping[str, Any],
+        rendering: Rendering,
         tools: Tools = (),
         form: Form = FORMS[0],
         added: AddedTokens | None = None,
     ) -> None:
-        self.tokenizer, self.options, self.tools, self.form = tokenizer, options, list(tools) or None, form
-        self.added = added or AddedTokens.of(tokenizer)
-        self.template = tokenizer.get_chat_template(None, self.tools)  # pyright: ignore[reportArgumentType]
+        self.rendering, self.tokenizer, self.form = rendering, rendering.tokenizer, form
+        self.tools = list(tools) or None
+        self.added = added or AddedTokens.of(self.tokenizer)
+        self.template = rendering.template(self.tools)
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text; templates write the special tokens themselves."""
         return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def text(self, messages: Sequence[Message], prompt: bool = False) -> str:
-        """The conversation; a `prompt` ends where the assistant's next message begins."""
-        try:
-            text = self.tokenizer.apply_chat_template(
-                self.form.apply(messages),
-                tools=self.tools,  # pyright: ignore[reportArgumentType]
-                tokenize=False,
-                add_generation_prompt=prompt,
-                **self.options,
-            )
-        except (TemplateError, TypeError) as error:  # templates may reject roles, their order, or tools
-            start = shortened(str(messages[0].get("content") or ""))
-            raise RefusedByTemplateError(
-                f"target: its chat template refuses the prompt {start!r}: {error}"
-            ) from None
-        assert isinstance(text, str)
+        """The conversation; a `prompt` ends where the assistant's next message begins.
+
+        Raises:
+            RefusedByTemplateError: see `Rendering.text`; or the template prints this form as it is.
+        """
+        text = self.rendering.text(self.form.apply(messages), self.tools, prompt)
         if self.form.printed(messages, text):
             raise RefusedByTemplateError("target: its chat template knows contents as text alone")
         return text
@@ -173,19 +157,7 @@ class TemplateRenderer:
         """Character spans of the template's `{% generation %}` blocks; None if it has no such block."""
         if not GENERATION.search(self.template):
             return None
-        # `apply_chat_template` rounds blocks outwards to tokens, and drops them where a character is in
-        # no token, so use the character spans.
-        messages = [
-            {k: v for k, v in message.items() if v is not None} for message in self.form.apply(messages)
-        ]
-        _, blocks = render_jinja_template(
-            [messages],
-            tools=self.tools,  # pyright: ignore[reportArgumentType]
-            chat_template=self.template,
-            return_assistant_tokens_mask=True,
-            **{**self.tokenizer.special_tokens_map, **self.options},
-        )
-        return [Span(int(start), int(end)) for start, end in blocks[0]]
+        return [Span(*block) for block in self.rendering.blocks(self.form.apply(messages), self.tools)]
 
 
 def common_start(one: str, other: str) -> str:

@@ -173,7 +173,7 @@ def load_writer(options: AnswerOptions, plan: RolloutPlan, helper: Helper = None
         UserError: this machine has another target or tokenizer under the same name.
     """
     prompts, target = options.prompts, build_target(options.target, decodes=False)
-    chat = read_chat(options.target, prompts.template, prompts.template_options)
+    chat = read_chat(options.target, prompts.template, prompts.template_options, plan.moment or None)
     _check_same(options, target, chat, plan)
     return Writer(in_process(options, target, chat, plan, helper), chat, plan)
 
@@ -194,7 +194,7 @@ class EngineWriter:
         assert isinstance(rollout, RayRolloutOptions)
         assert rollout.engine_python
         head = _head(options)
-        chat = read_chat(options.target, prompts.template, prompts.template_options)
+        chat = read_chat(options.target, prompts.template, prompts.template_options, plan.moment or None)
         _check_same(options, head, chat, plan)
         option = "rollout.engine_python"
         engine = VLLM(rollout.engine_python, rollout.engine_arguments, rollout.engine_patience, option)

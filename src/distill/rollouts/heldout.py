@@ -68,6 +68,7 @@ def held_out_answers(
         shard_size=SHARD,
         batch_size=SHARD,
         seed=seed,
+        moment=chat.moment,
     )
     store = RolloutStore(root, plan, prompts)
     if not store.complete:

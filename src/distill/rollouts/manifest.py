@@ -15,8 +15,10 @@ from distill.utils.atomic_files import read_json
 from distill.utils.provenance import commit
 
 PLAN, MANIFEST = "plan.json", "manifest.json"
+MOMENT = "moment that the chat template is told (prompts.moment)"
 LABELS = {
     "config": "configuration of the target",
+    "moment": MOMENT,
     "tokenizer": "tokenizer",
     "dtype": "dtype of the target",
     "sampler": "sampler",

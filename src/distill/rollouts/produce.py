@@ -68,6 +68,7 @@ def rollout_plan(
         shard_size=rollout.shard_size,
         batch_size=rollout.batch_size,
         seed=seed,
+        moment=chat.moment,
     )
 
 

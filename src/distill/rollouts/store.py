@@ -66,6 +66,7 @@ class RolloutPlan:
         shard_size: prompts per shard.
         batch_size: answers decoded together, sorted by length.
         seed: of all draws.
+        moment: that the chat template is told; "" where it does not ask for it.
     """
 
     target: str
@@ -88,6 +89,7 @@ class RolloutPlan:
     shard_size: int
     batch_size: int
     seed: int
+    moment: str = ""
 
     @property
     def key(self) -> str:
@@ -325,6 +327,33 @@ class RolloutStore:
         for i, shard in enumerate(self.manifest()["shards"]):
             if sha256(self.path(i)) != shard["sha256"]:
                 raise _changed(self.path(i))
+
+
+def moment_of(place: str | None) -> str | None:
+    """The moment that chat templates were told for a store; None where there is none, or no moment.
+
+    Args:
+        place: a folder or url, as `rollout.store` names it.
+    """
+    if place and "://" in place:
+        mirror = Mirror(place)
+        plan = mirror.read_json(PLAN) if mirror.has(PLAN) else None
+    else:
+        plan = read_json(Path(place) / PLAN, REMADE) if place else None
+    return ((plan or {}).get("plan") or {}).get("moment") or None
+
+
+def begun_moments(root: Path, plan: RolloutPlan) -> list[str]:
+    """Other moments of stores with this plan that are not finished."""
+    ours, found = asdict(plan), list[str]()
+    for path in sorted(root.glob(f"*/{PLAN}")):
+        if (path.parent / MANIFEST).exists():
+            continue
+        theirs = (read_json(path, REMADE) or {}).get("plan") or {}
+        same = all(theirs.get(name) == ours[name] for name in ours.keys() - {"moment", "tokenizer"})
+        if same and theirs.get("moment") and theirs["moment"] != plan.moment:
+            found.append(str(theirs["moment"]))
+    return found
 
 
 def _changed(shard: Path) -> UserError:

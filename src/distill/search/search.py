@@ -18,6 +18,7 @@ from distill.options import SearchOptions, TrainOptions
 from distill.report import html as html_report
 from distill.report.search_panel import RECORD
 from distill.rollouts.produce import fill, open_store, rollout_plan
+from distill.rollouts.store import moment_of
 from distill.search import halving
 from distill.search import state as ledger
 from distill.search import trials as families
@@ -105,7 +106,7 @@ class Search:
         has_decode = any(families.override_key(o).split(".")[0] == "decode" for o in overrides)
         base = [*overrides, f"drafter={next(iter(self.runs))}", *(["decode=auto"] * (not has_decode))]
         run = families.family_options(self.context, base)
-        chat, train, held = read_run_inputs(run, self.context.folder)
+        chat, train, held = read_run_inputs(run, self.context.folder, moment_of(run.rollout.store))
         target = build_target(run.target, packing=run.packing, chat=chat)
         with refused():
             self.judge = Judge(run, self.options.drafter, target, chat, held, self.clock)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from decode.errors import UserError
@@ -15,6 +16,7 @@ from distill.engines.base import Answer, Request, SamplingParams
 from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
 from distill.options import TargetOptions, VerifyOptions
+from distill.prompts import clock
 from distill.serving.endpoint import Endpoint, Model
 from distill.serving.metrics import Reading, difference
 from distill.utils.paths import bundled
@@ -122,7 +124,8 @@ def _prepare(
     count = options.count or (replay.prompts if replay else card.conditions.prompts)
     score = replace(options.score, prompts=count, replay_prompts=0)
     target = replace(options.target, path=options.target.path or card.checkpoint.target)
-    chat, _, held = read_inputs(target, options.prompts, score)
+    moment = clock.of_run(Path(options.checkpoint))
+    chat, _, held = read_inputs(target, options.prompts, score, moment=moment)
     requests = [Request(p.id, 0, chat.encode(p.messages, p.tools), tuple(p.messages), p.tools) for p in held]
     name = options.model or first.model or (models[0].id if models else card.checkpoint.target)
     limits = (options.concurrency, options.timeout, options.retries, options.patience, options.api_key_env)

@@ -15,8 +15,10 @@ from distill.config.build import build_target, read_chat
 from distill.engines.base import SamplingParams
 from distill.engines.openai_protocol import with_ids
 from distill.prompts.chat_template import Chat
+from distill.prompts.clock import now
 from distill.prompts.ends import AnswerFrame, find_frame
 from distill.prompts.renderer import Span, TemplateRenderer
+from distill.prompts.rendering import Rendering
 
 TURN = "{{ '<|' + m.role + '|>' + m.content }}"
 LOOP = (
@@ -60,7 +62,7 @@ ENDINGS = {
 @pytest.mark.parametrize("name", ENDINGS)
 def test_what_a_template_writes_behind_answers_is_read_off_two_turns(name):
     end, special, frame = ENDINGS[name]
-    assert find_frame(TemplateRenderer(tokenizer_with(end, *special), {})) == frame
+    assert find_frame(TemplateRenderer(Rendering(tokenizer_with(end, *special), {}, now()))) == frame
 
 
 def test_ends_of_answers_and_of_calls_where_the_next_turn_is_what_ends_them():

@@ -15,8 +15,10 @@ from decode.errors import UserError
 from distill.config.build import read_chat
 from distill.options import GenerateOptions, InspectOptions, ScoreCommandOptions, TrainOptions
 from distill.prompts.chat_template import Chat
+from distill.prompts.clock import now
 from distill.prompts.loss_mask import Tokens
 from distill.prompts.renderer import TemplateRenderer
+from distill.prompts.rendering import Rendering
 
 ALL = [*FAMILIES, "pocket"]
 ENDS = {
@@ -442,7 +444,7 @@ def test_borders_are_counted_from_the_nearest_special_token_as_from_the_start(na
     if name not in ALL:
         tokenizer = sentencepiece(str(tokenizer.chat_template), "first")
     chat = Chat(tokenizer)
-    render = TemplateRenderer(tokenizer, {})
+    render = TemplateRenderer(Rendering(tokenizer, {}, now()))
     messages = [part for question, answer, _ in turns for part in say(question, answer)]
     text, prompt = render.text(messages), render.text(messages[:-1], prompt=True)
     tokens, whole = Tokens(render, text, len(prompt)), WholePrefixes(render, text, len(prompt))

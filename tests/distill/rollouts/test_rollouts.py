@@ -160,6 +160,7 @@ def test_whatever_decides_the_rows_names_the_store():
         "shard_size": 5,
         "batch_size": 4,
         "seed": 1,
+        "moment": "2026-11-28T00:00:00",
     }
     assert changes.keys() == set(RolloutPlan.__dataclass_fields__), "a field the test does not know"
     keys = [replace(PLAN, **{name: value}).key for name, value in changes.items()]

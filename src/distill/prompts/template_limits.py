@@ -1,0 +1,290 @@
+"""Chat templates within limits of work and size: they are programs, and come with models from anywhere.
+
+A conversation is rendered here before transformers renders it. The template is compiled in transformers' own
+environment, in which loops, calls, filters and operators are counted on top. What is counted does not depend
+on the machine, so that the same prompts are refused everywhere; a limit of time stands behind it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache, wraps
+from threading import RLock
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+from transformers.utils import chat_template_utils
+from typing_extensions import override
+
+SIZE = 2**24  # characters of a text, entries of a list
+STEPS = 2**21  # iterations, calls, and pieces of text
+PIECE = 64  # characters that count as one step
+CALL = 8  # steps of a call
+CONSTANT = 2**16  # characters or entries of what a template makes while it is compiled
+BITS = 2**20  # of a number
+SECONDS = 5.0
+TICK, MADE = "foredraft_tick", "foredraft_made"  # filters of our own
+# They make texts or lists as long as a number says.
+SIZED = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch", "slice", "tojson", "truncate"}
+WIDTH = re.compile(r"\d{7}|\*|\{[^{}]*\{")  # in a format: a large one, or one that an argument gives
+
+
+class TooMuchWork(jinja2.TemplateError):
+    """A rendering is past a limit."""
+
+
+class Budget:
+    """What a rendering may still do.
+
+    Args:
+        given: characters of the conversation, which may be long itself.
+    """
+
+    def __init__(self, given: int = 0) -> None:
+        self.steps = STEPS + given
+        self.end = time.monotonic() + SECONDS
+        self.exceeded: TooMuchWork | None = None
+
+    def spend(self, steps: int) -> None:
+        """Count steps.
+
+        Raises:
+            TooMuchWork: there were too many, or they took too long.
+        """
+        self.steps -= steps
+        if self.steps < 0:
+            self._refuse(f"it takes more than {STEPS:,} steps")
+        if time.monotonic() > self.end:
+            self._refuse(f"it takes more than {SECONDS:g} seconds")
+
+    def made(self, value: Any) -> Any:
+        """Count a value that was made, and return it."""
+        if isinstance(value, str | bytes):
+            self._fits(len(value))
+            self.spend(1 + len(value) // PIECE)
+        elif isinstance(value, list | tuple | dict | set):
+            self._fits(len(value))
+            self.spend(1 + len(value))
+        else:
+            if isinstance(value, int):
+                self._number(value.bit_length())
+            self.spend(1)
+        return value
+
+    def before_call(self, name: str, value: Any, given: tuple[Any, ...]) -> None:
+        """Count a call of a method or filter, and look at what may make something large at once."""
+        entries = len(value) if isinstance(value, list | tuple | dict | range) else 0
+        self.spend(CALL + entries)
+        numbers = [one for one in given if isinstance(one, int)]
+        if name in SIZED:
+            for number in numbers:
+                self._fits(number)
+        elif name == "replace" and isinstance(value, str) and len(given) > 1:
+            old, new = str(given[0]), str(given[1])
+            self._fits(len(value) + value.count(old) * len(new))
+        elif name == "join":
+            between, parts = (value, given[0]) if isinstance(value, str) and given else (given[:1], value)
+            if isinstance(parts, list | tuple):
+                width = len(between) if isinstance(between, str) else sum(len(str(one)) for one in between)
+                self._fits(sum(len(one) + width for one in parts if isinstance(one, str)))
+        elif name in ("format", "format_map") and isinstance(value, str):
+            self._format(value)
+
+    def before_operator(self, operator: str, left: Any, right: Any) -> None:
+        """Look at an operation that may make something large at once."""
+        if operator == "*":
+            for one, times in ((left, right), (right, left)):
+                if isinstance(one, str | bytes | list | tuple) and isinstance(times, int):
+                    self._fits(len(one) * times)
+            if isinstance(left, int) and isinstance(right, int):
+                self._number(left.bit_length() + right.bit_length())
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            self._number(left.bit_length() * right if abs(left) > 1 else 0)
+        elif operator == "%" and isinstance(left, str):
+            self._format(left)
+
+    def _format(self, pattern: str) -> None:
+        if WIDTH.search(pattern):
+            self._refuse(f"it has a format of an unknown or large width, {pattern[:20]!r}")
+
+    def _fits(self, size: int) -> None:
+        if size > SIZE:
+            self._refuse(f"it makes a text or list of {size:,}, and {SIZE:,} is the most")
+
+    def _number(self, bits: int) -> None:
+        if bits > BITS:
+            self._refuse(f"it makes a number of {bits:,} bits")
+
+    def _refuse(self, why: str) -> NoReturn:
+        self.exceeded = TooMuchWork(why)
+        raise self.exceeded
+
+
+class _Counted(ImmutableSandboxedEnvironment):
+    """The environment of chat templates, in which a budget counts."""
+
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+    budget: Budget
+
+    @override
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        self.budget.before_operator(operator, left, right)
+        return self.budget.made(super().call_binop(context, operator, left, right))
+
+    @override
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        budget: Budget = __self.budget
+        bound = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps `str.format`
+        value = getattr(bound, "__self__", None)
+        budget.before_call(getattr(__obj, "__name__", ""), value, (*args, *kwargs.values()))
+        return budget.made(super().call(__context, __obj, *args, **kwargs))
+
+
+class _Counting(NodeTransformer):
+    """Puts the filters that count into a parsed template, and looks at what compiling it computes.
+
+    Jinja computes what is constant while it compiles, and transformers compiles without a budget.
+    """
+
+    def __init__(self, environment: _Counted) -> None:
+        self._environment = environment
+        self._context = nodes.EvalContext(environment)
+
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        node = super().generic_visit(node, *args, **kwargs)
+        operator = getattr(node, "operator", None)
+        if isinstance(node, nodes.BinExpr) and operator in _Counted.intercepted_binops:
+            return self._constant(node, lambda: self._operate(node))
+        if isinstance(node, nodes.Filter):
+            return self._constant(node, lambda: node.as_const(self._context))
+        return node
+
+    def _operate(self, node: nodes.BinExpr) -> Any:
+        left, right = node.left.as_const(self._context), node.right.as_const(self._context)
+        self._environment.budget.before_operator(node.operator, left, right)
+        return self._environment.binop_table[node.operator](left, right)
+
+    def _constant(self, node: nodes.Expr, compute: Callable[[], Any]) -> nodes.Node:
+        """The node, or its value where that is known already.
+
+        Raises:
+            TooMuchWork: it is too large.
+        """
+        budget = self._environment.budget
+        try:
+            value = compute()
+        except Exception:  # what is no constant, or fails; a budget's error is no constant to Jinja either
+            if budget.exceeded:
+                raise budget.exceeded from None
+            return node
+        if isinstance(value, str | list | tuple) and len(value) > CONSTANT:
+            raise TooMuchWork(f"it makes a constant of {len(value):,}, and {CONSTANT:,} is the most")
+        return nodes.Const(value, lineno=node.lineno) if isinstance(value, str | int | float) else node
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802  the names are Jinja's
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_tick(node.lineno), lineno=node.lineno))
+        if node.test is not None:
+            node.test = nodes.And(_tick(node.lineno, result=True), node.test, lineno=node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filtered(node, MADE)
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        literal = sum(len(part.data) for part in node.nodes if isinstance(part, nodes.TemplateData))
+        parts = [
+            part if isinstance(part, nodes.TemplateData) else _filtered(part, MADE) for part in node.nodes
+        ]
+        node.nodes = [*parts, _tick(node.lineno, 1 + literal // PIECE, "")]
+        return node
+
+
+def _filtered(node: nodes.Expr, name: str, *args: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
+
+
+def _tick(line: int, steps: int = 1, result: Any = None) -> nodes.Filter:
+    return _filtered(nodes.Const(result, lineno=line), TICK, nodes.Const(steps, lineno=line))
+
+
+_LOCK = RLock()  # there is one environment, and its budget is that of one rendering
+
+
+@cache
+def _environment() -> _Counted:
+    # private API: the environment in which transformers compiles chat templates has no public name
+    base = chat_template_utils._compile_jinja_template("").environment
+    counted: Any = base.overlay()
+    counted.__class__ = _Counted
+    counted.budget = Budget()
+    counted.filters = {name: _counted(counted, name, known) for name, known in base.filters.items()}
+    counted.filters |= {"random": _random, TICK: _ticks, MADE: _makes}
+    counted.globals = {**base.globals, "lipsum": _random}
+    return counted
+
+
+def _counted(environment: _Counted, name: str, known: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that counts; Jinja's marks on it, which say what it is called with, are kept."""
+    first = int(hasattr(known, "jinja_pass_arg"))
+
+    @wraps(known)
+    def counts(*args: Any, **kwargs: Any) -> Any:
+        value = args[first] if len(args) > first else None
+        environment.budget.before_call(name, value, (*args[first + 1 :], *kwargs.values()))
+        return environment.budget.made(known(*args, **kwargs))
+
+    return counts
+
+
+def _random(*args: Any, **kwargs: Any) -> Any:
+    del args, kwargs
+    raise jinja2.TemplateError("it draws at random, so that no prompt is rendered twice as it was")
+
+
+@jinja2.pass_context  # such a filter is not called while a template is compiled
+def _ticks(context: Context, value: Any, steps: int) -> Any:
+    context.environment.budget.spend(steps)  # pyright: ignore[reportAttributeAccessIssue]
+    return value
+
+
+@jinja2.pass_context
+def _makes(context: Context, value: Any) -> Any:
+    return context.environment.budget.made(value)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@lru_cache(maxsize=64)
+def _compiled(template: str) -> jinja2.Template:
+    environment = _environment()
+    environment.budget = Budget()
+    parsed = environment.parse(template)
+    return environment.from_string(_Counting(environment).visit(parsed))
+
+
+def render_within_limits(
+    template: str, variables: Mapping[str, Any], strftime_now: Callable[[str], str]
+) -> str:
+    """Render a template in transformers' environment, and count what it does.
+
+    Args:
+        template: its source.
+        variables: that it reads.
+        strftime_now: what it asks for the date and the time.
+
+    Raises:
+        TooMuchWork: it is past a limit.
+        jinja2.TemplateError: it is no template, or it refuses the conversation.
+    """
+    with _LOCK:
+        compiled, environment = _compiled(template), _environment()
+        environment.globals["strftime_now"] = strftime_now
+        environment.budget = Budget(len(str(variables.get("messages"))))
+        return environment.budget.made(compiled.render(**variables))
