@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install style check test docs-test proofs long-proofs engines gpu docs clean
+.PHONY: help install style check test docs-test proofs long-proofs engines newest gpu docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | awk -F':.*?## ' '{printf "  %-11s %s\n", $$1, $$2}'
@@ -38,6 +38,9 @@ engines:  ## Serve exports in vLLM and the authors' loops, installed apart; writ
 	unset PYTHONDONTWRITEBYTECODE; \
 	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal -m engine --junitxml=outputs/engines/tests.xml \
 	  tests/engines; tests=$$?; python scripts/engines/table.py && exit $$tests
+
+newest:  ## A quarter of the tests with the newest releases, installed apart; writes docs/newest.json
+	python scripts/newest.py
 
 gpu:  ## What is to be measured on a GPU; without one it says what that is
 	python scripts/gpu.py
