@@ -8,9 +8,13 @@ from typing import Any
 
 from decode.errors import UserError
 from distill.engines.base import Answer, Engine, Request, SamplingParams
-from distill.prompts.chat_template import Chat
+from distill.prompts.answer_parts import answer_parts
+from distill.prompts.chat_template import Chat, TemplateRenderer
 from distill.prompts.prompt import Message, Prompt, turns, unanswered
 from distill.rollouts.store import RolloutPlan, Row
+from distill.utils.progress import say
+
+UNREAD = "unread"  # finish_reason of an answer that the history of its conversation could not hold
 
 
 @dataclass
@@ -135,7 +139,13 @@ class Writer:
                 if answer.tokens:
                     conversation.add_answer(answer)
                 self._next_turn(conversation, answer)
-        return [row for conversation in conversations for row in conversation.rows]
+        rows = [row for conversation in conversations for row in conversation.rows]
+        if unread := sum(row["finish_reason"] == UNREAD for row in rows):
+            say(
+                f"rollouts: {unread} of {len(conversations)} conversations of shard {shard} end early: their "
+                "answers call tools, or have marks of the chat template that it cannot read back"
+            )
+        return rows
 
     def _begin(self, prompt: Prompt, sample: int) -> Conversation:
         messages = unanswered(prompt.messages)
@@ -155,17 +165,27 @@ class Writer:
         return conversation.open and len(conversation.tokens) <= min(longest, self.room)
 
     def _next_turn(self, conversation: Conversation, answer: Answer) -> None:
-        """Move to the next turn to answer; a truncated answer ends the conversation."""
+        """Move to the next turn to answer; an answer that is truncated or not read back is the last one."""
         places = turns(conversation.remaining)
         conversation.open = bool(places) and answer.stopped and self.plan.until == "answer"
-        if conversation.open:
+        if not conversation.open:
+            return
+        if (message := self._read(conversation, answer)) is None:
+            conversation.open = False
+            conversation.rows[-1]["finish_reason"] = UNREAD
+            return
+        conversation.messages += [message, *conversation.remaining[: places[0]]]
+        conversation.remaining = conversation.remaining[places[0] :]
+        conversation.tokens = self.chat.encode(conversation.messages, conversation.tools)
+
+    def _read(self, conversation: Conversation, answer: Answer) -> Message | None:
+        """The answer as a message of the history; None where it cannot be taken apart, see `answer_parts`."""
+        if self.chat.template == "none":
             text = self.chat.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-            conversation.messages += [
-                {"role": "assistant", "content": text},
-                *conversation.remaining[: places[0]],
-            ]
-            conversation.remaining = conversation.remaining[places[0] :]
-            conversation.tokens = self.chat.encode(conversation.messages, conversation.tools)
+            return {"role": "assistant", "content": text}
+        ended = answer.tokens[-1:] and answer.tokens[-1] in self.plan.stop
+        render = TemplateRenderer(self.chat, conversation.tools)
+        return answer_parts(render, conversation.messages, answer.tokens[: -1 if ended else None])
 
     def _given(self, prompt: Prompt) -> Row:
         tokens, mask = self.chat.encode_answered(prompt.messages, prompt.tools)

@@ -106,6 +106,36 @@ def test_where_the_template_rewrites_earlier_answers_a_turn_has_a_row_of_its_own
     assert (answers(one), answers(two)) == (["hm|yes<|end|>"], ["no<|end|>"])
 
 
+REASONS = (  # the reasoning of the last answer alone, before a bar
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>"
+    "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m['content'] }}<|end|>{% else %}<|user|>{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_the_history_of_a_conversation_holds_reasoning_apart():
+    chat = Chat(make_tokenizer(REASONS))
+    parrot = Parrot(chat, "<think>hm</think>yes", "no")
+    one, two = Writer(parrot, chat, TALK)(0, [Prompt.of("p", user("a", "b"))], 0)
+    ((second,),) = parrot.asked[1:]
+    assert second.messages[1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    assert answers(one) == ["<think>hm</think>yes<|end|>"]
+    assert (
+        chat.tokenizer.decode(two["tokens"])
+        == "<|user|>a<|assistant|>yes<|end|><|user|>b<|assistant|>no<|end|>"
+    )
+
+
+def test_an_answer_that_is_not_read_back_ends_its_conversation_and_is_counted(capsys):
+    chat = Chat(make_tokenizer(REASONS))
+    parrot = Parrot(chat, "yes</think>no</think>")
+    rows = Writer(parrot, chat, TALK)(0, [Prompt.of("p", user("a", "b")), Prompt.of("q", user("c"))], 0)
+    assert [row["finish_reason"] for row in rows] == ["unread", "stop"]
+    assert answers(rows[0]) == ["yes</think>no</think><|end|>"]
+    assert "rollouts: 1 of 2 conversations of shard 0 end early" in capsys.readouterr().out
+
+
 def test_an_answer_that_was_cut_is_the_last_one():
     chat = Chat(make_tokenizer())
     (row,) = Writer(Parrot(chat, "one", cut=True), chat, TALK)(0, [Prompt.of("p", user("a", "b"))], 0)

@@ -1,0 +1,113 @@
+"""Generated answers are split into reasoning and content by the template that they were generated with."""
+
+import pytest
+from chats import Family, build, say, tokenizer_of
+from workbench import TEMPLATE, make_tokenizer
+
+from distill.prompts.answer_parts import answer_parts
+from distill.prompts.chat_template import Chat, TemplateRenderer
+
+HARMONY = Family(
+    """
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{%- if m.thinking and loop.last %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
+{%- endif %}
+{{- '<|start|>assistant' }}
+{%- if m.tool_calls %}{{ ' to=functions.' + m.tool_calls[0].function.name + '<|call|>' }}
+{%- else %}
+{{- '<|channel|>final<|message|>' + m.content + ('<|return|>' if loop.last else '<|end|>') }}
+{%- endif %}
+{%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
+""",
+    ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+    "<|return|>",
+)
+OPENED = Family(  # as R1-Distill's: the prompt opens what the answer closes, and history has no reasoning
+    """
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{ '<|assistant|>' + m.content.split('</think>')[-1] + '<|end|>' }}
+{%- else %}{{ '<|user|>' + m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|><think>\\n' }}{% endif %}
+""",
+    ("<|user|>", "<|assistant|>", "<|end|>"),
+    "<|end|>",
+    plain=("<think>", "</think>"),
+)
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+BETWEEN = "<|end|><|start|>assistant<|channel|>final<|message|>"
+THOUGHT = "<|channel|>analysis<|message|>Think one."
+
+
+def parts(tokenizer, text, messages=None, tools=()):
+    render = TemplateRenderer(Chat(tokenizer), tools)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    message = answer_parts(render, messages or say("Hi"), ids)
+    if message is None:
+        return None
+    assert message.pop("role") == "assistant"
+    return message.pop("content"), message.pop("reasoning_content", ""), *message
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (THOUGHT + BETWEEN + "One.", ("One.", "Think one.")),
+        ("<|channel|>final<|message|>One.", ("One.", "")),
+        ("One.", ("One.", "")),
+        (THOUGHT + "<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}", None),
+        (THOUGHT + BETWEEN + "One." + BETWEEN + "Two.", None),
+        (THOUGHT, None),
+    ],
+)
+def test_harmony(text, wanted):
+    tokenizer = build(HARMONY)
+    assert parts(tokenizer, text) == wanted
+    assert parts(tokenizer, text, say("a", "b", "c", system="s")) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("<think>\nWhy?\n</think>\n\nSo.", ("So.", "Why?")),
+        ("<think>\n\n</think>\n\nSo.", ("So.", "")),
+        ("So.\n", ("So.\n", "")),
+        ("So.</think>", None),
+        ("<think>\nWhy?\n</think>\n\nSo.</think>", None),
+    ],
+)
+def test_qwen3(text, wanted):
+    assert parts(tokenizer_of("qwen3"), text) == wanted
+
+
+def test_a_prompt_that_opens_the_reasoning():
+    tokenizer = build(OPENED)
+    assert parts(tokenizer, "Why?\n</think>\n\nSo.") == ("So.", "Why?")
+    assert parts(tokenizer, "<think>") is None
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "gemma", "mistral", "pocket"])
+def test_without_a_format_an_answer_is_its_text(name):
+    assert parts(tokenizer_of(name), "One <b>and</b> [two].\n") == ("One <b>and</b> [two].\n", "")
+
+
+def test_special_tokens_are_left_out_as_servers_do():
+    assert parts(make_tokenizer(TEMPLATE), "One<|user|> more") == ("One more", "")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "call"),
+    [
+        (tokenizer_of("chatml"), '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
+        (tokenizer_of("llama3"), '{"name": "f", "parameters": {}}'),
+        (build(HARMONY), " to=functions.f<|channel|>commentary json<|message|>{}"),
+    ],
+    ids=["chatml", "llama3", "harmony"],
+)
+def test_an_answer_that_calls_a_tool_is_not_taken_for_text(tokenizer, call):
+    assert parts(tokenizer, call, tools=[TOOL]) is None
+    assert parts(tokenizer, "One.", tools=[TOOL]) == ("One.", "")
