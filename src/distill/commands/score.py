@@ -6,7 +6,7 @@ from pathlib import Path
 
 from distill.config.build import build_target, quiet, read_inputs
 from distill.options import ScoreCommandOptions
-from distill.prompts import clock
+from distill.prompts.templates import clock
 from distill.report.bottleneck import bottleneck
 from distill.report.compare import earlier
 from distill.report.tables import settings_table

@@ -19,11 +19,11 @@ from decode.model.load import load_config, load_target, load_tokenizer, stop_at,
 from decode.model.probe import check_packing
 from decode.model.target import Target
 from distill.options import DrafterOptions, HeldOutOptions, PromptOptions, RunOptions, TargetOptions
-from distill.prompts import clock
 from distill.prompts import split as inputs
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import Limit, strictest
 from distill.prompts.prompt import Prompt
+from distill.prompts.templates import clock
 from distill.utils.paths import bundled
 from distill.utils.progress import bar, say
 from drafters.base import Drafter

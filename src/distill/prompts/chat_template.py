@@ -10,19 +10,20 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
-from distill.prompts.clock import now, parse
-from distill.prompts.ends import AnswerFrame, Ends, find_frame, template_ends
-from distill.prompts.loss_mask import supervise
 from distill.prompts.prompt import Message, answered, turns, unanswered
-from distill.prompts.renderer import (
+from distill.prompts.templates.answer_parts import answer_parts
+from distill.prompts.templates.clock import now, parse
+from distill.prompts.templates.ends import AnswerFrame, Ends, find_frame, template_ends
+from distill.prompts.templates.faults import fault_in_prompt
+from distill.prompts.templates.loss_mask import supervise
+from distill.prompts.templates.renderer import (
     FORMS,
     AddedTokens,
     Form,
     IncompletePromptError,
     TemplateRenderer,
 )
-from distill.prompts.rendering import RefusedByTemplateError, Rendering, Tools
-from distill.prompts.survival import fault_in_prompt
+from distill.prompts.templates.rendering import RefusedByTemplateError, Rendering, Tools
 from distill.utils.progress import say
 from distill.utils.provenance import digest
 
@@ -128,6 +129,19 @@ class Chat:
                 "nothing (or everything) would be trained on"
             )
         return ids, mask
+
+    def read_back(self, messages: Sequence[Message], tools: Tools, answer: Sequence[int]) -> Message | None:
+        """The message that a generated answer is; see `answer_parts`.
+
+        Args:
+            messages: up to the answer.
+            tools: of the conversation.
+            answer: its tokens, without the one that ended it.
+        """
+        if self.template == "none":
+            text = self.tokenizer.decode(list(answer), skip_special_tokens=True)
+            return {"role": "assistant", "content": text}
+        return self._in_some_form(messages, tools, lambda render, known: answer_parts(render, known, answer))
 
     def user_turn(self) -> tuple[list[int], list[int]]:
         """Token ids before a user's text, and those after it up to where the answer begins."""

@@ -8,8 +8,7 @@ from typing import Any
 
 from decode.errors import UserError
 from distill.engines.base import Answer, Engine, Request, SamplingParams
-from distill.prompts.answer_parts import answer_parts
-from distill.prompts.chat_template import Chat, TemplateRenderer
+from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Message, Prompt, turns, unanswered
 from distill.rollouts.store import RolloutPlan, Row
 from distill.utils.progress import say
@@ -179,13 +178,10 @@ class Writer:
         conversation.tokens = self.chat.encode(conversation.messages, conversation.tools)
 
     def _read(self, conversation: Conversation, answer: Answer) -> Message | None:
-        """The answer as a message of the history; None where it cannot be taken apart, see `answer_parts`."""
-        if self.chat.template == "none":
-            text = self.chat.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-            return {"role": "assistant", "content": text}
+        """The answer as a message of the history; None where it cannot be taken apart."""
         ended = answer.tokens[-1:] and answer.tokens[-1] in self.plan.stop
-        render = TemplateRenderer(self.chat, conversation.tools)
-        return answer_parts(render, conversation.messages, answer.tokens[: -1 if ended else None])
+        tokens = answer.tokens[: -1 if ended else None]
+        return self.chat.read_back(conversation.messages, conversation.tools, tokens)
 
     def _given(self, prompt: Prompt) -> Row:
         tokens, mask = self.chat.encode_answered(prompt.messages, prompt.tools)

@@ -16,7 +16,7 @@ from distill.engines.base import Answer, Request, SamplingParams
 from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
 from distill.options import TargetOptions, VerifyOptions
-from distill.prompts import clock
+from distill.prompts.templates import clock
 from distill.serving.endpoint import Endpoint, Model
 from distill.serving.metrics import Reading, difference
 from distill.utils.paths import bundled

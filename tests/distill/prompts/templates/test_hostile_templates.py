@@ -10,9 +10,9 @@ from workbench import TEMPLATE, make_tokenizer, write_prompts
 
 from decode.errors import UserError
 from distill.options import PromptOptions
-from distill.prompts import rendering
 from distill.prompts.chat_template import Chat
-from distill.prompts.template_limits import TooMuchWork, render_within_limits
+from distill.prompts.templates import rendering
+from distill.prompts.templates.limits import TooMuchWork, render_within_limits
 
 HI = [{"role": "user", "content": "hi"}]
 NS = "{% set ns = namespace(s='xx', l=[1], n=7) %}"
@@ -151,7 +151,7 @@ def test_what_is_counted_is_what_is_rendered(template):
 
 def test_steps_do_not_depend_on_the_machine(monkeypatch):
     """The limit of time stands behind them, for what a step cannot say."""
-    monkeypatch.setattr("distill.prompts.template_limits.SECONDS", -1.0)
+    monkeypatch.setattr("distill.prompts.templates.limits.SECONDS", -1.0)
     with pytest.raises(TooMuchWork, match="seconds"):
         render_within_limits(TEMPLATE, {"messages": HI}, str)
 

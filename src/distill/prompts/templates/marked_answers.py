@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from decode.errors import UserError
-from distill.prompts.ends import MARK, prompt_header
 from distill.prompts.prompt import Message
-from distill.prompts.renderer import Answer, Span, TemplateRenderer
-from distill.prompts.survival import REASONING
+from distill.prompts.templates.ends import MARK, prompt_header
+from distill.prompts.templates.faults import REASONING
+from distill.prompts.templates.renderer import Answer, Span, TemplateRenderer
 
 TAG = re.compile(rf"{MARK}(\d+){MARK}")
 

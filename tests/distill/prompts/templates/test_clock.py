@@ -11,8 +11,8 @@ from workbench import TEMPLATE, make_tokenizer, options_of
 from decode.errors import UserError
 from distill.config.build import read_run_inputs
 from distill.options import RolloutCommandOptions
-from distill.prompts import clock
 from distill.prompts.chat_template import Chat
+from distill.prompts.templates import clock
 from distill.rollouts.store import moment_of
 
 DATED = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE

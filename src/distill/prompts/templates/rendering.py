@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from decode.errors import UserError
-from distill.prompts.clock import NAME, Clock, Known, coarsest, told
 from distill.prompts.prompt import Message
-from distill.prompts.survival import REASONING, shortened
-from distill.prompts.template_limits import TooMuchWork, render_within_limits
+from distill.prompts.templates.clock import NAME, Clock, Known, coarsest, told
+from distill.prompts.templates.faults import REASONING, shortened
+from distill.prompts.templates.limits import TooMuchWork, render_within_limits
 
 Tools = Sequence[dict[str, Any]]
 # Conversations with which a template is asked whether it reads the clock.

@@ -9,7 +9,7 @@ from chats import FAMILIES, Family, build, say, tokenizer_of
 from decode.errors import UserError
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
-from distill.prompts.survival import fault_in_answer, fault_in_prompt
+from distill.prompts.templates.faults import fault_in_answer, fault_in_prompt
 from distill.prompts.token_counts import count_tokens
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

@@ -15,10 +15,10 @@ from decode.errors import UserError
 from distill.config.build import read_chat
 from distill.options import GenerateOptions, InspectOptions, ScoreCommandOptions, TrainOptions
 from distill.prompts.chat_template import Chat
-from distill.prompts.clock import now
-from distill.prompts.loss_mask import Tokens
-from distill.prompts.renderer import TemplateRenderer
-from distill.prompts.rendering import Rendering
+from distill.prompts.templates.clock import now
+from distill.prompts.templates.loss_mask import Tokens
+from distill.prompts.templates.renderer import TemplateRenderer
+from distill.prompts.templates.rendering import Rendering
 
 ALL = [*FAMILIES, "pocket"]
 ENDS = {

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
 from distill.prompts.prompt import Message
-from distill.prompts.rendering import RefusedByTemplateError, Rendering, Tools
-from distill.prompts.survival import as_object
+from distill.prompts.templates.faults import as_object
+from distill.prompts.templates.rendering import RefusedByTemplateError, Rendering, Tools
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 OURS = ("train",)  # keys of a message that are no template's affair

@@ -4,8 +4,7 @@ import pytest
 from chats import Family, build, say, tokenizer_of
 from workbench import TEMPLATE, make_tokenizer
 
-from distill.prompts.answer_parts import answer_parts
-from distill.prompts.chat_template import Chat, TemplateRenderer
+from distill.prompts.chat_template import Chat
 
 HARMONY = Family(
     """
@@ -44,9 +43,8 @@ THOUGHT = "<|channel|>analysis<|message|>Think one."
 
 
 def parts(tokenizer, text, messages=None, tools=()):
-    render = TemplateRenderer(Chat(tokenizer), tools)
     ids = tokenizer.encode(text, add_special_tokens=False)
-    message = answer_parts(render, messages or say("Hi"), ids)
+    message = Chat(tokenizer).read_back(messages or say("Hi"), tools, ids)
     if message is None:
         return None
     assert message.pop("role") == "assistant"

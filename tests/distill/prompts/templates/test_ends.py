@@ -15,10 +15,10 @@ from distill.config.build import build_target, read_chat
 from distill.engines.base import SamplingParams
 from distill.engines.openai_protocol import with_ids
 from distill.prompts.chat_template import Chat
-from distill.prompts.clock import now
-from distill.prompts.ends import AnswerFrame, find_frame
-from distill.prompts.renderer import Span, TemplateRenderer
-from distill.prompts.rendering import Rendering
+from distill.prompts.templates.clock import now
+from distill.prompts.templates.ends import AnswerFrame, find_frame
+from distill.prompts.templates.renderer import Span, TemplateRenderer
+from distill.prompts.templates.rendering import Rendering
 
 TURN = "{{ '<|' + m.role + '|>' + m.content }}"
 LOOP = (

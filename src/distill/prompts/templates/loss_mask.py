@@ -13,11 +13,11 @@ from functools import partial
 from typing import NamedTuple
 
 from decode.errors import UserError
-from distill.prompts.ends import AnswerFrame
-from distill.prompts.marked_answers import marked_answers
 from distill.prompts.prompt import Message
-from distill.prompts.renderer import Answer, IncompletePromptError, Span, TemplateRenderer
-from distill.prompts.survival import fault_in_answer, fault_in_prompt, parts, shortened
+from distill.prompts.templates.ends import AnswerFrame
+from distill.prompts.templates.faults import fault_in_answer, fault_in_prompt, parts, shortened
+from distill.prompts.templates.marked_answers import marked_answers
+from distill.prompts.templates.renderer import Answer, IncompletePromptError, Span, TemplateRenderer
 
 DIFFERS = (
     "target: its chat template renders an answer differently from its prompt, so no loss mask can be read "

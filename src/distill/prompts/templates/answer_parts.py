@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 
 from decode.errors import UserError
-from distill.prompts.chat_template import TemplateRenderer
 from distill.prompts.prompt import Message
+from distill.prompts.templates.renderer import TemplateRenderer
 
 REASONING, CONTENT, NAME = "\u2407r\u2407", "\u2407c\u2407", "\u2407n\u2407"
 TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")  # what formats are made of, where it is no token of its own

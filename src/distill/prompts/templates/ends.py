@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
 from distill.prompts.prompt import Message
-from distill.prompts.renderer import Span, TemplateRenderer, common_start
+from distill.prompts.templates.renderer import Span, TemplateRenderer, common_start
 
 MARK = "\u2407"
 QUESTION: Message = {"role": "user", "content": "?"}
