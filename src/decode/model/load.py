@@ -28,6 +28,11 @@ from transformers.models.auto.modeling_auto import (
 from decode.errors import UserError
 from decode.model import gguf
 from decode.model.abilities import Abilities, quantisation, why_elsewhere, why_undecodable
+from decode.model.files.account import Account, say_once
+from decode.model.files.config_keys import account_of_config, rope_warnings
+from decode.model.files.folder import CONFIG, ModelFiles
+from decode.model.files.stored import account_of_files
+from decode.model.files.weights import add_tensors
 from decode.model.placement.offload import load_offloaded
 from decode.model.placement.sharded import load_sharded
 from decode.model.probe import find_abilities
@@ -97,22 +102,43 @@ def load_config(
         UserError: no such model, or not a language model.
     """
     source, revision = source_of(name, revision, what)
+    files = ModelFiles(source, revision, f"{what}={name}")
     if isinstance(source, Path):
+        files.check_adapter()
         if not (source / "config.json").is_file():
             raise UserError(f"{what}={name}: no config.json in it, so this is no model folder")
     elif Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise UserError(
             f"{what}={name}: no such folder; give a model folder, a GGUF file or a hub id (owner/name)"
         )
+    if not isinstance(source, Path):
+        files.check_adapter()
     try:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+        with rope_warnings() as warnings:
+            config = AutoConfig.from_pretrained(
+                source, revision=revision, trust_remote_code=trust_remote_code
+            )
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"{what}={name}: {_first_line(error)}") from None
+    except Exception as error:  # classes given an unusual configuration may raise anything
+        raise UserError(f"{what}={name}: config.json: {type(error).__name__}, {_first_line(error)}") from None
     remote = trust_remote_code and hasattr(config, "auto_map")
     if not (remote or _is_causal(config) or (masked and is_masked(config))):
         kind = "masked or causal" if masked else "causal"
         raise UserError(f"{what}={name}: a {config.model_type!r} model is no {kind} language model")
+    tell(account_of_config(config, files.read(CONFIG), warnings), files)
     return config
+
+
+def tell(account: Account, files: ModelFiles) -> None:
+    """Refuse what an account refuses, and say once what else was left unread.
+
+    Raises:
+        UserError: see `Account.check`.
+    """
+    account.check(files.name)
+    for line in account.remarks():
+        say_once(f"{files.name}: {line}")
 
 
 def _is_causal(config: Any) -> bool:
@@ -219,6 +245,9 @@ def load_model(
         config.quantization_config = {**_settings(config), "dequantize": True}
         more["config"] = config
     source, revision = source_of(name, revision, what)
+    files = ModelFiles(source, revision, f"{what}={name}")
+    account = account_of_files(files)
+    account.check(files.name)
     try:
         loaded: Any = auto_class(config, masked).from_pretrained(
             source,
@@ -234,10 +263,9 @@ def load_model(
         )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{what}={name}: {_first_line(error)}") from None
-    except Exception as error:  # packages of quantisation may raise anything
-        if not method:
-            raise
-        raise UserError(f"{what}={name}: quantised with {method}, {_first_line(error)}") from None
+    except Exception as error:  # classes given an unusual configuration, and packages of quantisation
+        how = f"quantised with {method}" if method else f"{type(error).__name__} while its model was made"
+        raise UserError(f"{what}={name}: {how}, {_first_line(error)}") from None
     model, info = loaded
     if method and method not in DEQUANTISED:
         with suppress(NotImplementedError):  # read through its own modules where transformers cannot
@@ -248,6 +276,9 @@ def load_model(
             f"{what}={name}: its weights do not fit config.json ({len(missing)} missing or of another "
             f"shape, {missing[0]} first); is it a language model's checkpoint?"
         )
+    add_tensors(account, model, info, files, bool(method))
+    tell(account, files)
+    model.accounts = [account]  # for `foredraft inspect`
     if gguf.find(name, what):
         # private API: where transformers keeps a hub model's revision, which it has no public place for
         model.config._commit_hash = revision

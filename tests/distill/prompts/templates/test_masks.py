@@ -387,7 +387,7 @@ def test_options_are_set_on_the_command_line(command):
 
 
 def test_plain_text_cannot_write_a_call():
-    with pytest.raises(UserError, match="assistant has no text"):
+    with pytest.raises(UserError, match="assistant has tool_calls"):
         Chat(tokenizer_of("chatml"), "none").encode(ASKED[:3])
 
 

@@ -1,0 +1,197 @@
+"""Account of config.json: which keys the configuration's class knows, and which values it took."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from decode.model.files.account import Account
+
+ROPE_LOG = "transformers.modeling_rope_utils"
+ROPE = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+# Keys that no class of models computes with.
+RECORDS = {
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "_name_or_path",
+    "_commit_hash",
+    "_attn_implementation_autoset",
+    "architectures",
+    "auto_map",
+    "model_type",
+    "pretraining_tp",
+    "use_cache",
+    "unsloth_fixed",
+    "unsloth_version",
+    "model_max_length",
+    "quantization_config",
+    "task_specific_params",
+    "gradient_checkpointing",
+    "summary_type",
+    "summary_use_proj",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "initializer_range",
+    "finetuning_task",
+    "tokenizer_class",
+    "transformers.js_config",
+    "torchscript",
+}
+# Options of generation, which older versions of transformers wrote into config.json.
+GENERATION_KEYS = {
+    "max_length",
+    "min_length",
+    "do_sample",
+    "early_stopping",
+    "num_beams",
+    "temperature",
+    "top_k",
+    "top_p",
+    "repetition_penalty",
+    "length_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "num_return_sequences",
+}
+
+
+def account_of_config(config: Any, raw: Mapping[str, Any], warnings: list[str]) -> Account:
+    """Compare what config.json says with the configuration that was made of it.
+
+    Args:
+        config: made of it.
+        raw: values of the file.
+        warnings: of transformers about the positions' parameters, see `rope_warnings`.
+    """
+    account = Account("config.json")
+    _add_keys(account, config, raw, "")
+    _check_rope(account, config, raw)
+    account.remark("transformers says", [" ".join(line.split())[:200] for line in warnings])
+    if raw.get("transformers_weights"):
+        account.refuse(
+            "names another file of weights, which engines do not read; rename that file to "
+            "model.safetensors and remove the key",
+            ["transformers_weights"],
+        )
+    made = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    named = raw.get("architectures") or []
+    others = [str(name) for name in named if name != made] if isinstance(named, list) else []
+    if made and others and others[0].endswith("ForCausalLM") and not hasattr(config, "auto_map"):
+        account.remark(
+            f"architectures names another class than {made}, which model_type={config.model_type} makes; "
+            "engines go by architectures",
+            others[:1],
+        )
+    return account
+
+
+def _add_keys(account: Account, config: PreTrainedConfig, raw: Mapping[str, Any], prefix: str) -> None:
+    """Add the keys of a configuration, and of those inside it."""
+    default = _default(config)
+    inner = {key for key in raw if isinstance(getattr(config, key, None), PreTrainedConfig)}
+    for key in inner:
+        if isinstance(raw[key], dict):
+            _add_keys(account, getattr(config, key), raw[key], f"{prefix}{key}.")
+    aliases = set(getattr(config, "attribute_map", {}))
+    rope = ROPE if hasattr(default, "rope_parameters") else set()
+    known = [key for key in raw if hasattr(default, key) or key in aliases | rope | inner]
+    unknown = [key for key in raw if key not in known]
+    account.count("keys", len(known))
+    taken = {key for key in known if key not in rope | inner | RECORDS and not _taken(config, key, raw[key])}
+    if raw.get("use_sliding_window") is False and "sliding_window" in taken:
+        account.ignore("not used, as use_sliding_window says", [f"{prefix}sliding_window"])
+        taken.remove("sliding_window")
+    account.remark(
+        "the class replaced the value by another", [f"{prefix}{key}" for key in known if key in taken]
+    )
+    reasons = {
+        "a record of how the model was made, with which nothing is computed": lambda key: key in RECORDS,
+        "null": lambda key: raw[key] is None,
+        "an option of generation, which is chosen by this program's options": (
+            lambda key: key in GENERATION_KEYS
+        ),
+    }
+    for reason, applies in reasons.items():
+        account.ignore(reason, [f"{prefix}{key}" for key in unknown if applies(key)])
+        unknown = [key for key in unknown if not applies(key)]
+    account.remark(
+        f"not read by {type(config).__name__}; if the model needs them, it is computed without",
+        [f"{prefix}{key}" for key in unknown],
+    )
+
+
+def _default(config: PreTrainedConfig) -> Any:
+    """A configuration of the same class without the file's values; the class if it needs some."""
+    try:
+        return type(config)()
+    except Exception:  # classes that come with a model may need anything
+        return type(config)
+
+
+def _taken(config: Any, key: str, value: Any) -> bool:
+    """Whether a plain value of the file is that of the configuration."""
+    if value is None or not isinstance(value, bool | int | float | str):
+        return True
+    here = getattr(config, key, value)
+    return not isinstance(here, bool | int | float | str | None) or here == value
+
+
+def _check_rope(account: Account, config: Any, raw: Mapping[str, Any]) -> None:
+    """Refuse parameters of positions that the file gives twice with different values."""
+    for values in (raw, raw.get("text_config")):
+        if not isinstance(values, dict):
+            continue
+        first, second = values.get("rope_scaling"), values.get("rope_parameters")
+        both = bool(first and second and first != second)
+        theta = values.get("rope_theta")
+        text = config.get_text_config()
+        rope = getattr(text, "rope_parameters", None) or {}
+        read = rope.get("rope_theta")
+        if both or (theta is not None and read is not None and theta != read):
+            account.refuse(
+                "given twice with different values; keep the right one, in rope_parameters",
+                ["rope_scaling and rope_parameters" if both else "rope_theta"],
+            )
+        for scaling in (first, second):
+            kinds = {scaling.get("type"), scaling.get("rope_type")} if isinstance(scaling, dict) else set()
+            if len(kinds - {None}) > 1:
+                account.refuse(
+                    f"given twice with different values ({', '.join(sorted(map(str, kinds - {None})))}); "
+                    "keep the right one",
+                    ["type and rope_type of the scaling of positions"],
+                )
+
+
+class _Lines(logging.Handler):
+    """Keeps warnings as lines."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one."""
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def rope_warnings() -> Iterator[list[str]]:
+    """Catch what transformers says about parameters of positions, which else is printed or silenced."""
+    log, handler = logging.getLogger(ROPE_LOG), _Lines()
+    level, propagate = log.level, log.propagate
+    log.setLevel(logging.WARNING)
+    log.propagate = False
+    log.addHandler(handler)
+    try:
+        yield handler.lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
