@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
+import transformers
 from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from decode.model.files.account import Account
 
@@ -73,7 +80,8 @@ def account_of_config(config: Any, raw: Mapping[str, Any], warnings: list[str]) 
     account = Account("config.json")
     _add_keys(account, config, raw, "")
     _check_rope(account, config, raw)
-    account.remark("transformers says", [" ".join(line.split())[:200] for line in warnings])
+    for line in dict.fromkeys(" ".join(line.split())[:200] for line in warnings):
+        account.remark(f"transformers says: {line}", ["rope_parameters"])
     if raw.get("transformers_weights"):
         account.refuse(
             "names another file of weights, which engines do not read; rename that file to "
@@ -121,10 +129,28 @@ def _add_keys(account: Account, config: PreTrainedConfig, raw: Mapping[str, Any]
     for reason, applies in reasons.items():
         account.ignore(reason, [f"{prefix}{key}" for key in unknown if applies(key)])
         unknown = [key for key in unknown if not applies(key)]
+    if not type(config).__module__.startswith("transformers."):
+        account.ignore("for the code that comes with the model", [f"{prefix}{key}" for key in unknown])
+        return
+    words = _words_of_code(config.model_type)
+    account.count("keys", sum(key in words for key in unknown))
+    unknown = [key for key in unknown if key not in words]
     account.remark(
         f"not read by {type(config).__name__}; if the model needs them, it is computed without",
         [f"{prefix}{key}" for key in unknown],
     )
+
+
+@lru_cache(maxsize=64)
+def _words_of_code(kind: str) -> frozenset[str]:
+    """Words in the code of a class of models, which may read keys that its configuration does not declare."""
+    tables = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    names = [table[kind] for table in tables if kind in table]
+    found: set[str] = set()
+    for name in names:
+        made = getattr(transformers, name if isinstance(name, str) else name[0])
+        found |= set(re.findall(r"\w+", inspect.getsource(inspect.getmodule(made))))
+    return frozenset(found)
 
 
 def _default(config: PreTrainedConfig) -> Any:
