@@ -32,6 +32,7 @@ from decode.model.files.account import Account, say_once
 from decode.model.files.config_keys import account_of_config, rope_warnings
 from decode.model.files.folder import CONFIG, ModelFiles
 from decode.model.files.stored import account_of_files
+from decode.model.files.tokenizer_files import account_of_tokenizer
 from decode.model.files.weights import add_tensors
 from decode.model.placement.offload import load_offloaded
 from decode.model.placement.sharded import load_sharded
@@ -320,11 +321,13 @@ def load_tokenizer(
             trust_remote_code=trust_remote_code,
             local_files_only=not fetch,
         )
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # readers of damaged files raise anything
         raise UserError(f"{what}={name}: no tokenizer ({_first_line(error)})") from None
     # For some classes transformers creates an empty tokenizer if there is none.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"{what}={name}: no tokenizer (special tokens and nothing else)")
+    files = ModelFiles(source, revision, f"{what}={name}", fetch=False)  # it has fetched what there is
+    tell(account_of_tokenizer(tokenizer, files), files)
     return tokenizer
 
 

@@ -15,6 +15,7 @@ import transformers
 
 from decode.errors import UserError
 from decode.model.causal_lm import max_positions
+from decode.model.files.tokenizer_files import check_rows
 from decode.model.load import load_config, load_target, load_tokenizer, stop_at, stop_tokens
 from decode.model.probe import check_packing
 from decode.model.target import Target
@@ -39,10 +40,14 @@ def read_chat(
         template: chat | none.
         template_options: mapping for the chat template, or None.
         moment: that the template is told; None: the present.
+
+    Raises:
+        UserError: see `load_config`, `load_tokenizer` and `check_rows`; or invalid options.
     """
     path = str(bundled(target.name))
-    load_config(path, target.revision, target.trust_remote_code)
+    config = load_config(path, target.revision, target.trust_remote_code)
     tokenizer = load_tokenizer(path, target.revision, target.trust_remote_code)
+    check_rows(tokenizer, config.get_text_config().vocab_size, f"target={target.name}")
     if not isinstance(template_options, dict | None):
         raise UserError(
             f"prompts.template_options={template_options}: write it as {{name: value}}, as in "

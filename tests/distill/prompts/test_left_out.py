@@ -51,7 +51,7 @@ REASONS = {
     "a call that the template has not": (
         [{"messages": [*asked(i)["messages"], CALL]} for i in range(30, 40)],
         GIVEN,
-        "10 of 40 prompts are left out: 10 as .*tool calls",
+        "10 of 40 prompts are left out: 10 as .*tool call",
     ),
     "rendered already": (
         [{"text": f"<|user|>hi {i}<|assistant|>ho<|end|>"} for i in range(10)],

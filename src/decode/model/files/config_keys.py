@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
@@ -144,12 +145,12 @@ def _add_keys(account: Account, config: PreTrainedConfig, raw: Mapping[str, Any]
 @lru_cache(maxsize=64)
 def _words_of_code(kind: str) -> frozenset[str]:
     """Words in the code of a class of models, which may read keys that its configuration does not declare."""
-    tables = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    tables: Any = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES)
     names = [table[kind] for table in tables if kind in table]
     found: set[str] = set()
     for name in names:
         made = getattr(transformers, name if isinstance(name, str) else name[0])
-        found |= set(re.findall(r"\w+", inspect.getsource(inspect.getmodule(made))))
+        found |= set(re.findall(r"\w+", inspect.getsource(sys.modules[made.__module__])))
     return frozenset(found)
 
 

@@ -1,0 +1,149 @@
+"""Account of a tokenizer: what each of its files says, against the tokenizer that was made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from decode.errors import UserError
+from decode.model.files.account import Account
+from decode.model.files.folder import ModelFiles
+
+WHOLE, SETTINGS, ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
+SPECIAL, WORDS, MERGES = "special_tokens_map.json", "vocab.json", "merges.txt"
+TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
+ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Claim(NamedTuple):
+    """What a file says of a token; `special` is None where it does not say."""
+
+    token: str
+    id: int
+    special: bool | None
+
+
+def account_of_tokenizer(tokenizer: Any, files: ModelFiles) -> Account:
+    """Compare the files of a tokenizer with what transformers made of them.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    account = Account("tokenizer")
+    words = tokenizer.get_vocab()
+    account.count("tokens", len(words))
+    added = tokenizer.added_tokens_decoder
+    whole, settings = files.read(WHOLE), files.read(SETTINGS)
+    for file, claims in _claims(files, whole, settings):
+        account.remark(
+            f"{file} gives another id than the tokenizer has, which goes by its other files",
+            [claim.token for claim in claims if words.get(claim.token) != claim.id],
+        )
+        account.remark(
+            f"special to {file} and not to the tokenizer, or the other way round",
+            [
+                claim.token
+                for claim in claims
+                if words.get(claim.token) == claim.id
+                and claim.special is not None
+                and claim.special != (claim.id in added and added[claim.id].special)
+            ],
+        )
+    for file, values in ((SETTINGS, settings), (SPECIAL, files.read(SPECIAL))):
+        told = {role: _content(values.get(role)) for role in ROLES}
+        account.remark(
+            f"{file} names another token than the tokenizer has",
+            [
+                f"{role} {text}"
+                for role, text in told.items()
+                if text is not None and text != getattr(tokenizer, role, None)
+            ],
+        )
+    _add_merges(account, files, whole)
+    _add_templates(account, tokenizer, files, settings)
+    return account
+
+
+def check_rows(tokenizer: Any, rows: int, name: str) -> None:
+    """Check that a model has a row for every id of its tokenizer.
+
+    Raises:
+        UserError: it has not, and a text with such a token could not be read.
+    """
+    beyond = {id: token for token, id in tokenizer.get_vocab().items() if id >= rows}
+    if beyond:
+        first = min(beyond)
+        raise UserError(
+            f"{name}: its tokenizer has {len(beyond):,} ids beyond the {rows:,} rows of its embedding, "
+            f"{first} ({beyond[first]!r}) first; give the embedding rows for them (resize_token_embeddings), "
+            "or remove the tokens from the tokenizer's files"
+        )
+
+
+def _claims(
+    files: ModelFiles, whole: dict[str, Any], settings: dict[str, Any]
+) -> Iterator[tuple[str, list[Claim]]]:
+    """What each file says of tokens and their ids; entries of another form say nothing."""
+    listed = whole.get("added_tokens")
+    listed = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    yield (
+        WHOLE,
+        list(_filter((entry.get("content"), entry.get("id"), entry.get("special")) for entry in listed)),
+    )
+    decoder = settings.get("added_tokens_decoder")
+    decoder = decoder if isinstance(decoder, dict) else {}
+    entries = [(entry, int(id)) for id, entry in decoder.items() if isinstance(entry, dict) and id.isdigit()]
+    yield SETTINGS, list(_filter((entry.get("content"), id, entry.get("special")) for entry, id in entries))
+    for file in (ADDED, WORDS):
+        yield file, list(_filter((token, id, None) for token, id in files.read(file).items()))
+
+
+def _filter(claims: Any) -> Iterator[Claim]:
+    return (
+        Claim(token, id, special if isinstance(special, bool) else None)
+        for token, id, special in claims
+        if isinstance(token, str) and isinstance(id, int)
+    )
+
+
+def _content(value: Any) -> str | None:
+    """Text of a token, which files write as text or as an object."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def _add_merges(account: Account, files: ModelFiles, whole: dict[str, Any]) -> None:
+    """Compare the merges of the old files with those of tokenizer.json."""
+    path, model = files.path(MERGES), whole.get("model")
+    merges = model.get("merges") if isinstance(model, dict) else None
+    if path is None or not isinstance(merges, list):
+        return
+    old = [line for line in path.read_text(encoding="utf-8").splitlines() if line and line[:8] != "#version"]
+    new = [" ".join(merge) if isinstance(merge, list) else str(merge) for merge in merges]
+    if old != new:
+        account.remark(f"has other merges than {WHOLE}, which is used", [MERGES])
+
+
+def _add_templates(account: Account, tokenizer: Any, files: ModelFiles, settings: dict[str, Any]) -> None:
+    """Name templates of other files than the one that is used."""
+    used = tokenizer.chat_template
+    used = used.get("default") if isinstance(used, dict) else used
+    account.count("chat templates", int(bool(used)))
+    path = files.path(TEMPLATE)
+    found = {
+        TEMPLATE: path.read_text(encoding="utf-8") if path else None,
+        SETTINGS: _template(settings.get("chat_template")),
+        OLD_TEMPLATE: _template(files.read(OLD_TEMPLATE).get("chat_template")),
+    }
+    account.remark(
+        "has another chat template than the one that is used",
+        [file for file, text in found.items() if text and text.rstrip("\n") != (used or "").rstrip("\n")],
+    )
+
+
+def _template(value: Any) -> str | None:
+    """The template of a file, which may be one of a list with names."""
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
