@@ -30,7 +30,8 @@ from decode.model import gguf
 from decode.model.abilities import Abilities, quantisation, why_elsewhere, why_undecodable
 from decode.model.files.account import Account, say_once
 from decode.model.files.config_keys import account_of_config, rope_warnings
-from decode.model.files.folder import CONFIG, ModelFiles
+from decode.model.files.folder import CONFIG, GENERATION, ModelFiles
+from decode.model.files.generation import account_of_generation
 from decode.model.files.stored import account_of_files
 from decode.model.files.tokenizer_files import account_of_tokenizer
 from decode.model.files.weights import add_tensors
@@ -196,6 +197,8 @@ def load_target(
         Abilities(decode=why_undecodable(config)).check_decode(f"target={name}:")
     if compiled and placement != "replicated":
         raise UserError(f"target.compile=true: layers of target.placement={placement} cannot be compiled")
+    files = ModelFiles(*source_of(name, revision), f"target={name}")
+    tell(account_of_generation(files.read(GENERATION), config.get_text_config().vocab_size), files)
     load = partial(load_model, name, dtype, revision, trust_remote_code, quantised=True)
     if placement == "sharded":
         target = load_sharded(load, torch.device(device))

@@ -92,7 +92,9 @@ def _claims(
     )
     decoder = settings.get("added_tokens_decoder")
     decoder = decoder if isinstance(decoder, dict) else {}
-    entries = [(entry, int(id)) for id, entry in decoder.items() if isinstance(entry, dict) and id.isdigit()]
+    entries = [
+        (entry, int(id)) for id, entry in decoder.items() if isinstance(entry, dict) and id.isdecimal()
+    ]
     yield SETTINGS, list(_filter((entry.get("content"), id, entry.get("special")) for entry, id in entries))
     for file in (ADDED, WORDS):
         yield file, list(_filter((token, id, None) for token, id in files.read(file).items()))
