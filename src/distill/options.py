@@ -518,9 +518,18 @@ class RolloutCommandOptions(AnswerOptions, CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateOptions:
-    """`prompts` of a command that takes the template from a store."""
+    """`prompts` of a command to which a store or a tokenizer gives the template."""
 
     template_options: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectTargetOptions(CommandOptions):
+    """conf/inspect.yaml."""
+
+    target: TargetOptions
+    prompts: TemplateOptions
+    out: str | None  # file
 
 
 @dataclass(frozen=True, kw_only=True)

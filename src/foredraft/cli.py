@@ -63,6 +63,12 @@ COMMANDS = {
         "rollout_alone",
         "RolloutCommandOptions",
     ),
+    "inspect": Command(
+        "look at a target: what its files say, and what is read of them",
+        "commands.inspect_target:inspect",
+        "inspect",
+        "InspectTargetOptions",
+    ),
     "inspect-data": Command(
         "look at rollouts", "commands.inspect_data:inspect", "inspect_data", "InspectOptions"
     ),

@@ -6,26 +6,26 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import torch
 import transformers
 from accelerate import init_empty_weights
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from typing_extensions import override
 
 from decode.errors import UserError
 from decode.hardware import memory_bytes
+from decode.model.files.account import tell
+from decode.model.files.folder import GENERATION, ModelFiles
+from decode.model.files.stored import account_of_files
+from decode.model.files.weights import add_outer_names
 from decode.model.identity.fingerprint import fingerprint, hashed
-from decode.model.identity.weight_files import FILE, INDEX, WeightFiles, remembered
+from decode.model.identity.weight_files import WeightFiles, remembered
 from decode.model.load import DTYPES, auto_class, load_config, load_target, source_of
 from decode.model.target import Target, TargetOutput
 
-GENERATION = "generation_config.json"
 MEMORY_SHARE = 0.5  # of this machine's memory, for a target that is loaded whole to know its name
 
 
@@ -77,11 +77,14 @@ class HeadTarget(Target):
             kind = DTYPES.get(dtype) or config.dtype or torch.float32
             model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code, dtype=kind)
         model.tie_weights()  # outside, where weights that were made without values stay the same object
-        files = WeightFiles(name, partial(_locate, name, *source_of(name, revision)))
+        source = ModelFiles(*source_of(name, revision), f"target={name}")
+        account, files = account_of_files(source), WeightFiles(name, source.path)
         norm = final_norm(Target(model))
         for part in (model.get_input_embeddings(), norm, model.get_output_embeddings()):
             _fill(part, model, files, kind, torch.device(device))
-        if (path := _locate(name, *source_of(name, revision), GENERATION)) is not None:
+        add_outer_names(account, model, files.files, source.path)
+        tell(account, source.name)
+        if (path := source.path(GENERATION)) is not None:
             model.generation_config = GenerationConfig.from_pretrained(path.parent)  # it has the end tokens
         whole = partial(load_target, name, "auto", "cpu", revision, trust_remote_code, decodes=False)
         return cls(model, norm, files, None if quantised else whole)
@@ -141,27 +144,6 @@ class HeadTarget(Target):
             "taps=engine: the target's layers are in the engine alone and cannot be "
             f"{what} in this process; this needs taps=auto, online, memory or cache"
         )
-
-
-def _locate(name: str, source: str | Path, revision: str | None, file: str) -> Path | None:
-    """Path of a file of a model's folder or hub repository, from which it is fetched; None: there is none.
-
-    Raises:
-        UserError: the hub cannot be reached, and the file is not in the cache.
-    """
-    if isinstance(source, Path):
-        path = source / file
-        return path if path.is_file() else None
-    try:
-        return Path(hf_hub_download(source, file, revision=revision))
-    except LocalEntryNotFoundError as error:
-        if file in (FILE, INDEX, GENERATION):  # offline, and not in the cache
-            return None
-        raise UserError(f"target={name}: {file} is not in the cache ({error})") from None
-    except EntryNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(f"target={name}: {str(error).splitlines()[0]}") from None
 
 
 def final_norm(target: Target) -> nn.Module:

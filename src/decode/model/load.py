@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
 from decode.errors import UserError
 from decode.model import gguf
 from decode.model.abilities import Abilities, quantisation, why_elsewhere, why_undecodable
-from decode.model.files.account import Account, say_once
+from decode.model.files.account import Account, tell
 from decode.model.files.config_keys import account_of_config, rope_warnings
 from decode.model.files.folder import CONFIG, GENERATION, ModelFiles
 from decode.model.files.generation import account_of_generation
@@ -103,6 +103,15 @@ def load_config(
     Raises:
         UserError: no such model, or not a language model.
     """
+    config, account, files = _read_config(name, revision, trust_remote_code, what, masked)
+    tell(account, files.name)
+    return config
+
+
+def _read_config(
+    name: str, revision: str | None, trust_remote_code: bool, what: str = "target", masked: bool = False
+) -> tuple[Any, Account, ModelFiles]:
+    """A model's configuration, and the account of its file; arguments as in `load_config`."""
     source, revision = source_of(name, revision, what)
     files = ModelFiles(source, revision, f"{what}={name}")
     if isinstance(source, Path):
@@ -128,19 +137,20 @@ def load_config(
     if not (remote or _is_causal(config) or (masked and is_masked(config))):
         kind = "masked or causal" if masked else "causal"
         raise UserError(f"{what}={name}: a {config.model_type!r} model is no {kind} language model")
-    tell(account_of_config(config, files.read(CONFIG), warnings), files)
-    return config
+    return config, account_of_config(config, files.read(CONFIG), warnings), files
 
 
-def tell(account: Account, files: ModelFiles) -> None:
-    """Refuse what an account refuses, and say once what else was left unread.
-
-    Raises:
-        UserError: see `Account.check`.
-    """
-    account.check(files.name)
-    for line in account.remarks():
-        say_once(f"{files.name}: {line}")
+def accounts_of_files(
+    name: str, revision: str | None, trust_remote_code: bool, tokenizer: Any
+) -> list[Account]:
+    """Accounts of a target's files without weights, for a reader; arguments as in `load_config`."""
+    config, account, files = _read_config(name, revision, trust_remote_code)
+    rows = config.get_text_config().vocab_size
+    return [
+        account,
+        *([account_of_tokenizer(tokenizer, files)] if tokenizer else []),
+        account_of_generation(files.read(GENERATION), rows),
+    ]
 
 
 def _is_causal(config: Any) -> bool:
@@ -198,7 +208,7 @@ def load_target(
     if compiled and placement != "replicated":
         raise UserError(f"target.compile=true: layers of target.placement={placement} cannot be compiled")
     files = ModelFiles(*source_of(name, revision), f"target={name}")
-    tell(account_of_generation(files.read(GENERATION), config.get_text_config().vocab_size), files)
+    tell(account_of_generation(files.read(GENERATION), config.get_text_config().vocab_size), files.name)
     load = partial(load_model, name, dtype, revision, trust_remote_code, quantised=True)
     if placement == "sharded":
         target = load_sharded(load, torch.device(device))
@@ -281,7 +291,7 @@ def load_model(
             f"shape, {missing[0]} first); is it a language model's checkpoint?"
         )
     add_tensors(account, model, info, files, bool(method))
-    tell(account, files)
+    tell(account, files.name)
     model.accounts = [account]  # for `foredraft inspect`
     if gguf.find(name, what):
         # private API: where transformers keeps a hub model's revision, which it has no public place for
@@ -330,7 +340,7 @@ def load_tokenizer(
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"{what}={name}: no tokenizer (special tokens and nothing else)")
     files = ModelFiles(source, revision, f"{what}={name}", fetch=False)  # it has fetched what there is
-    tell(account_of_tokenizer(tokenizer, files), files)
+    tell(account_of_tokenizer(tokenizer, files), files.name)
     return tokenizer
 
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "advise": o.AdviseOptions,
     "export": o.ExportCommandOptions,
     "generate": o.GenerateOptions,
+    "inspect": o.InspectTargetOptions,
     "inspect_data": o.InspectOptions,
     "limit": o.LimitOptions,
     "rollout_alone": o.RolloutCommandOptions,

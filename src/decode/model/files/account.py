@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from decode.errors import UserError
 
+silent: ContextVar[bool] = ContextVar("silent", default=False)
 SHOWN = 60  # characters of a name in a line
 
 
@@ -68,7 +72,8 @@ class Account:
 
     def lines(self) -> list[str]:
         """The whole account for a reader, a line for each reason."""
-        read = ", ".join(f"{number:,} {what}" for what, number in self.read.items()) or "nothing"
+        counts = [f"{n:,} {what.removesuffix('s') if n == 1 else what}" for what, n in self.read.items()]
+        read = ", ".join(counts) or "nothing"
         lists = (("harmless", self.harmless), ("not read", self.unread), ("refused", self.refused))
         return [
             f"{self.kind}: {read} read",
@@ -103,4 +108,32 @@ def _counted(names: list[str]) -> str:
 @lru_cache(maxsize=1024)
 def say_once(line: str) -> None:
     """Print a remark to stderr, once in a process: files are looked at for every part that reads them."""
-    print(line, file=sys.stderr, flush=True)
+    first = all(os.environ.get(name, "0") in ("", "0") for name in ("RANK", "LOCAL_RANK"))
+    if first:  # of several processes that read the same files
+        print(line, file=sys.stderr, flush=True)
+
+
+def tell(account: Account, name: str) -> None:
+    """Refuse what an account refuses, and say once what else was left unread.
+
+    Args:
+        account: of a file.
+        name: of the option and its value, as in `target=folder`.
+
+    Raises:
+        UserError: see `Account.check`.
+    """
+    account.check(name)
+    if not silent.get():
+        for line in account.remarks():
+            say_once(f"{name}: {line}")
+
+
+@contextmanager
+def no_remarks() -> Iterator[None]:
+    """Print no remarks, where whole accounts are printed."""
+    token = silent.set(True)
+    try:
+        yield
+    finally:
+        silent.reset(token)

@@ -229,7 +229,7 @@ def test_an_index_that_does_not_fit_its_files_is_refused(llama):
 def test_one_file_and_an_index_are_refused_unless_they_are_the_same(llama):
     weights = load_file(llama / WEIGHTS)
     (llama / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, WEIGHTS)}))
-    assert account(llama).lines() == ["weights: 1 files, 21 tensors read"]
+    assert account(llama).lines() == ["weights: 1 file, 21 tensors read"]
     (llama / INDEX).unlink()
     shard(llama)
     save_file(weights, llama / WEIGHTS, {"format": "pt"})

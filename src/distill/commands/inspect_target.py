@@ -1,0 +1,121 @@
+"""foredraft inspect: what a target is, what of its files is read, and what can be done with it here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from decode.errors import UserError
+from decode.model.files.account import Account, no_remarks
+from decode.model.load import accounts_of_files, load_config, load_tokenizer
+from decode.model.target import Target
+from distill.commands.template_traits import traits
+from distill.config.build import build_target, quiet, read_chat
+from distill.options import InspectTargetOptions, TargetOptions
+from distill.utils.atomic_files import write_json
+from distill.utils.paths import bundled
+from distill.utils.redact import printable
+
+WIDE = 24  # columns of a label
+
+
+def inspect(options: InspectTargetOptions) -> float:
+    """Print what is found, and write it where `out` says so.
+
+    Returns:
+        Number of parameters, in millions.
+
+    Raises:
+        UserError: see `load_target`; or files that hold another model than the one that would be made.
+    """
+    quiet()
+    with no_remarks():  # they stand in the accounts
+        found = look(options.target, options.prompts.template_options)
+    print(printable("\n".join(lines(found))), flush=True)
+    if options.out:
+        write_json(Path(options.out), found)
+    return found["sizes"]["parameters"] / 1e6
+
+
+def look(options: TargetOptions, template_options: Any = None) -> dict[str, Any]:
+    """What there is to know of a target, as plain values; arguments as in `read_chat`."""
+    where = (str(bundled(options.name)), options.revision, options.trust_remote_code)
+    config = load_config(*where)
+    try:
+        tokenizer: Any = load_tokenizer(*where)
+    except UserError as error:
+        tokenizer, missing = None, str(error)
+    else:
+        missing = ""
+    template = "chat" if tokenizer and tokenizer.chat_template else "none"
+    chat = read_chat(options, template, template_options) if tokenizer else None
+    target = build_target(options, decodes=False)
+    model: Any = target.model
+    accounts = [*model.accounts, *accounts_of_files(*where, tokenizer)]
+    able = target.abilities
+    return {
+        "target": options.name,
+        "class": type(target.model).__name__,
+        "sizes": _sizes(target),
+        "files": [account.as_json() for account in accounts],
+        "no tokenizer": missing,
+        "ends": _ends(target, config, tokenizer),
+        "template": traits(chat) if chat and template == "chat" else {},
+        "able": {"train": able.train, "replay": able.replay, "decode": able.decode},
+    }
+
+
+def _sizes(target: Target) -> dict[str, Any]:
+    config = target.config
+    weights = {id(weight): weight.numel() for weight in target.model.parameters()}
+    return {
+        "layers": len(target.layers),
+        "hidden": target.hidden_size,
+        "heads": getattr(config, "num_attention_heads", None),
+        "heads of keys and values": getattr(config, "num_key_value_heads", None),
+        "vocabulary": target.vocab_size,
+        "context": target.max_positions,
+        "parameters": sum(weights.values()),
+        "dtype": str(target.dtype).removeprefix("torch."),
+    }
+
+
+def _ends(target: Target, config: Any, tokenizer: Any) -> dict[str, list[str]]:
+    """Tokens that end an answer, by who says so, as text with their ids."""
+    files: Mapping[str, Any] = {
+        "generation_config.json": getattr(target.model.generation_config, "eos_token_id", None),
+        "config.json": config.get_text_config().eos_token_id,
+        "tokenizer": tokenizer.eos_token_id if tokenizer else None,
+    }
+    found = {}
+    for file, ids in files.items():
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        found[file] = [f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" if tokenizer else str(i) for i in ids]
+    return found
+
+
+def lines(found: Mapping[str, Any]) -> list[str]:
+    """Lines of `look`'s values."""
+    sizes = dict(found["sizes"])
+    numbers = [f"{key} {value:,}" for key, value in sizes.items() if isinstance(value, int)]
+    ends = found["ends"]
+    rows = [
+        ("target", f"{found['target']}: {found['class']} in {sizes['dtype']}"),
+        ("sizes", ", ".join(numbers)),
+        *(("files", line) for entry in found["files"] for line in Account.from_json(entry).lines()),
+        *([("files", f"tokenizer: {found['no tokenizer']}")] if found["no tokenizer"] else []),
+        *(("ends an answer", f"{file}: {', '.join(ids) or 'none'}") for file, ids in ends.items()),
+    ]
+    if len(set(map(tuple, ends.values()))) > 1:
+        rows.append(("ends an answer", "they differ: an engine stops where its own source says"))
+    template = found["template"] or {"": "none; prompts.template=none"}
+    rows += [("chat template", f"{about}: {fate}" if about else fate) for about, fate in template.items()]
+    rows += [
+        ("can be used to", f"{use}: {'no: ' + why if why else 'yes'}") for use, why in found["able"].items()
+    ]
+    shown, before = [], ""
+    for label, text in rows:
+        shown.append(f"{label if label != before else '':{WIDE}}{text}".rstrip())
+        before = label
+    return shown

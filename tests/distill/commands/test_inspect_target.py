@@ -1,0 +1,137 @@
+"""foredraft inspect: what a target is, what of its files is read, and what can be done with it."""
+
+import json
+
+import pytest
+import torch
+from chats import tokenizer_of
+from elsewhere import TARGETS
+from ggufs import write_gguf
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from workbench import foredraft, make_target
+
+from decode.model.files.account import say_once
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    say_once.cache_clear()
+
+
+def shown(*argv):
+    done = foredraft("inspect", *argv)
+    assert done.code == 0, done.err
+    return done
+
+
+def refused(*argv):
+    done = foredraft("inspect", *argv)
+    assert done.code == 2
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    return done.err
+
+
+@pytest.fixture
+def llama3(tmp_path):
+    """A tiny Llama-3: scaled positions, two ends, sampling that engines apply."""
+    folder, tokenizer = tmp_path / "llama3", tokenizer_of("llama3")
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    ends = [tokenizer.eos_token_id, tokenizer.bos_token_id]
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    config = LlamaConfig(vocab_size=len(tokenizer), rope_parameters=rope, **sizes, **heads, eos_token_id=ends)
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=ends)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_the_bundled_target_is_told_on_one_screen():
+    out = shown().out
+    assert len(out.splitlines()) <= 24
+    for line in (
+        "data/pocket: LlamaForCausalLM in bfloat16",
+        "layers 12, hidden 256, heads 4, heads of keys and values 2, vocabulary 4,096, context 2,048",
+        "weights: 1 file, 110 tensors read",
+        "tokenizer: 4,096 tokens, 1 chat template read",
+        "generation_config.json: '<|end|>' (3)",
+        "system prompt: kept",
+        "tools: dropped",
+        "prompt ends with: '<|assistant|>'",
+        "decode: yes",
+    ):
+        assert line in out
+
+
+def test_a_llama3_folder(llama3, tmp_path):
+    done = shown(f"target={llama3}", f"out={tmp_path / 'found.json'}")
+    assert "temperature=0.6 and 1 more: engines apply it by default" in done.out
+    assert "'<|eot_id|>'" in done.out
+    assert "they differ" in done.out  # the tokenizer names one end, the files two
+    for line in ("tools: kept", "tool calls: kept", "system prompt: kept"):
+        assert line in done.out
+    assert r"prompt ends with: '<|start_header_id|>assistant<|end_header_id|>\n\n'" in done.out
+    assert "generation_config" not in done.err  # said once, in the account
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["sizes"]["layers"] == 2
+    assert found["able"] == {"train": "", "replay": "", "decode": ""}
+
+
+def test_a_folder_with_an_adapter_is_refused_in_one_line(llama3):
+    (llama3 / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert "weights and an adapter (adapter_config.json)" in refused(f"target={llama3}")
+
+
+def test_a_tensor_without_a_place_is_refused_in_one_line(llama3):
+    path = llama3 / "model.safetensors"
+    save_file(load_file(path) | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, path)
+    assert "model.layers.0.self_attn.q_proj.bias: LlamaForCausalLM has no place" in refused(
+        f"target={llama3}"
+    )
+
+
+def test_a_gguf_file(tmp_path):
+    out = shown(f"target={write_gguf(tmp_path / 'tiny.gguf')}").out
+    assert "LlamaForCausalLM in bfloat16" in out
+    assert "generation_config.json: '<|im_end|>' (2)" in out
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "fp8"])
+def test_what_cannot_be_decoded_is_told_with_the_reason(kind, tmp_path):
+    out = shown(f"target={TARGETS[kind](tmp_path / 'target')}").out
+    assert "decode: no: it " in out
+    assert "train: yes" in out
+
+
+def test_a_model_without_a_tokenizer_or_template(tmp_path):
+    folder = make_target(tmp_path / "base", template=None)
+    assert "chat template           none; prompts.template=none" in shown(f"target={folder}").out
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).unlink()
+    assert "no tokenizer" in shown(f"target={folder}").out
+
+
+def test_reasoning_and_thinking_blocks(tmp_path):
+    qwen = make_target(tmp_path / "qwen", template=tokenizer_of("qwen3").chat_template)
+    kept = "reasoning: read from reasoning_content; of the last answer kept, of earlier ones dropped"
+    assert kept in shown(f"target={qwen}").out
+    closed = shown(f"target={qwen}", "prompts.template_options={enable_thinking: false}").out
+    assert "which has a closed thinking block" in closed
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+    )
+    opened = make_target(tmp_path / "opened", template=template)
+    assert "prompt ends with: '<think>', which opens a thinking block" in shown(f"target={opened}").out
+
+
+def test_a_template_that_refuses_is_told(tmp_path):
+    gemma = make_target(tmp_path / "gemma", template=tokenizer_of("gemma").chat_template)
+    out = shown(f"target={gemma}").out
+    assert "system prompt: refused" in out
+    assert "tool calls: refused" in out
