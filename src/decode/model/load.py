@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from decode.model.files.folder import CONFIG, GENERATION, ModelFiles
 from decode.model.files.generation import account_of_generation
 from decode.model.files.stored import account_of_files
 from decode.model.files.tokenizer_files import account_of_tokenizer
-from decode.model.files.weights import add_tensors
+from decode.model.files.weights import DEQUANTISED, add_tensors
 from decode.model.placement.offload import load_offloaded
 from decode.model.placement.sharded import load_sharded
 from decode.model.probe import find_abilities
@@ -46,7 +45,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors")  # by transformers, while it reads the weights
 # Files of a tokenizer; none of them is code.
 TOKENIZER_FILES = (
     "tokenizer*.json",
@@ -275,22 +273,29 @@ def load_model(
             **more,
             **({"experts_implementation": "eager"} if dtype == "float64" else {}),  # no grouped kernel
         )
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"{what}={name}: {_first_line(error)}") from None
-    except Exception as error:  # classes given an unusual configuration, and packages of quantisation
-        how = f"quantised with {method}" if method else f"{type(error).__name__} while its model was made"
-        raise UserError(f"{what}={name}: {how}, {_first_line(error)}") from None
+    except Exception as error:  # classes given an unusual configuration, and packages, may raise anything
+        how = f"quantised with {method}: " if method else ""
+        expected = isinstance(error, OSError | ValueError | ImportError | RuntimeError | SafetensorError)
+        kind = "" if expected else f"{type(error).__name__} while its model was made, "
+        raise UserError(f"{what}={name}: {how}{kind}{_first_line(error)}") from None
     model, info = loaded
     if method and method not in DEQUANTISED:
-        with suppress(NotImplementedError):  # read through its own modules where transformers cannot
+        try:
             model = model.dequantize()
+        except NotImplementedError:
+            pass  # read through its own modules where transformers cannot
+        except Exception as error:  # packages of quantisation may raise anything
+            raise UserError(
+                f"{what}={name}: quantised with {method}, which cannot be read here "
+                f"({_first_line(error)}); use the unquantised weights"
+            ) from None
     # transformers initialises missing weights at random, e.g. the head of a reward model.
     if missing := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
         raise UserError(
             f"{what}={name}: its weights do not fit config.json ({len(missing)} missing or of another "
             f"shape, {missing[0]} first); is it a language model's checkpoint?"
         )
-    add_tensors(account, model, info, files, bool(method))
+    add_tensors(account, model, info, files, method)
     tell(account, files.name)
     model.accounts = [account]  # for `foredraft inspect`
     if gguf.find(name, what):

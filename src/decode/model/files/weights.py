@@ -16,6 +16,7 @@ from decode.model.files.account import Account
 from decode.model.files.folder import ModelFiles
 from decode.model.files.stored import Stored, same_values, stored_tensors, unindexed
 
+DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors")  # by transformers, while it reads the weights
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 # Parts of a layer for multi-token prediction (DeepSeek-V3, section 2.2, and those that follow it).
 DRAFTING = re.compile(r"(?:^|\.)(?:eh_proj|enorm|hnorm|shared_head)\.")
@@ -32,7 +33,7 @@ MASKED = -1e3  # what old classes stored for masked scores is below
 
 
 def add_tensors(
-    account: Account, model: Any, info: Mapping[str, Any], files: ModelFiles, quantised: bool = False
+    account: Account, model: Any, info: Mapping[str, Any], files: ModelFiles, method: str = ""
 ) -> None:
     """Add the tensors of a model's files to the account of its weights.
 
@@ -41,7 +42,7 @@ def add_tensors(
         model: as `from_pretrained` returned it.
         info: its loading info.
         files: that it was made from.
-        quantised: config.json says that they are.
+        method: of quantisation, by config.json; "" without.
 
     Raises:
         UserError: a file is damaged.
@@ -56,7 +57,7 @@ def add_tensors(
         if place not in state and (place in info["unexpected_keys"] or ignored(place))
     }
     account.count("tensors", len(found) - len(unread))
-    kinds = _Kinds(model, found, quantised)
+    kinds = _Kinds(model, found, bool(method))
     for name, place in unread.items():
         kinds.add(account, name, place)
     # Names that transformers has set aside for reasons of its own.
@@ -69,7 +70,10 @@ def add_tensors(
         else:
             account.refuse("two tensors for one weight, with different values", [label])
     _check_tied(account, model, found, places)
-    if not quantised:
+    if method in DEQUANTISED:
+        small = [name for name, place in places.items() if place in state and _is_small(state[place])]
+        account.refuse("left in 8 bits, for want of their scales", small)
+    if not method:
         account.refuse(
             "stored as integers or in 8 bits, and config.json has no quantization_config with their scales",
             [
@@ -216,6 +220,10 @@ class _Kinds:
 
 def _tail(name: str) -> tuple[str, ...]:
     return tuple(name.split(".")[-2:])
+
+
+def _is_small(weight: Tensor) -> bool:
+    return weight.dtype.itemsize < 2
 
 
 def _layer(name: str) -> int | None:
