@@ -22,6 +22,11 @@ from decode.model.files.account import Account
 
 ROPE_LOG = "transformers.modeling_rope_utils"
 ROPE = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+# Keys that every model needs and that say what the weights' shapes do not.
+UNTOLD = re.compile(
+    r"(_eps|_epsilon)$|^(hidden_act|hidden_activation|activation_function|num_attention_heads|n_head|"
+    r"rope_parameters)$"
+)
 # Keys that no class of models computes with.
 RECORDS = {
     "transformers_version",
@@ -113,6 +118,10 @@ def _add_keys(account: Account, config: PreTrainedConfig, raw: Mapping[str, Any]
     known = [key for key in raw if hasattr(default, key) or key in aliases | rope | inner]
     unknown = [key for key in raw if key not in known]
     account.count("keys", len(known))
+    account.remark(
+        "not in the file; the class's own value is taken",
+        [f"{prefix}{key}={getattr(default, key)}" for key in _absent(default, raw)],
+    )
     taken = {key for key in known if key not in rope | inner | RECORDS and not _taken(config, key, raw[key])}
     if raw.get("use_sliding_window") is False and "sliding_window" in taken:
         account.ignore("not used, as use_sliding_window says", [f"{prefix}sliding_window"])
@@ -140,6 +149,14 @@ def _add_keys(account: Account, config: PreTrainedConfig, raw: Mapping[str, Any]
         f"not read by {type(config).__name__}; if the model needs them, it is computed without",
         [f"{prefix}{key}" for key in unknown],
     )
+
+
+def _absent(default: Any, raw: Mapping[str, Any]) -> list[str]:
+    """Keys that the weights' shapes cannot tell, and that the file does not have."""
+    aliases = getattr(default, "attribute_map", {})
+    said = {*raw, *(aliases[key] for key in raw if key in aliases)}
+    told = [key for key in vars(default) if UNTOLD.search(key) and key not in said]
+    return [key for key in told if key != "rope_parameters" or not ROPE & said]
 
 
 @lru_cache(maxsize=64)

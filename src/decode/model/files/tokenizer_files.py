@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
 
 from decode.errors import UserError
 from decode.model.files.account import Account
@@ -12,6 +16,13 @@ from decode.model.files.folder import ModelFiles
 WHOLE, SETTINGS, ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
 SPECIAL, WORDS, MERGES = "special_tokens_map.json", "vocab.json", "merges.txt"
 TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
+# Texts that tokenizers split in different ways: digits, blanks, new lines, contractions, other scripts.
+PROBES = (
+    "It's 12345.67 apples",
+    "  two  blanks\n\n\tand a tab ",
+    "naïve CAFÉ, 東京 и мир 🙂",
+    "f(x) = {'a': [1]};//",
+)
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -49,6 +60,10 @@ def account_of_tokenizer(tokenizer: Any, files: ModelFiles) -> Account:
                 and claim.special != (claim.id in added and added[claim.id].special)
             ],
         )
+    account.remark(
+        f"not there; the class is guessed, and {WHOLE} does not say which tokens begin, end and pad texts",
+        [SETTINGS] if whole and not settings else [],
+    )
     for file, values in ((SETTINGS, settings), (SPECIAL, files.read(SPECIAL))):
         told = {role: _content(values.get(role)) for role in ROLES}
         account.remark(
@@ -60,8 +75,30 @@ def account_of_tokenizer(tokenizer: Any, files: ModelFiles) -> Account:
             ],
         )
     _add_merges(account, files, whole)
+    path = files.path(WHOLE)
+    if path is not None and getattr(tokenizer, "is_fast", False):
+        made = tokenizer.backend_tokenizer
+        theirs = _encoded(path, path.stat().st_mtime_ns)
+        wrong = [text for text, ids in zip(PROBES, theirs, strict=True) if _ids(made, text) != ids]
+        account.remark(
+            f"{type(tokenizer).__name__} splits this text in another way than {WHOLE} says; name the right "
+            f"tokenizer_class in {SETTINGS}",
+            [repr(text) for text in wrong],
+        )
     _add_templates(account, tokenizer, files, settings)
     return account
+
+
+def _ids(backend: Tokenizer, text: str) -> list[int]:
+    return backend.encode(text, add_special_tokens=False).ids
+
+
+@lru_cache(maxsize=8)
+def _encoded(path: Path, changed: int) -> list[list[int]]:
+    """Ids of PROBES by a tokenizer.json; `changed` is when it was written."""
+    del changed
+    backend = Tokenizer.from_file(str(path))
+    return [_ids(backend, text) for text in PROBES]
 
 
 def check_rows(tokenizer: Any, rows: int, name: str) -> None:

@@ -115,3 +115,9 @@ def test_values_that_make_no_model_are_one_line(values, llama):
     with pytest.raises(UserError) as caught:
         load_model(str(llama))
     assert "\n" not in str(caught.value)
+
+
+def test_keys_that_shapes_cannot_tell_are_named_where_the_file_lacks_them(llama, capsys):
+    assert said(change(llama, rms_norm_eps="gone", rope_parameters="gone"), capsys) == [
+        "rms_norm_eps=1e-06 and 1 more: not in the file; the class's own value is taken"
+    ]

@@ -94,3 +94,18 @@ def test_ids_without_a_row_are_refused_before_work_starts(missing, fits, folder)
         return
     with pytest.raises(UserError, match=f"{missing} ids beyond the {rows} rows of its embedding, {rows} "):
         read_chat(options, "chat")
+
+
+def test_a_class_that_splits_in_another_way_than_the_file_is_named(folder, capsys):
+    path = folder / "tokenizer.json"
+    whole = json.loads(path.read_text())
+    whole["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [{"type": "Digits", "individual_digits": True}, whole["pre_tokenizer"]],
+    }
+    whole["normalizer"] = {"type": "Lowercase"}
+    path.write_text(json.dumps(whole))
+    assert said(folder, capsys) == []
+    write(folder, "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"})
+    lines = said(folder, capsys)
+    assert any("Qwen2Tokenizer splits this text in another way than tokenizer.json" in line for line in lines)
