@@ -45,6 +45,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+GGUF_NOTE = "gguf.json"
 # Files of a tokenizer; none of them is code.
 TOKENIZER_FILES = (
     "tokenizer*.json",
@@ -144,7 +145,9 @@ def accounts_of_files(
     """Accounts of a target's files without weights, for a reader; arguments as in `load_config`."""
     config, account, files = _read_config(name, revision, trust_remote_code)
     rows = config.get_text_config().vocab_size
+    note = files.read(GGUF_NOTE).get("account")  # of the file that was converted
     return [
+        *([Account.from_json(note)] if note else []),
         account,
         *([account_of_tokenizer(tokenizer, files)] if tokenizer else []),
         account_of_generation(files.read(GENERATION), rows),

@@ -8,7 +8,9 @@ from typing import Any
 
 from decode.errors import UserError
 from decode.model.files.account import Account, no_remarks
-from decode.model.load import accounts_of_files, load_config, load_tokenizer
+from decode.model.files.folder import GENERATION, ModelFiles
+from decode.model.files.generation import PROCESSORS, SAMPLING, changing
+from decode.model.load import accounts_of_files, load_config, load_tokenizer, source_of, stop_tokens
 from decode.model.target import Target
 from distill.commands.template_traits import traits
 from distill.config.build import build_target, quiet, read_chat
@@ -52,6 +54,7 @@ def look(options: TargetOptions, template_options: Any = None) -> dict[str, Any]
     chat = read_chat(options, template, template_options) if tokenizer else None
     target = build_target(options, decodes=False)
     model: Any = target.model
+    files = ModelFiles(*source_of(where[0], where[1]), f"target={options.name}")
     accounts = [*model.accounts, *accounts_of_files(*where, tokenizer)]
     able = target.abilities
     return {
@@ -61,6 +64,7 @@ def look(options: TargetOptions, template_options: Any = None) -> dict[str, Any]
         "files": [account.as_json() for account in accounts],
         "no tokenizer": missing,
         "ends": _ends(target, config, tokenizer),
+        "engines apply": changing(files.read(GENERATION), SAMPLING | PROCESSORS),
         "template": traits(chat) if chat and template == "chat" else {},
         "able": {"train": able.train, "replay": able.replay, "decode": able.decode},
     }
@@ -87,6 +91,7 @@ def _ends(target: Target, config: Any, tokenizer: Any) -> dict[str, list[str]]:
         "generation_config.json": getattr(target.model.generation_config, "eos_token_id", None),
         "config.json": config.get_text_config().eos_token_id,
         "tokenizer": tokenizer.eos_token_id if tokenizer else None,
+        "here": stop_tokens(target),
     }
     found = {}
     for file, ids in files.items():
@@ -108,7 +113,8 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         *(("ends an answer", f"{file}: {', '.join(ids) or 'none'}") for file, ids in ends.items()),
     ]
     if len(set(map(tuple, ends.values()))) > 1:
-        rows.append(("ends an answer", "they differ: an engine stops where its own source says"))
+        rows.append(("ends an answer", "they differ, and an engine may stop elsewhere"))
+    rows.append(("engines apply", ", ".join(found["engines apply"]) or "nothing by default"))
     template = found["template"] or {"": "none; prompts.template=none"}
     rows += [("chat template", f"{about}: {fate}" if about else fate) for about, fate in template.items()]
     rows += [

@@ -49,6 +49,7 @@ def traits(chat: Chat) -> dict[str, str]:
         "tool calls": _fate(with_tools, [QUESTION, CALL, RESULT], of="call"),
         "reasoning": _reasoning(render),
         "prompt ends with": _prompt(render),
+        "answer is followed by": _behind(render),
     }
 
 
@@ -83,6 +84,12 @@ def _reasoning(render: TemplateRenderer) -> str:
     last = _fate(render, [QUESTION, inside], prompt=False)
     earlier = _fate(render, [QUESTION, inside, QUESTION, ANSWER], prompt=False)
     return f"no key is read; a think block in an answer: of the last one {last}, of earlier ones {earlier}"
+
+
+def _behind(render: TemplateRenderer) -> str:
+    """What stands behind an answer at the end of a conversation."""
+    text = _text(render, [QUESTION, {"role": "assistant", "content": MARK}], prompt=False)
+    return REFUSED if text is None else repr(text.rpartition(MARK)[2])
 
 
 def _prompt(render: TemplateRenderer) -> str:

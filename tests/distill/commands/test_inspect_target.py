@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from workbench import foredraft, make_target
 
-from decode.model.files.account import say_once
+from decode.model.files.account import Account, say_once
+from decode.model.gguf import converted
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +65,9 @@ def test_the_bundled_target_is_told_on_one_screen():
         "system prompt: kept",
         "tools: dropped",
         "prompt ends with: '<|assistant|>'",
+        "answer is followed by: '<|end|>'",
+        "engines apply           nothing by default",
+        "here: '<|end|>' (3)",
         "decode: yes",
     ):
         assert line in out
@@ -73,6 +77,7 @@ def test_a_llama3_folder(llama3, tmp_path):
     done = shown(f"target={llama3}", f"out={tmp_path / 'found.json'}")
     assert "temperature=0.6 and 1 more: engines apply it by default" in done.out
     assert "'<|eot_id|>'" in done.out
+    assert "engines apply           temperature=0.6, top_p=0.9\n" in done.out
     assert "they differ" in done.out  # the tokenizer names one end, the files two
     for line in ("tools: kept", "tool calls: kept", "system prompt: kept"):
         assert line in done.out
@@ -135,3 +140,16 @@ def test_a_template_that_refuses_is_told(tmp_path):
     out = shown(f"target={gemma}").out
     assert "system prompt: refused" in out
     assert "tool calls: refused" in out
+
+
+def test_the_account_of_a_converted_file_is_shown(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    folder, _ = converted(path)
+    note = folder / "gguf.json"
+    account = Account("GGUF")
+    account.count("keys", 20)
+    account.remark("what nothing reads", ["x.y"])
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"account": account.as_json()}))
+    out = shown(f"target={path}").out
+    assert "GGUF: 20 keys read" in out
+    assert "not read: x.y: what nothing reads" in out

@@ -130,7 +130,10 @@ def _add_keys(account: Account, config: PreTrainedConfig, raw: Mapping[str, Any]
         "the class replaced the value by another", [f"{prefix}{key}" for key in known if key in taken]
     )
     reasons = {
-        "a record of how the model was made, with which nothing is computed": lambda key: key in RECORDS,
+        "a record of how the model was made, with which nothing is computed": (
+            lambda key: key in RECORDS or key.startswith("_")
+        ),
+        "the id of a token that the tokenizer names": lambda key: key.endswith("_token_id"),
         "null": lambda key: raw[key] is None,
         "an option of generation, which is chosen by this program's options": (
             lambda key: key in GENERATION_KEYS

@@ -42,7 +42,7 @@ def refused(folder, reason):
 def test_an_ordinary_configuration_needs_no_word(llama, capsys):
     assert said(llama, capsys) == []
     old = {"torch_dtype": "float32", "rope_theta": 10_000.0, "rope_parameters": "gone", "rope_scaling": None}
-    assert said(change(llama, **old, temperature=0.7, unsloth_fixed=True), capsys) == []
+    assert said(change(llama, **old, temperature=0.7, unsloth_fixed=True, unk_token_id=3), capsys) == []
 
 
 def test_keys_that_the_class_does_not_know_are_named_with_how_many(llama, capsys):
