@@ -12,9 +12,11 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from ggufs import F32, converter_factors, tiny_llama, words, write_gguf
 from llama_server import EXACT_DRAFT, Answer, ask, convert, served
 from transformers import LlamaConfig, LlamaForCausalLM
 from workbench import QUICK, ROOT, train, write_prompts
@@ -22,7 +24,7 @@ from workbench import QUICK, ROOT, train, write_prompts
 from decode.generation.generate import generate
 from decode.generation.types import Output
 from decode.model import gguf
-from decode.model.load import TOKENIZER_FILES, load_target, load_tokenizer
+from decode.model.load import TOKENIZER_FILES, load_model, load_target, load_tokenizer
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.prompts.chat_template import Chat
@@ -199,6 +201,28 @@ def test_smollm2_is_drafted_for_there_as_here(llama_cpp, smollm2_run, engine_row
     drafted, accepted = (sum(column) for column in zip(*here, strict=True))
     share = sum(kept for _, kept in there) / sum(offered for offered, _ in there)
     assert abs(share - accepted / drafted) < 0.02
+
+
+@pytest.mark.parametrize("scaling", ["llama3", "yarn", "linear"])
+def test_a_file_with_scaled_positions_is_the_same_model_there_and_here(llama_cpp, tmp_path, scaling):
+    shape = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    keys: dict[str, Any] = {"tokenizer.ggml.eot_token_id": 0}  # llama.cpp takes it for an end by its text
+    tensors = {}
+    if scaling == "llama3":
+        tensors["rope_freqs.weight"] = converter_factors(8.0, 1.0, 4.0, 128, 10000.0, 64)
+    else:
+        keys |= {"llama.rope.scaling.type": scaling, "llama.rope.scaling.factor": 4.0}
+        keys |= {"llama.rope.scaling.original_context_length": 64} if scaling == "yarn" else {}
+    model = tiny_llama(**shape, max_position_embeddings=1024)
+    path = write_gguf(tmp_path / "m.gguf", model, F32, keys=keys, tensors=tensors)
+    loaded = load_model(str(path)).eval()
+    torch.manual_seed(0)
+    prompts = torch.randint(3, len(words()), (6, 300))
+    with served(llama_cpp, path) as url:
+        there = [ask(url, prompt, TOKENS).tokens for prompt in prompts.tolist()]
+    steps = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}  # past every end
+    here = [loaded.generate(prompt[None], **steps)[0, 300:].tolist() for prompt in prompts]
+    assert there == here
 
 
 def test_a_tokenizer_that_the_converter_does_not_know_is_refused_before_any_work(llama_cpp, tmp_path):
