@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from decode.errors import UserError
 from decode.hardware import cache_folder, locked
-from decode.model.files.account import Account, say_once
+from decode.model.files.account import Account, tell
 from decode.model.files.gguf.model import Read, read_model, save_model
 
 SUFFIX = ".gguf"
@@ -87,8 +87,7 @@ def converted(path: Path, what: str = "target") -> tuple[Path, str]:
         with locked(folder.with_suffix(".lock")):
             if not folder.is_dir():
                 _convert(path, folder, what, sha)
-    for line in account_of(folder).remarks():
-        say_once(f"{what}={path}: {line}")
+    tell(account_of(folder), f"{what}={path}")
     return folder, sha
 
 

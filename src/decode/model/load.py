@@ -45,7 +45,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-GGUF_NOTE = "gguf.json"
 # Files of a tokenizer; none of them is code.
 TOKENIZER_FILES = (
     "tokenizer*.json",
@@ -145,9 +144,9 @@ def accounts_of_files(
     """Accounts of a target's files without weights, for a reader; arguments as in `load_config`."""
     config, account, files = _read_config(name, revision, trust_remote_code)
     rows = config.get_text_config().vocab_size
-    note = files.read(GGUF_NOTE).get("account")  # of the file that was converted
+    converted = [gguf.account_of(Path(files.source))] if gguf.find(name) else []
     return [
-        *([Account.from_json(note)] if note else []),
+        *converted,
         account,
         *([account_of_tokenizer(tokenizer, files)] if tokenizer else []),
         account_of_generation(files.read(GENERATION), rows),

@@ -15,6 +15,7 @@ from decode.model.target import Target
 from distill.commands.template_traits import traits
 from distill.config.build import build_target, quiet, read_chat
 from distill.options import InspectTargetOptions, TargetOptions
+from distill.prompts.chat_template import Chat
 from distill.utils.atomic_files import write_json
 from distill.utils.paths import bundled
 from distill.utils.redact import printable
@@ -63,7 +64,7 @@ def look(options: TargetOptions, template_options: Any = None) -> dict[str, Any]
         "sizes": _sizes(target),
         "files": [account.as_json() for account in accounts],
         "no tokenizer": missing,
-        "ends": _ends(target, config, tokenizer),
+        "ends": _ends(target, config, chat),
         "engines apply": changing(files.read(GENERATION), SAMPLING | PROCESSORS),
         "template": traits(chat) if chat and template == "chat" else {},
         "able": {"train": able.train, "replay": able.replay, "decode": able.decode},
@@ -85,19 +86,23 @@ def _sizes(target: Target) -> dict[str, Any]:
     }
 
 
-def _ends(target: Target, config: Any, tokenizer: Any) -> dict[str, list[str]]:
+def _ends(target: Target, config: Any, chat: Chat | None) -> dict[str, list[str]]:
     """Tokens that end an answer, by who says so, as text with their ids."""
-    files: Mapping[str, Any] = {
+    named = stop_tokens(target)
+    found = chat.ends(named, target.vocab_size) if chat else None
+    sources: Mapping[str, Any] = {
         "generation_config.json": getattr(target.model.generation_config, "eos_token_id", None),
         "config.json": config.get_text_config().eos_token_id,
-        "tokenizer": tokenizer.eos_token_id if tokenizer else None,
-        "here": stop_tokens(target),
+        "tokenizer": found.tokenizer if found else (),
+        "chat template": found.template if found else (),
+        "here": found.ids if found else named,
     }
-    found = {}
-    for file, ids in files.items():
-        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        found[file] = [f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" if tokenizer else str(i) for i in ids]
-    return found
+    return {source: _named_tokens(ids, chat) for source, ids in sources.items()}
+
+
+def _named_tokens(ids: Any, chat: Chat | None) -> list[str]:
+    ids = [ids] if isinstance(ids, int) else ids or []
+    return [f"{chat.tokenizer.convert_ids_to_tokens(i)!r} ({i})" if chat else str(i) for i in ids]
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
@@ -112,7 +117,8 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         *([("files", f"tokenizer: {found['no tokenizer']}")] if found["no tokenizer"] else []),
         *(("ends an answer", f"{file}: {', '.join(ids) or 'none'}") for file, ids in ends.items()),
     ]
-    if len(set(map(tuple, ends.values()))) > 1:
+    said = {frozenset(ids) for source, ids in ends.items() if ids or source == "generation_config.json"}
+    if len(said) > 1:
         rows.append(("ends an answer", "they differ, and an engine may stop elsewhere"))
     rows.append(("engines apply", ", ".join(found["engines apply"]) or "nothing by default"))
     template = found["template"] or {"": "none; prompts.template=none"}

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from decode.errors import UserError
-from distill.prompts.chat_template import Chat, TemplateRenderer
+from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Message
+from distill.prompts.templates.faults import REASONING
+from distill.prompts.templates.renderer import TemplateRenderer
 
 MARK = "\u2407"
 QUESTION: Message = {"role": "user", "content": "?"}
@@ -29,7 +31,6 @@ CALL: Message = {
     ],
 }
 RESULT: Message = {"role": "tool", "name": MARK, "tool_call_id": "abcdefghi", "content": "."}
-REASONING = ("reasoning_content", "reasoning", "thinking")
 OPEN_THOUGHT = re.compile(r"<(\w*(?:think|reason)\w*)>|\[(THINK)\]", re.IGNORECASE)
 KEPT, DROPPED, REFUSED = "kept", "dropped", "refused"
 
@@ -40,9 +41,9 @@ def traits(chat: Chat) -> dict[str, str]:
     Args:
         chat: with a template.
     """
-    render = TemplateRenderer(chat)
+    render = chat.renderer()
     system: Message = {"role": "system", "content": MARK}
-    with_tools = TemplateRenderer(chat, [TOOL])
+    with_tools = chat.renderer([TOOL])
     return {
         "system prompt": _fate(render, [system, QUESTION]),
         "tools": _fate(with_tools, [QUESTION]),
@@ -54,12 +55,10 @@ def traits(chat: Chat) -> dict[str, str]:
 
 
 def _text(render: TemplateRenderer, messages: Sequence[Message], prompt: bool) -> str | None:
-    """A rendering; None where the template refuses it, in whatever way."""
+    """A rendering; None where the template refuses it."""
     try:
         return render.text(messages, prompt=prompt)
     except UserError:
-        return None
-    except Exception:  # templates of strangers may raise anything
         return None
 
 

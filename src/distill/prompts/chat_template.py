@@ -169,7 +169,7 @@ class Chat:
         eos: Any = self.tokenizer.eos_token_id
         written: list[int] = []
         if self.template == "chat":
-            found = (template_ends(self._renderer(form=form)) for form in FORMS)
+            found = (template_ends(self.renderer(form=form)) for form in FORMS)
             written = next((ends for ends in found if ends), [])
         own = [] if eos is None else [eos]
         sources = ([token for token in ends if token < vocabulary] for ends in (generation, own, written))
@@ -181,9 +181,10 @@ class Chat:
 
     # -- rendering -------------------------------------------------------------------------------
 
-    def _renderer(
+    def renderer(
         self, tools: Tools = (), form: Form = FORMS[0], options: Mapping[str, Any] | None = None
     ) -> TemplateRenderer:
+        """Renders with these tools, this form of messages, and these options besides the template's."""
         assert self.rendering, "without a template nothing is rendered"
         return TemplateRenderer(self.rendering.having(options or {}), tools, form, self.added)
 
@@ -204,7 +205,7 @@ class Chat:
         for form in FORMS:
             if form.changes(messages):
                 try:
-                    return work(self._renderer(tools, form, options), messages)
+                    return work(self.renderer(tools, form, options), messages)
                 except UserError as error:
                     refusals.append(error)
         raise max(refusals, key=_progress) from None
@@ -231,7 +232,7 @@ class Chat:
             raise
 
     def _thinking_options(self, tools: Tools) -> Iterator[dict[str, bool]]:
-        for name in sorted(set(THINKS.findall(self._renderer(tools).template))):
+        for name in sorted(set(THINKS.findall(self.renderer(tools).template))):
             yield from ({name: value} for value in (True, False) if self.options.get(name) is not value)
 
     def _ids(self, text: str) -> list[int]:
@@ -240,7 +241,7 @@ class Chat:
 
     def _with_known_roles(self, messages: Sequence[Message], tools: Tools) -> Sequence[Message]:
         """The messages, those of a developer as the system's where the template knows no developer."""
-        if all(m["role"] != "developer" for m in messages) or "developer" in self._renderer(tools).template:
+        if all(m["role"] != "developer" for m in messages) or "developer" in self.renderer(tools).template:
             return messages
         if not self._told:
             say("prompts: the chat template knows no developer; such messages are rendered as the system's")
