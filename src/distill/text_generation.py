@@ -43,14 +43,16 @@ class Model:
         That one is made once, and again where weights of the target or the drafter have changed.
         """
         made = self._verifiers.get(drafter)
-        if made is None and (verifier := drafter.verifier(self.target)) is self.target:
+        verifier = made[1] if made else drafter.verifier(self.target)
+        if verifier is self.target:
             return verifier
         notice_changes()
         weights = chain(self.target.model.parameters(), drafter.parameters())
         state = [weight_state(weight) for weight in weights]
-        if made is None or made[0] != state:  # merging a LoRA copies the decoder layers
-            made = self._verifiers[drafter] = state, drafter.verifier(self.target)
-        return made[1]
+        if made and made[0] != state:  # merging a LoRA copies the decoder layers
+            verifier = drafter.verifier(self.target)
+        self._verifiers[drafter] = state, verifier
+        return verifier
 
     def encode(self, prompt: str | Message | Messages) -> list[int]:
         """Token ids of a user's text, a message, or a conversation ({"role": ..., "content": ...}).

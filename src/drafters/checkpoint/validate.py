@@ -81,7 +81,10 @@ def check_bounds(settings: Mapping[str, Any], target: Target) -> None:
         UserError: one is negative, or more than the target can have a use for.
     """
     context = max(target.max_positions or 0, MIN_PLACES)
-    most = MOST | dict.fromkeys(PLACES, context) | dict.fromkeys(TOKEN_IDS, target.vocab_size - 1)
+    own = settings.get("config")  # of a drafter that is a whole model: its mask may be a token of its own
+    size = own.get("vocab_size") if isinstance(own, Mapping) else None
+    tokens = max(target.vocab_size, size if isinstance(size, int) else 0)
+    most = MOST | dict.fromkeys(PLACES, context) | dict.fromkeys(TOKEN_IDS, tokens - 1)
     for name, value in settings.items():
         if isinstance(value, Mapping) and name != "config":  # transformers', where -1 is a token that is none
             check_bounds(value, target)

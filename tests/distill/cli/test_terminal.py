@@ -96,7 +96,7 @@ def test_an_error_is_one_unpainted_line_below_bars_that_are_gone():
                 shown.update()
                 raise UserError("wrong; mend it")
 
-        sys.argv = ["x", "hydra.run.dir=."]
+        sys.argv = ["x", "prompt=hi", "hydra.run.dir=."]
         with suppress(SystemExit):
             main(job, CONF, "generate")
 

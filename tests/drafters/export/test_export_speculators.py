@@ -323,7 +323,7 @@ REFUSED = {
         lambda c, tensors: tensors.update({"lm_head.weight": torch.zeros(V, 16)}),
         "lm_head.weight is its own",
     ),
-    "a block without end": ("dflash", put(block_size=2**20), "depth=1048575 must be from 1 to"),
+    "a block without end": ("dflash", put(block_size=2**20), "depth=1048575: must be from 0 to"),
     "a mask that is no token": ("dflash", put(mask_token_id=V), "its mask is token 40"),
     "another projector": (
         "dflash of its authors",
