@@ -70,7 +70,7 @@ class CausalLM:
 
     @property
     def lock(self) -> RLock:
-        """Held by whoever runs the model: it has one cache, and its layers one set of hooks.
+        """Held by the thread that runs the model: it has one cache, and its layers one set of hooks.
 
         All objects made of one model share it. It can be taken again by the thread that has it.
         """

@@ -1,7 +1,7 @@
 """Checks what can be done with a model class: train for it, replay acceptance, decode it losslessly.
 
 The probe builds a small random copy of the model (same class, a layer of each kind, fp32). Windows, blocks
-and whatever else its configuration counts in tokens are shortened there, so that the probe's texts pass them
+and all else that its configuration counts in tokens are shortened there, so that the probe's texts pass them
 three times. For decoding it compares two rows of different lengths, a five-node tree, a cache compaction and
 the next token with plain forward passes. A model that ignores masks or positions, or whose state cannot be
 rolled back, fails here. For such a model it compares padded texts, and the model's own cache, with texts that

@@ -1,6 +1,6 @@
 """How threads of OpenMP wait for one another: passively, unless the user says otherwise.
 
-By default they spin at every barrier. Beside other processes that takes the cores from those that work: with
+By default they spin at every barrier. Next to other processes that takes the cores from those that work: with
 two threads and two busy processes rollouts take several times as long. Passive threads sleep instead, which
 costs little on a machine of one's own. The variables are read once, when torch loads its library.
 """

@@ -20,7 +20,7 @@ OS_ERROR = re.compile(r"\(os error (\d+)\)")  # as Rust's standard library write
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the file or folder that could not be written, whoever writes it.
+    """Name the file or folder that could not be written, for every writer.
 
     Raises:
         OSError: from the block, with this name where it had none (pyarrow's have none), and for errors of the
@@ -52,7 +52,7 @@ def _code(error: Exception, path: Path) -> int | None:
 
 @contextmanager
 def publish(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, for a file or a folder; on success sync it and rename it.
+    """Yield a temporary path next to `path`, for a file or a folder; on success sync it and rename it.
 
     Raises:
         OSError: from the block; see `writing`.

@@ -8,7 +8,7 @@ A datastore is a folder named by a hash of its texts and of the tokenizer, in th
     order.bin     (n,) uint32, little-endian: all places, sorted by the `DEPTH` tokens from each place on
 
 Processes that open it share its pages. `distill.datastore` makes it. Files are recognised by samples, so
-damage elsewhere can remain: it leads to other drafts, which are verified like any, and to tokens alone.
+damage elsewhere can remain: it leads to other drafts, which are verified like any, and only to tokens.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Datastore:
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(
                 f"{folder}: damaged datastore ({error or type(error).__name__}); remove it, and a run with "
-                "drafter.store=<its texts> makes it anew"
+                "drafter.store=<its texts> makes it again"
             ) from None
         if size != vocab_size:
             raise UserError(f"{folder}: its texts are tokens of a vocabulary of {size}, not of {vocab_size}")
@@ -170,5 +170,5 @@ class _Mapped:
         if (size := os.fstat(self._file.fileno()).st_size) < self._size:
             raise UserError(
                 f"{self.path}: cut off while it was read, {size} of {self._size} bytes are left; remove "
-                f"{self.path.parent}, and a run with drafter.store=<its texts> makes it anew"
+                f"{self.path.parent}, and a run with drafter.store=<its texts> makes it again"
             )

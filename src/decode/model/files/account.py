@@ -85,7 +85,7 @@ class Account:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, for a file beside the model; see `from_json`."""
+        """Plain values, for a file in the folder of the model; see `from_json`."""
         return asdict(self)
 
     @classmethod

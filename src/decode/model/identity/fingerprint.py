@@ -21,7 +21,7 @@ from decode.errors import UserError
 from decode.kernels.checksum import has_values, value_checksum
 from decode.model.identity.weight_files import VALUES, WeightFiles
 
-PREFIX = "all-"  # of fingerprints that count every element; older versions wrote 16 digits of samples alone
+PREFIX = "all-"  # of fingerprints that count every element; older versions wrote 16 digits of samples
 VALUE = "value"  # kind of what counts by its values
 # Fields of configurations: names, and what is said elsewhere (end tokens, dtype) or seen in the weights.
 NO_COMPUTATION = {
@@ -62,7 +62,7 @@ def check_current(name: str, what: str) -> None:
     """
     if not name.startswith(PREFIX):
         raise UserError(
-            f"{what}: an older version made it, whose fingerprint saw a few rows of the weights alone; "
+            f"{what}: an older version made it, whose fingerprint saw a few rows of the weights; "
             "make it again with this version"
         )
 
@@ -105,7 +105,7 @@ def module_fingerprint(module: nn.Module) -> str:
 
 
 def config_hash(config: Any) -> str:
-    """Hash of what a configuration says of the computation, beside the weights.
+    """Hash of what a configuration says of the computation, without the weights.
 
     Fields with the defaults of their class do not count, so that those which a later version of transformers
     adds leave it as it is.

@@ -298,7 +298,7 @@ def _call(call: Any, unread: set[str], columnar: bool) -> dict[str, Any]:
     call = parse_json(call)
     outer = Fields(call if isinstance(call, Mapping) else {}, ignored=("index",))
     if (kind := outer.get("type")) not in (None, "function"):
-        raise UserError(f"'tool_calls' has a call of type {kind!r}; chat templates write functions alone")
+        raise UserError(f"'tool_calls' has a call of type {kind!r}; chat templates write functions only")
     function = outer.get("function")
     inner = Fields(function) if isinstance(function, Mapping) else outer  # also {name, arguments} by itself
     name, number = inner.get("name"), outer.get("id")

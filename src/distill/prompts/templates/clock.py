@@ -95,7 +95,7 @@ def coarsest(moment: datetime, forms: set[str]) -> datetime:
 
 
 def parse(moment: str) -> datetime:
-    """A moment that somebody wrote.
+    """A moment as an option gives it.
 
     Raises:
         UserError: it is none.

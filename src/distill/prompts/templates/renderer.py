@@ -150,7 +150,7 @@ class TemplateRenderer:
         """
         text = self.rendering.text(self.form.apply(messages), self.tools, prompt)
         if self.form.printed(messages, text):
-            raise RefusedByTemplateError("target: its chat template knows contents as text alone")
+            raise RefusedByTemplateError("target: its chat template reads contents only as text")
         return text
 
     def generation_spans(self, messages: Sequence[Message]) -> list[Span] | None:
