@@ -155,9 +155,16 @@ class Chat:
         return self._ids(before), self._ids(after)
 
     def _plain_ids(self, text: str) -> list[int]:
-        """Token ids of a text without a template; one that brings its own beginning token has one."""
+        """Token ids of a text without a template, behind which an answer begins.
+
+        One that brings its own beginning token has one. Tokens that the tokenizer puts behind a text are left
+        out: some end every text with an end token.
+        """
         ids, first = self.tokenizer.encode(text), self.tokenizer.bos_token_id
-        return ids[1:] if first is not None and ids[:2] == [first, first] else ids
+        if first is not None and ids[:2] == [first, first]:
+            ids = ids[1:]
+        own = self.tokenizer.encode(text, add_special_tokens=False)
+        return _without_tail(ids, own)
 
     def ends(self, generation: Sequence[int], vocabulary: int) -> Ends:
         """What ends an answer.
@@ -271,6 +278,13 @@ def _checked(render: TemplateRenderer, messages: Sequence[Message], prompt: bool
     if fault := fault_in_prompt(messages, text):
         raise IncompletePromptError(f"target: its chat template {fault}")
     return text
+
+
+def _without_tail(ids: list[int], own: list[int]) -> list[int]:
+    """Ids up to where those of the text itself end; all of them where the text is not in them as it is."""
+    starts = (i for i in range(len(ids) - len(own) + 1) if own and ids[i : i + len(own)] == own)
+    start = next(starts, None)
+    return ids if start is None else ids[: start + len(own)]
 
 
 def _text_of(message: Message) -> str:

@@ -217,6 +217,22 @@ def test_plain_text_has_no_room_for_calls_and_reasoning(message, tools, said):
         chat.encode_answered([*asked(0)["messages"], message], tools)
 
 
+def test_a_plain_prompt_has_no_end_behind_it():
+    tokenizer = build_tokenizer(FAMILIES["llama3"])
+    special = [
+        (str(token), int(tokenizer.convert_tokens_to_ids(token)))
+        for token in (tokenizer.bos_token, tokenizer.eos_token)
+    ]
+    (first, number), (last, _) = special
+    adds = TemplateProcessing(single=f"{first} $A {last}", special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = adds
+    chat = Chat(tokenizer, "none")
+    for text in ("hi", last, f"hi{last}", f"{last}hi"):
+        own = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.encode(text) != [number, *own], "the tokenizer ends every text"
+        assert chat.encode([{"role": "user", "content": text}]) == [number, *own]
+
+
 def test_a_plain_text_has_one_beginning():
     tokenizer = build_tokenizer(FAMILIES["llama3"])
     first, number = str(tokenizer.bos_token), int(tokenizer.bos_token_id)  # pyright: ignore[reportArgumentType]
