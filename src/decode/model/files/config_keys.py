@@ -232,13 +232,14 @@ class _Lines(logging.Handler):
 def rope_warnings() -> Iterator[list[str]]:
     """Catch what transformers says about parameters of positions, which else is printed or silenced."""
     log, handler = logging.getLogger(ROPE_LOG), _Lines()
-    level, propagate = log.level, log.propagate
+    level, propagate, disabled = log.level, log.propagate, log.disabled
     log.setLevel(logging.WARNING)
-    log.propagate = False
+    # Hydra's configuration of logs disables those that are there.
+    log.propagate, log.disabled = False, False
     log.addHandler(handler)
     try:
         yield handler.lines
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
-        log.propagate = propagate
+        log.propagate, log.disabled = propagate, disabled
