@@ -99,8 +99,12 @@ def hidden(text: str) -> str:
 
 
 def _of_environment() -> list[str]:
-    """Values of variables whose names say that they are secrets, the longest first."""
-    found = {v for name, v in os.environ.items() if len(v) >= LEAST and SECRET.search(name)}
+    """Values of variables whose names say that they are secrets, the longest first.
+
+    What is there as a file or folder is none: PWD, or a file of credentials.
+    """
+    named = {v for name, v in os.environ.items() if len(v) >= LEAST and SECRET.search(name)}
+    found = {value for value in named if not os.path.exists(value)}  # noqa: PTH110, which raises for long texts
     return sorted(found, key=len, reverse=True)
 
 

@@ -98,6 +98,16 @@ def test_what_reads_the_environment_is_hidden_by_structure():
     assert without_secrets(keep) == keep
 
 
+def test_a_path_of_the_environment_is_no_secret(monkeypatch, tmp_path):
+    (tmp_path / "google.json").touch()
+    monkeypatch.setenv("PWD", str(tmp_path))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "google.json"))
+    monkeypatch.setenv("MY_SERVICE_KEY", "/wJalrXUtnFEMI/K7MDENG")
+    text = f"wandb sync {tmp_path}/outputs; see {tmp_path}/google.json"
+    assert hidden(text) == text
+    assert hidden("a /wJalrXUtnFEMI/K7MDENG b") == f"a {HIDDEN} b"
+
+
 def test_a_value_of_the_environment_is_hidden_wherever_it_stands(monkeypatch):
     monkeypatch.setenv("MY_SERVICE_KEY", "of-no-known-form")
     monkeypatch.setenv("SHORT_TOKEN", "a")
