@@ -117,9 +117,10 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         *([("files", f"tokenizer: {found['no tokenizer']}")] if found["no tokenizer"] else []),
         *(("ends an answer", f"{file}: {', '.join(ids) or 'none'}") for file, ids in ends.items()),
     ]
-    said = {frozenset(ids) for source, ids in ends.items() if ids or source == "generation_config.json"}
-    if len(said) > 1:
-        rows.append(("ends an answer", "they differ, and an engine may stop elsewhere"))
+    if missing := [token for token in ends["here"] if token not in ends["generation_config.json"]]:
+        rows.append(
+            ("ends an answer", f"an engine that reads only generation_config.json writes past {missing[0]}")
+        )
     rows.append(("engines apply", ", ".join(found["engines apply"]) or "nothing by default"))
     template = found["template"] or {"": "none; prompts.template=none"}
     rows += [("chat template", f"{about}: {fate}" if about else fate) for about, fate in template.items()]

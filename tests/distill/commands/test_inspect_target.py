@@ -78,7 +78,7 @@ def test_a_llama3_folder(llama3, tmp_path):
     assert "temperature=0.6 and 1 more: engines apply it by default" in done.out
     assert "'<|eot_id|>'" in done.out
     assert "engines apply           temperature=0.6, top_p=0.9\n" in done.out
-    assert "they differ" in done.out  # the tokenizer names one end, the files two
+    assert "writes past" not in done.out  # the files name every end that is written, and one more
     for line in ("tools: kept", "tool calls: kept", "system prompt: kept"):
         assert line in done.out
     assert r"prompt ends with: '<|start_header_id|>assistant<|end_header_id|>\n\n'" in done.out
@@ -86,6 +86,14 @@ def test_a_llama3_folder(llama3, tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["sizes"]["layers"] == 2
     assert found["able"] == {"train": "", "replay": "", "decode": ""}
+
+
+def test_an_end_that_the_files_do_not_name_is_told(llama3):
+    file = llama3 / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": 262}))
+    out = shown(f"target={llama3}").out
+    assert "chat template: '<|eot_id|>' (265)" in out
+    assert "only generation_config.json writes past '<|eot_id|>' (265)" in " ".join(out.split())
 
 
 def test_a_folder_with_an_adapter_is_refused_in_one_line(llama3):
