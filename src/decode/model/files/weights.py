@@ -28,6 +28,7 @@ OTHER_TASKS = re.compile(
     r"^(?:v_head|value_head|score|classifier|qa_outputs|cls\.seq_relationship|(?:\w+\.)?pooler)\."
 )
 ENGINE_SCALES = re.compile(r"\.(?:[qkv]_scale|[qkv]_zero_point|input_scale|output_scale)$")
+SCALE = re.compile(r"(?:\.weight)?[._]scales?(?:_\w+)?$")  # behind the name of what it scales
 CLOSE = 1e-2  # relative: old files keep angles in half precision
 MASKED = -1e3  # what old classes stored for masked scores is below
 
@@ -71,8 +72,8 @@ def add_tensors(
             account.refuse("two tensors for one weight, with different values", [label])
     _check_tied(account, model, found, places)
     if method in DEQUANTISED:
-        small = [name for name, place in places.items() if place in state and _is_small(state[place])]
-        account.refuse("left in 8 bits, for want of their scales", small)
+        left = [name for name, place in places.items() if place in state and _is_small(state[place])]
+        account.refuse("in 8 bits, without their scales", dict.fromkeys([*left, *_without_scales(found)]))
     if not method:
         account.refuse(
             "stored as integers or in 8 bits, and config.json has no quantization_config with their scales",
@@ -84,6 +85,16 @@ def add_tensors(
                 and found[name].dtype[:2] not in _FLOATS
             ],
         )
+
+
+def _without_scales(found: Mapping[str, Stored]) -> list[str]:
+    """Weights in 8 bits without a scale in the files; some versions of transformers read them as they are."""
+    scaled = {SCALE.sub("", name) for name in found if SCALE.search(name)}
+    return [
+        name
+        for name, stored in found.items()
+        if stored.dtype in ("F8_E4M3", "F8_E5M2") and name.removesuffix(".weight") not in scaled
+    ]
 
 
 def add_outer_names(
