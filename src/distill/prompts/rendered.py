@@ -11,13 +11,30 @@ from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Message, Prompt
 
 OPTIONAL = re.compile("think|reason")  # tokens that a text may have: reasoning stands between them
+# Beginnings of whole conversations in the formats of other templates, up to where an answer begins.
+FORMATS = (
+    r"<\|im_start\|>.*<\|im_start\|>\s*assistant",
+    r"<\|start_header_id\|>.*<\|start_header_id\|>\s*assistant",
+    r"<start_of_turn>.*<start_of_turn>\s*model",
+    r"<\|(?:user|system)\|>.*<\|assistant\|>",
+    r"\[INST\].*\[/INST\]",
+    r"(?:Below is an instruction\b.*)?### Instruction:.*### Response:",
+    r"### (?:Human|User):.*### Assistant:",
+    r"(?:A chat between\b.*)?USER:.*\bASSISTANT:",
+    r"Human:.*\n\s*Assistant:",
+)
+BEGUN = re.compile(rf"(?:<s>|<bos>|<\|begin_of_text\|>)?\s*(?:{'|'.join(FORMATS)})", re.DOTALL)
+ANSWERS = (
+    rb"assistant|Assistant:|ASSISTANT:|<start_of_turn>|\[/INST\]|### Response:"  # one is in each of them
+)
 
 
 class RenderedTexts:
     """Finds texts with the tokens that a chat template writes around a user's message.
 
     Such a token inside a text reads as the template's own. The tokens that begin and end a whole text
-    (`<s>` is also HTML) count at its beginning and its end alone.
+    (`<s>` is also HTML) count only at its beginning and its end. A user's text that begins as a conversation
+    in the format of another template counts, too.
 
     Args:
         chat: whose template; without one nothing is found.
@@ -35,7 +52,9 @@ class RenderedTexts:
         self.marks = marks if len(marks) == 2 and all(re.search(r"[<\[|]", mark) for mark in marks) else []
         tokens = filter(None, (*self.inside, *self.marks[:1], self.first, self.last))
         quick = [json.dumps(token, ensure_ascii=False)[1:-1] for token in tokens]  # as prompts are packed
-        self.quick = re.compile("|".join(map(re.escape, quick)).encode() or b"(?!)")
+        self.rendered = bool(before + after)
+        known = [re.escape(token).encode() for token in quick]
+        self.quick = re.compile(b"|".join([*known, ANSWERS]) if self.rendered else b"(?!)")
 
     def fault(self, prompt: Prompt) -> str:
         """Why a prompt cannot be rendered; empty if it can."""
@@ -50,6 +69,11 @@ class RenderedTexts:
                         f"message {number} ({message['role']}): a text that is rendered already: {token} "
                         "belongs to the chat template; leave it out, or set prompts.template=none"
                     )
+            if self.rendered and message["role"] == "user" and BEGUN.match(message["content"].strip()):
+                return (
+                    f"message {number} (user): a conversation that is rendered already, in another format "
+                    "than the chat template's; give it as messages, or set prompts.template=none"
+                )
         return ""
 
     def _found(self, text: str) -> str:

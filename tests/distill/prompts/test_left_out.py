@@ -197,6 +197,39 @@ def test_a_text_with_the_templates_own_tokens_is_found(family, text, token):
     assert (f"rendered already: {token} " in found) if token else not found
 
 
+OTHERS = [
+    "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+    "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant",
+    "<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n",
+    "<|user|>\nhi</s>\n<|assistant|>\n",
+    "<s>[INST] hi [/INST] hello </s>",
+    "Below is an instruction that describes a task.\n\n### Instruction:\nhi\n\n### Response:\nhello",
+    "### Human: hi### Assistant: hello",
+    "A chat between a curious user and an assistant. USER: hi ASSISTANT: hello",
+    "\n\nHuman: hi\n\nAssistant:",
+]
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_a_conversation_in_the_format_of_another_template_is_found(text):
+    found = RenderedTexts(Chat(make_tokenizer("{{ messages[0].content }}\nAnswer:")))
+    assert "rendered already" in found.fault(Prompt.of("1", [{"role": "user", "content": text}]))
+
+
+@pytest.mark.parametrize("text", [text for text in OTHERS if "<|user|>" not in text])  # the tokenizer's own
+def test_a_conversation_that_is_quoted_is_a_text(text):
+    found = RenderedTexts(Chat(make_tokenizer("{{ messages[0].content }}\nAnswer:")))
+    quoted = [{"role": "user", "content": f"What does this mean?\n{text}"}]
+    assert not found.fault(Prompt.of("1", quoted))
+    assert not found.fault(Prompt.of("1", [{"role": "system", "content": text}, *quoted]))
+
+
+def test_a_text_that_only_begins_like_a_format_is_fine():
+    found = RenderedTexts(Chat(make_tokenizer("{{ messages[0].content }}\nAnswer:")))
+    for text in ("Human: what is it?", "### Instruction: say hi", "USER: me", "an assistant: who?", "[INST]"):
+        assert not found.fault(Prompt.of("1", [{"role": "user", "content": text}]))
+
+
 def test_without_a_template_every_text_is_fine():
     chat = Chat(tokenizer_of("chatml"), "none")
     text = "<|im_start|>user\nhi<|im_end|>"
