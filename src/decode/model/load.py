@@ -282,15 +282,7 @@ def load_model(
         raise UserError(f"{what}={name}: {how}{kind}{_first_line(error)}") from None
     model, info = loaded
     if method and method not in DEQUANTISED:
-        try:
-            model = model.dequantize()
-        except NotImplementedError:
-            pass  # read through its own modules where transformers cannot
-        except Exception as error:  # packages of quantisation may raise anything
-            raise UserError(
-                f"{what}={name}: quantised with {method}, which cannot be read here "
-                f"({_first_line(error)}); use the unquantised weights"
-            ) from None
+        model = _dequantised(model, f"{what}={name}: quantised with {method}")
     # transformers initialises missing weights at random, e.g. the head of a reward model.
     if missing := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
         raise UserError(
@@ -304,6 +296,22 @@ def load_model(
         # private API: where transformers keeps a hub model's revision, which it has no public place for
         model.config._commit_hash = revision
     return model
+
+
+def _dequantised(model: Any, name: str) -> Any:
+    """The model with plain weights; as it is, read through its own modules, where transformers cannot.
+
+    Raises:
+        UserError: the package of its quantisation fails.
+    """
+    try:
+        return model.dequantize()
+    except NotImplementedError:
+        return model
+    except Exception as error:  # packages of quantisation may raise anything
+        raise UserError(
+            f"{name}, which cannot be read here ({_first_line(error)}); use the unquantised weights"
+        ) from None
 
 
 def _settings(config: Any) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from decode.hardware import cache_folder, locked
 from decode.kernels.checksum import value_checksum
+from decode.model.files.stored import INDEX, SINGLE
 
-FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SCHEMA = 2  # of what is remembered
 VALUES = {"BF16", "F16", "F32", "F64"}  # safetensors' names of dtypes that are compared by value
 TAIL = 2  # last components of a weight's name that files of all programs share: `embed_tokens.weight`
@@ -51,15 +51,15 @@ class WeightFiles:
         self.name, self._locate = name, locate
         self.files: Mapping[str, str] = {}  # weight -> file; as in transformers, a single file comes first
         try:
-            if (single := locate(FILE)) is not None:
+            if (single := locate(SINGLE)) is not None:
                 with safe_open(single, "pt") as file:
-                    self.files = dict.fromkeys(file.keys(), FILE)
+                    self.files = dict.fromkeys(file.keys(), SINGLE)
             elif (index := locate(INDEX)) is not None:
                 self.files = json.loads(index.read_text())["weight_map"]
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise self._damaged(error) from None
         if not self.files:
-            raise UserError(f"target={name}: no {FILE}, nor {INDEX}; taps=engine reads safetensors alone")
+            raise UserError(f"target={name}: no {SINGLE}, nor {INDEX}; taps=engine reads safetensors alone")
 
     def tensor(self, name: str, shape: Sequence[int]) -> Tensor | None:
         """A weight of no layer by its name in the model, with any prefix in the files; None if there is none.
