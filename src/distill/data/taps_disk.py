@@ -35,6 +35,7 @@ FILE_ROWS = 2048  # of a file at the most: what a killed process loses
 FILES = 4096  # about, at the most: each is mapped into memory
 SCHEMA = 3
 LAYOUT = "layout.json"
+LOCK = "taps.lock"  # in the folder of caches: one process prepares or cleans at a time
 
 
 class TapPositions(NamedTuple):
@@ -200,7 +201,7 @@ class TapCache:
         """Hold a lock that says that the folder is being written."""
         root = self.folder.parent
         root.mkdir(parents=True, exist_ok=True)
-        with locked(root / "taps.lock"):  # or another process could find a folder that nobody writes yet
+        with locked(root / LOCK):  # or another process could find a folder that nobody writes yet
             self._prepare(root, source)
             lock = (self.folder / "folder.lock").open("a")
             fcntl.flock(lock, fcntl.LOCK_SH)
@@ -253,8 +254,9 @@ class TapCache:
 
     def _clean(self) -> None:
         """Remove temporary files of killed writers, unless a process is writing."""
-        with locked(self.folder / "folder.lock", wait=False) as alone:
-            if alone:
+        # A process that prepares the folder holds the first lock, and not yet the second.
+        with locked(self.folder.parent / LOCK), locked(self.folder / "folder.lock", wait=False) as free:
+            if free:
                 clean(self.folder)
                 for lock in self.folder.glob("taps-*.lock"):
                     lock.unlink(missing_ok=True)

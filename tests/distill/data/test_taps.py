@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from types import SimpleNamespace
 
 import datasets
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from workbench import fork, spawn
 
 from decode.errors import UserError
+from decode.hardware import locked
 from decode.model.target import LAST, Target
 from distill.data import taps_disk as tap_cache
 from distill.data import taps_memory
@@ -411,6 +413,27 @@ def test_processes_write_a_cache_together(target, tmp_path, monkeypatch):
     (folder,) = tmp_path.glob("taps-*")
     for path in alone.folder.glob("*.safetensors"):
         assert (folder / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_file_that_another_process_writes_while_it_prepares_is_not_removed(target, tmp_path):
+    cache = TapCache(target, answered(), 11, tmp_path, "key", 1.0)
+    half_written = cache.folder / "layout.json.1.tmp"
+    begin = tmp_path / "begin"
+
+    def work() -> int:
+        while not begin.exists():
+            time.sleep(0.01)
+        cache._clean()
+        return 0
+
+    child = spawn(work)  # before the lock, which it would inherit
+    with locked(tmp_path / tap_cache.LOCK):  # as a process does before it writes there
+        half_written.touch()
+        begin.touch()
+        time.sleep(0.3)
+        assert half_written.exists()
+    assert os.waitpid(child, 0)[1] == 0
+    assert not half_written.exists()
 
 
 def test_a_removed_cache_is_read_on_by_those_who_have_it_open(target, tmp_path):
