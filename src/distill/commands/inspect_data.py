@@ -19,6 +19,7 @@ from decode.model.load import load_config
 from distill.config.build import build_target, quiet, read_chat
 from distill.options import InspectOptions
 from distill.rollouts import surprisal as surprise
+from distill.rollouts.manifest import refuse_links
 from distill.rollouts.statistics import RowCounts
 from distill.rollouts.store import SCHEMA, find
 from distill.scoring.scorer import threads
@@ -84,18 +85,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Read a store's manifest.
 
     Raises:
-        UserError: no store, or an unfinished one.
+        UserError: no store, an unfinished one, or one with files of other folders.
     """
     path = folder / "manifest.json"
     if not path.is_file():
         reason = "no manifest.json: unfinished, or not a store" if folder.is_dir() else "no such folder"
         raise UserError(f"store={folder}: {reason}; give a folder of outputs/rollouts")
+    refuse_links(folder)
     try:
         manifest = json.loads(path.read_text())
         older = manifest["schema"] != SCHEMA
         for name in ("template", "tokenizer", "target", "answers", "sampler", "stop"):
             manifest["plan"][name]
-        [(shard["file"], shard["rows"]) for shard in manifest["shards"]]
+        shards = [(Path(shard["file"]), shard["rows"]) for shard in manifest["shards"]]
+        if any(str(file) != file.name for file, _ in shards):
+            raise ValueError("a shard outside the folder")
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path}: not the manifest of a store of rollouts") from None
     if older:

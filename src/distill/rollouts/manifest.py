@@ -13,6 +13,7 @@ import transformers
 from decode.errors import UserError
 from distill.utils.atomic_files import read_json
 from distill.utils.provenance import commit
+from drafters.hub.untrusted_files import check_link
 
 PLAN, MANIFEST = "plan.json", "manifest.json"
 MOMENT = "moment that the chat template is told (prompts.moment)"
@@ -42,6 +43,17 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if any(not isinstance(s, dict) or not {"rows", "sha256"} <= s.keys() for s in stored["shards"]):
         raise UserError(f"{path}: damaged (no hashes); {advice}")
     return stored
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse a store whose files lie elsewhere: a folder from others could name any file of this machine.
+
+    Raises:
+        UserError: a link out of the folder.
+    """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_symlink():
+            check_link(path)
 
 
 def refuse_other(where: str, stored: dict[str, Any], expected: dict[str, Any]) -> None:

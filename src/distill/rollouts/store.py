@@ -22,6 +22,7 @@ from distill.rollouts.manifest import (
     PLAN,
     REMADE,
     read_manifest,
+    refuse_links,
     refuse_other,
     total,
     versions,
@@ -166,12 +167,13 @@ class RolloutStore:
         """Create the store or continue it; download shards that only the URL has.
 
         Raises:
-            UserError: the folder or the url holds something else.
+            UserError: the folder or the url holds something else, or the folder has links to elsewhere.
         """
         note = self._note()
         plan_path = self.folder / PLAN
         if self.folder.exists() and not self.folder.is_dir():
             raise UserError(f"{self.folder}: a file; rollout.store needs a folder or a url")
+        refuse_links(self.folder)
         if not plan_path.exists():
             shards = sorted(self.folder.glob("shard-*.parquet"))
             if any(plan_key(path) != self.plan.key for path in shards):

@@ -358,6 +358,8 @@ def test_colour_is_for_those_who_want_it(tiny, monkeypatch):
         (["store=ROOM/damaged"], "shard-00000.parquet"),
         (["store=ROOM/foreign"], "not the manifest of a store"),
         (["store=ROOM/older"], "another version made it"),
+        (["store=ROOM/linked"], "a link to a file outside its folder"),
+        (["store=ROOM/outside"], "not the manifest of a store"),
     ],
 )
 def test_a_mistake_is_one_line(tiny, overrides, said, tmp_path, monkeypatch):
@@ -371,6 +373,13 @@ def test_a_mistake_is_one_line(tiny, overrides, said, tmp_path, monkeypatch):
     (room / "older" / "manifest.json").write_text(json.dumps(older))
     (room / "foreign").mkdir()
     (room / "foreign" / "manifest.json").write_text("{}")
+    shutil.copytree(tiny / "stores" / "hand", room / "linked")
+    (room / "linked" / "shard-00000.parquet").unlink()
+    (room / "linked" / "shard-00000.parquet").symlink_to(tiny / "stores" / "hand" / "shard-00000.parquet")
+    outside = json.loads((tiny / "stores" / "hand" / "manifest.json").read_text())
+    outside["shards"][0]["file"] = "../damaged/shard-00000.parquet"
+    (room / "outside").mkdir()
+    (room / "outside" / "manifest.json").write_text(json.dumps(outside))
     done = run(tiny, *(override.replace("ROOM", str(room)) for override in overrides))
     done.refused(said)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["room"]

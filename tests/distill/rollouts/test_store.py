@@ -181,6 +181,15 @@ def test_what_is_no_store_is_refused(parts, writer, tmp_path):
     assert (mine / "b.tmp").exists(), "a file that is not the store's was cleaned away"
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "plan.json", "shard-00000.parquet"])
+def test_a_link_out_of_a_store_is_refused(store, name, tmp_path):
+    file = store.folder / name
+    shutil.move(file, tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=f"{name}: a link to a file outside its folder"):
+        reopen(store)
+
+
 # -- damaged notes -------------------------------------------------------------------------------
 
 
