@@ -39,6 +39,7 @@ from distill.utils.atomic_files import write_json
 from distill.utils.paths import CONF
 from distill.utils.progress import bar
 from distill.utils.provenance import commit
+from distill.utils.run_folder import DONE
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 WORDS = ["the", "of", "a", "river", "in", "stone", "and", "seven", "to", "house", "green", "letter", "water"]
@@ -129,17 +130,24 @@ def _short(value: float) -> str:
 
 
 def _measured(place: Path, turns: int, count: int, batch_size: int) -> dict[str, Any]:
-    """Phases of one size in a new process, then a run of one step and its restart."""
+    """Phases of one size in a new process, then a run and its restart before its last step."""
     place.mkdir(parents=True)
     write_records(place / "records.jsonl", turns, count)
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # a new process: its peak memory is its own
         phases = pool.submit(measure, place, batch_size).result()
-    options = _options(place, batch_size)
-    _train([*options, "trainer.max_steps=1"], place)
+    options = [*_options(place, batch_size), "trainer.max_steps=2", "score.every=1"]
+    _train(options, place)
+    _undo(place / "run", step=2)
     begun, before = time.perf_counter(), _cpu()
-    peak = _train([*options, "trainer.max_steps=2"], place)
+    peak = _train(options, place)
     restart = {"restart_wall": time.perf_counter() - begun, "restart_gib": peak}
     return {"seconds": phases.seconds | {"restart": _cpu() - before}, "peak_gib": phases.peak_gib} | restart
+
+
+def _undo(run: Path, step: int) -> None:
+    """Leave a finished run as one that was killed before its last step."""
+    (run / DONE).unlink()
+    shutil.rmtree(run / "checkpoints" / str(step))
 
 
 def write_records(path: Path, turns: int, count: int) -> None:

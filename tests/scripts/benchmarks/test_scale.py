@@ -10,6 +10,7 @@ from workbench import CONF
 
 from benchmarks import scale as module
 from benchmarks.scale import exponents, measure, scale, write_records
+from distill.utils.run_folder import DONE, checkpoints
 
 
 def test_records_are_all_different(tmp_path):
@@ -54,3 +55,18 @@ def test_the_table_and_the_file_have_every_size(tmp_path, monkeypatch):
     ]
     assert written["exponents"]["8"]["read"] == pytest.approx(1.0)
     assert out.getvalue().count("exponent") == 2
+
+
+@pytest.mark.proof
+def test_a_run_is_restarted_before_its_last_step(tmp_path, monkeypatch):
+    run, undo, kept = tmp_path / "size" / "run", module._undo, []
+
+    def undone(folder, step):
+        undo(folder, step)
+        kept.append((run / "checkpoints" / "1").stat().st_ino)
+
+    monkeypatch.setattr(module, "_undo", undone)
+    assert module._measured(tmp_path / "size", 1, 200, 8)["seconds"]["restart"] > 1
+    assert (run / DONE).exists()
+    assert [path.name for path in checkpoints(run)] == ["1", "2"]
+    assert [(run / "checkpoints" / "1").stat().st_ino] == kept
