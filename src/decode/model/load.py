@@ -382,9 +382,12 @@ def file_ends(name: str, revision: str | None = None, trust_remote_code: bool = 
 
 
 def _ends(generation: Any, config: Any) -> list[int]:
+    """Those that the model can write: files may name others, which their accounts say."""
     end = getattr(generation, "eos_token_id", None)
     end = getattr(config, "eos_token_id", None) if end is None else end
-    return [] if end is None else [end] if isinstance(end, int) else list(end)
+    ends = [] if end is None else [end] if isinstance(end, int) else list(end)
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    return ends if rows is None else [token for token in ends if 0 <= token < rows]
 
 
 def _first_line(error: BaseException) -> str:

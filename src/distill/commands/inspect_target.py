@@ -16,6 +16,7 @@ from distill.commands.template_traits import traits
 from distill.config.build import build_target, quiet, read_chat
 from distill.options import InspectTargetOptions, TargetOptions
 from distill.prompts.chat_template import Chat
+from distill.prompts.templates.ends import named_token
 from distill.utils.atomic_files import write_json
 from distill.utils.paths import bundled
 from distill.utils.redact import printable
@@ -102,7 +103,7 @@ def _ends(target: Target, config: Any, chat: Chat | None) -> dict[str, list[str]
 
 def _named_tokens(ids: Any, chat: Chat | None) -> list[str]:
     ids = [ids] if isinstance(ids, int) else ids or []
-    return [f"{chat.tokenizer.convert_ids_to_tokens(i)!r} ({i})" if chat else str(i) for i in ids]
+    return [named_token(i, chat.tokenizer) if chat else str(i) for i in ids]
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:

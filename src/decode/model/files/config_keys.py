@@ -19,9 +19,11 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from decode.model.files.account import Account
+from decode.model.files.generation import remark_on_ends
 
 ROPE_LOG = "transformers.modeling_rope_utils"
-ROPE = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+SHARE = "partial_rotary_factor"
+ROPE = {"rope_theta", "rope_scaling", "rope_parameters", SHARE}
 # Keys that every model needs and that say what the weights' shapes do not.
 UNTOLD = re.compile(
     r"(_eps|_epsilon)$|^(hidden_act|hidden_activation|activation_function|num_attention_heads|n_head|"
@@ -57,6 +59,8 @@ RECORDS = {
     "transformers.js_config",
     "torchscript",
 }
+# Where code of a class of models reads a key: config.key, getattr(config, "key").
+READ_KEY = re.compile(r"""config\.(\w+)|getattr\(\s*[\w.]*config,\s*["'](\w+)["']""")
 # Options of generation, which older versions of transformers wrote into config.json.
 GENERATION_KEYS = {
     "max_length",
@@ -86,6 +90,10 @@ def account_of_config(config: Any, raw: Mapping[str, Any], warnings: list[str]) 
     account = Account("config.json")
     _add_keys(account, config, raw, "")
     _check_rope(account, config, raw)
+    text = config.get_text_config()
+    ends = getattr(text, "eos_token_id", None)
+    if rows := getattr(text, "vocab_size", None):
+        remark_on_ends(account, ends if isinstance(ends, list) else [] if ends is None else [ends], rows)
     for line in dict.fromkeys(" ".join(line.split())[:200] for line in warnings):
         account.remark(f"transformers says: {line}", ["rope_parameters"])
     if raw.get("transformers_weights"):
@@ -142,16 +150,21 @@ def _add_keys(account: Account, config: PreTrainedConfig, raw: Mapping[str, Any]
     for reason, applies in reasons.items():
         account.ignore(reason, [f"{prefix}{key}" for key in unknown if applies(key)])
         unknown = [key for key in unknown if not applies(key)]
-    if not type(config).__module__.startswith("transformers."):
+    if not _is_theirs(config):
         account.ignore("for the code that comes with the model", [f"{prefix}{key}" for key in unknown])
         return
-    words = _words_of_code(config.model_type)
-    account.count("keys", sum(key in words for key in unknown))
-    unknown = [key for key in unknown if key not in words]
+    read = _keys_in_code(config.model_type)
+    account.count("keys", sum(key in read for key in unknown))
+    unknown = [key for key in unknown if key not in read]
     account.remark(
         f"not read by {type(config).__name__}; if the model needs them, it is computed without",
         [f"{prefix}{key}" for key in unknown],
     )
+
+
+def _is_theirs(config: Any) -> bool:
+    """Whether a configuration is of transformers, not of code that comes with a model."""
+    return type(config).__module__.startswith("transformers.")
 
 
 def _absent(default: Any, raw: Mapping[str, Any]) -> list[str]:
@@ -162,16 +175,18 @@ def _absent(default: Any, raw: Mapping[str, Any]) -> list[str]:
     return [key for key in told if key != "rope_parameters" or not ROPE & said]
 
 
+def _keys_in_code(kind: str) -> frozenset[str]:
+    """Keys that the code of a class of models reads, whether its configuration declares them or not."""
+    return frozenset(key for keys in READ_KEY.findall(_code(kind)) for key in keys if key)
+
+
 @lru_cache(maxsize=64)
-def _words_of_code(kind: str) -> frozenset[str]:
-    """Words in the code of a class of models, which may read keys that its configuration does not declare."""
+def _code(kind: str) -> str:
+    """Source of the classes of models of a kind."""
     tables: Any = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES)
     names = [table[kind] for table in tables if kind in table]
-    found: set[str] = set()
-    for name in names:
-        made = getattr(transformers, name if isinstance(name, str) else name[0])
-        found |= set(re.findall(r"\w+", inspect.getsource(sys.modules[made.__module__])))
-    return frozenset(found)
+    made = [getattr(transformers, name if isinstance(name, str) else name[0]) for name in names]
+    return "\n".join(inspect.getsource(sys.modules[module]) for module in {cls.__module__ for cls in made})
 
 
 def _default(config: PreTrainedConfig) -> Any:
@@ -191,7 +206,8 @@ def _taken(config: Any, key: str, value: Any) -> bool:
 
 
 def _check_rope(account: Account, config: Any, raw: Mapping[str, Any]) -> None:
-    """Refuse parameters of positions that the file gives twice with different values."""
+    """Refuse parameters of positions that the class does not use, or that the file gives twice."""
+    _check_rotated_share(account, config, raw)
     for values in (raw, raw.get("text_config")):
         if not isinstance(values, dict):
             continue
@@ -214,6 +230,22 @@ def _check_rope(account: Account, config: Any, raw: Mapping[str, Any]) -> None:
                     "keep the right one",
                     ["type and rope_type of the scaling of positions"],
                 )
+
+
+def _check_rotated_share(account: Account, config: Any, raw: Mapping[str, Any]) -> None:
+    """Refuse a share of each head's dimensions that is rotated, where the class rotates all of them."""
+    text = raw.get("text_config")
+    places = [values for values in (raw, text) if isinstance(values, dict)]
+    places += [
+        values["rope_parameters"] for values in places if isinstance(values.get("rope_parameters"), dict)
+    ]
+    shares = {values[SHARE] for values in places if isinstance(values.get(SHARE), int | float)}
+    if len(shares) > 1:
+        account.refuse("given twice with different values; keep the right one, in rope_parameters", [SHARE])
+    elif shares - {1} and _is_theirs(config) and SHARE not in _code(config.get_text_config().model_type):
+        account.refuse(
+            f"{type(config).__name__}'s model rotates whole heads; name another model_type", [SHARE]
+        )
 
 
 class _Lines(logging.Handler):

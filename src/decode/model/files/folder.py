@@ -77,7 +77,7 @@ class ModelFiles:
         if path is None:
             return {}
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
         except (OSError, ValueError) as error:
             raise UserError(f"{self.name}: {file} is not a valid JSON file ({error})") from None
         if not isinstance(values, dict):
@@ -104,3 +104,16 @@ class ModelFiles:
             "them; if they are merged already, remove the adapter's files; else merge it (peft: "
             "merge_and_unload, then save_pretrained into another folder)"
         )
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON whose keys stand once: readers differ in which value they take.
+
+    Raises:
+        ValueError: a key stands twice.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in it")
+    return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decode.model.files.account import Account
@@ -114,11 +114,16 @@ def account_of_generation(raw: Mapping[str, Any], rows: int) -> Account:
     account.refuse(
         "no token ids; give a number or a list of numbers", [f"eos_token_id {end!r}" for end in wrong]
     )
+    remark_on_ends(account, [end for end in ends if end not in wrong], rows)
+    return account
+
+
+def remark_on_ends(account: Account, ends: Sequence[int], rows: int) -> None:
+    """Name the end tokens of a file that are none of the model's."""
     account.remark(
         f"no token of the {rows:,} that the model has, so it ends nothing",
-        [f"eos_token_id {end}" for end in ends if end not in wrong and not 0 <= end < rows],
+        [f"eos_token_id {end}" for end in ends if not 0 <= end < rows],
     )
-    return account
 
 
 def changing(raw: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> list[str]:

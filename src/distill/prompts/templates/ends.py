@@ -160,4 +160,11 @@ def _behind(render: TemplateRenderer, messages: Sequence[Message]) -> str:
 
 
 def _named(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in tokens)
+    return ", ".join(named_token(token, tokenizer) for token in tokens)
+
+
+def named_token(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A token's text and id; the id alone where the tokenizer has no such token."""
+    if not 0 <= token < len(tokenizer):
+        return str(token)
+    return f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})"

@@ -8,7 +8,8 @@ from families import BASE, EXPERTS, save
 
 from decode.errors import UserError
 from decode.model.files.account import say_once
-from decode.model.load import load_config, load_model
+from decode.model.files.config_keys import SHARE
+from decode.model.load import load_config, load_model, load_target, stop_tokens
 
 SMALL = BASE | {"num_hidden_layers": 1}
 
@@ -51,6 +52,45 @@ def test_keys_that_the_class_does_not_know_are_named_with_how_many(llama, capsys
     assert said(llama, capsys) == [
         "sliding_window and 1 more: not read by LlamaConfig; if the model needs them, it is computed without"
     ]
+
+
+def test_a_word_of_the_code_is_no_key(llama, capsys):
+    change(llama, scaling=0.3)
+    assert said(llama, capsys) == [
+        "scaling: not read by LlamaConfig; if the model needs them, it is computed without"
+    ]
+
+
+@pytest.mark.parametrize(
+    "values", [{SHARE: 0.5}, {"rope_parameters": {"rope_theta": 1e4, SHARE: 0.25}}], ids=str
+)
+def test_a_rotated_share_of_heads_that_the_class_does_not_use_is_refused(values, llama):
+    refused(change(llama, **values), f"{SHARE}: LlamaConfig's model rotates whole heads")
+
+
+def test_a_whole_share_and_one_that_the_class_uses_are_read(llama, tmp_path, capsys):
+    assert said(change(llama, **{SHARE: 1.0}), capsys) == []
+    phi = save(tmp_path / "phi", "phi", SMALL | {SHARE: 0.5})
+    assert said(phi, capsys) == []
+    refused(change(phi, **{SHARE: 1.0}), f"{SHARE}: given twice with different values")
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_key_that_stands_twice_is_refused(file, llama):
+    (llama / file).write_text('{"model_type": "llama", "eos_token_id": 2, "eos_token_id": 3}')
+    with pytest.raises(
+        UserError, match=rf"{file} is not a valid JSON file \(the key 'eos_token_id' stands twice"
+    ):
+        load_target(str(llama))
+
+
+@pytest.mark.parametrize("ends", [-5, [2, 99_999], 10**12], ids=str)
+def test_ends_of_config_json_that_are_no_tokens_are_named(ends, llama, capsys):
+    (llama / "generation_config.json").unlink(missing_ok=True)
+    (line,) = said(change(llama, eos_token_id=ends), capsys)
+    wrong = ends[-1] if isinstance(ends, list) else ends
+    assert line.startswith(f"eos_token_id {wrong}: no token of the ")
+    assert stop_tokens(load_target(str(llama))) == ([2] if isinstance(ends, list) else [])
 
 
 def test_a_key_that_only_the_class_of_models_reads_is_read(tmp_path, capsys):
