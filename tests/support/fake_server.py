@@ -48,6 +48,7 @@ class FakeServer:
         self.prompt: Callable[[list[int]], list[int]] = lambda ids: ids
         self.pages: dict[str, Callable[[], tuple[int, str]]] = {}  # path -> status and text of other pages
         self.moved = ""  # where it sends every request on to, this server's paths behind it
+        self.coding = ""  # that it names for the bodies of its answers
         self.keys: list[str] = []  # that it was shown
         self.now = self.most = 0
         self.lock, self.open = threading.Lock(), set[socket.socket]()
@@ -200,5 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in ({"content-type": "application/json"} | headers).items():
             self.send_header(name, value)
+        if self.fake.coding:
+            self.send_header("content-encoding", self.fake.coding)
         self.send_header("content-length", str(length))
         self.end_headers()

@@ -49,10 +49,14 @@ def check_redirect(url: str, location: str, option: str, base: str = "") -> None
         base: path at the end of that option's value.
 
     Raises:
-        UserError: scheme, host or port differ.
+        UserError: scheme, host or port differ, or it is no address.
     """
-    here, there = urlsplit(url), urlsplit(urljoin(url, location))
-    if _origin(here) != _origin(there):
+    try:
+        here, there = urlsplit(url), urlsplit(urljoin(url, location))
+        elsewhere = _origin(here) != _origin(there)
+    except ValueError as error:
+        raise UserError(f"{option}: the server sends on to no valid address ({error})") from None
+    if elsewhere:
         origin = f"{there.scheme}://{there.netloc.rpartition('@')[2]}"
         shown = f"{here.scheme}://{here.netloc.rpartition('@')[2]}"
         raise UserError(
@@ -105,10 +109,12 @@ class Server:
             if response.has_redirect_location:
                 url, base = str(response.request.url), urlsplit(self.url).path
                 check_redirect(url, response.headers["location"], f"{self.group}url", base)
+            # The limit counts bytes before they are unpacked, and a megabyte may unpack to a gigabyte.
+            if (coding := response.headers.get("content-encoding", "identity")) != "identity":
+                raise UserError(f"{self}: answers in {coding}, which was not asked for; turn that off there")
             response.stream = limited(response.stream, str(self))
 
         web = library.DefaultAsyncHttpxClient(
-            # Not compressed: a megabyte may unpack to a gigabyte.
             headers={"Accept-Encoding": "identity"},
             event_hooks={"response": [look]},
         )

@@ -133,6 +133,7 @@ def read_reply(text: str) -> Reply:
         raise ValueError(f"no reply: {error!r}") from None
     if not isinstance(reply.text, str) or reply.finish not in (*STOPPED, "length", "content_filter"):
         raise ValueError(f"finish_reason={reply.finish!r}")
+    reply.text.encode()  # JSON can hold half a character, which no tokenizer takes
     return reply
 
 
@@ -202,7 +203,12 @@ def _rendered(reply: Reply, request: Request, chat: Chat) -> list[int] | None:
         payload = {"role": "assistant", "content": reply.text, **reply.separated}
         message = _with_arguments(payload, json.loads)
         ids, _ = chat.encode_answered([*request.messages, message], request.tools)
-    except (KeyError, TypeError, ValueError):  # templates cannot read everything that models write
+    except (
+        KeyError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ):  # templates cannot read everything that models write
         return None
     start = len(request.tokens)
     return ids[start:] if ids[:start] == request.tokens else None

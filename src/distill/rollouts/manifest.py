@@ -24,6 +24,7 @@ LABELS = {
     "dtype": "dtype of the target",
     "sampler": "sampler",
 }
+COUNTED = ("rows", "prompt_tokens", "answer_tokens")
 HASHED = ("config", "tokenizer", "prompts", "drafter")  # hashes, which error messages leave out
 
 
@@ -40,8 +41,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     stored = read_json(path, advice, plan=dict, counts=dict, shards=list)
     if stored is None:
         raise UserError(f"{path}: not there; this store is not finished")
-    if any(not isinstance(s, dict) or not {"rows", "sha256"} <= s.keys() for s in stored["shards"]):
-        raise UserError(f"{path}: damaged (no hashes); {advice}")
+    for shard in stored["shards"]:
+        known = isinstance(shard, dict) and isinstance(shard.get("sha256"), str)
+        if not known or not all(isinstance(shard.get(name), int) for name in ("rows", "answer_tokens")):
+            raise UserError(f"{path}: damaged (no hashes or counts of a shard); {advice}")
+    if not all(isinstance(stored["counts"].get(name), int) for name in COUNTED):
+        raise UserError(f"{path}: damaged (no counts); {advice}")
     return stored
 
 

@@ -324,9 +324,12 @@ class RolloutStore:
         """Compare the shards with the manifest.
 
         Raises:
-            UserError: a shard that was changed since it was made.
+            UserError: a shard that was changed since it was made, or a manifest of other shards.
         """
-        for i, shard in enumerate(self.manifest()["shards"]):
+        shards = self.manifest()["shards"]
+        if len(shards) != self.shards:
+            raise UserError(f"{self.folder / MANIFEST}: of {len(shards)} shards, not {self.shards}; {REMADE}")
+        for i, shard in enumerate(shards):
             if sha256(self.path(i)) != shard["sha256"]:
                 raise _changed(self.path(i))
 
@@ -342,7 +345,14 @@ def moment_of(place: str | None) -> str | None:
         plan = mirror.read_json(PLAN) if mirror.has(PLAN) else None
     else:
         plan = read_json(Path(place) / PLAN, REMADE) if place else None
-    return ((plan or {}).get("plan") or {}).get("moment") or None
+    return _moment(plan) or None
+
+
+def _moment(note: dict[str, Any] | None) -> str:
+    """The moment in a plan.json; "" where there is none."""
+    plan = (note or {}).get("plan")
+    moment = plan.get("moment") if isinstance(plan, dict) else ""
+    return moment if isinstance(moment, str) else ""
 
 
 def begun_moments(root: Path, plan: RolloutPlan) -> list[str]:
@@ -351,10 +361,11 @@ def begun_moments(root: Path, plan: RolloutPlan) -> list[str]:
     for path in sorted(root.glob(f"*/{PLAN}")):
         if (path.parent / MANIFEST).exists():
             continue
-        theirs = (read_json(path, REMADE) or {}).get("plan") or {}
+        note = read_json(path, REMADE) or {}
+        theirs = note["plan"] if isinstance(note.get("plan"), dict) else {}
         same = all(theirs.get(name) == ours[name] for name in ours.keys() - {"moment", "tokenizer"})
-        if same and theirs.get("moment") and theirs["moment"] != plan.moment:
-            found.append(str(theirs["moment"]))
+        if same and (moment := _moment(note)) and moment != plan.moment:
+            found.append(moment)
     return found
 
 

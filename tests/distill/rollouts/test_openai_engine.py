@@ -464,6 +464,35 @@ def test_neither_key_nor_prompt_follows_a_redirect_to_another_origin(chat, start
     assert not other.keys + other.asked
 
 
+@pytest.mark.parametrize("there", ["http://[bad", "http://127.0.0.1:99999"])
+def test_a_redirect_to_no_address_is_one_line(chat, start, there):
+    server = start()
+    server.moved = there
+    with pytest.raises(UserError, match=r"rollout\.url: the server sends on to no valid address"):
+        engine(server)(ask(chat, "a"), PARAMS)
+
+
+def test_a_compressed_answer_is_refused_before_it_is_unpacked(chat, start):
+    server = start()
+    server.coding = "gzip"
+    with pytest.raises(UserError, match="answers in gzip, which was not asked for"):
+        engine(server)(ask(chat, "a"), PARAMS)
+
+
+def test_half_a_character_is_no_reply():
+    choice = {"message": {"content": "\ud800 a"}, "finish_reason": "stop"}
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        replies.read_reply(json.dumps({"choices": [choice]}))
+
+
+def test_arguments_nested_too_deeply_are_no_answer(chat):
+    (request,) = ask(chat, "a")
+    call = {"function": {"name": "f", "arguments": "[" * 100_000}}
+    choice = {"message": {"content": None, "tool_calls": [call]}, "finish_reason": "tool_calls"}
+    answer = replies.to_answer(replies.read_reply(json.dumps({"choices": [choice]})), request, PARAMS, chat)
+    assert "cannot be put together again" in answer
+
+
 def test_what_the_server_has_against_a_request_is_said_at_once(chat, start):
     fake = start()
     fake.fault(1, 400, '{"error": {"message": "too\\nlong"}}')

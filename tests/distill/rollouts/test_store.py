@@ -1,5 +1,6 @@
 """Stores: in a folder of the user's own, at a url that machines share, and what they say of themselves."""
 
+import json
 import os
 import shutil
 import sys
@@ -188,6 +189,27 @@ def test_a_link_out_of_a_store_is_refused(store, name, tmp_path):
     file.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=f"{name}: a link to a file outside its folder"):
         reopen(store)
+
+
+@pytest.mark.parametrize(
+    ("shards", "said"),
+    [
+        ([], "of 0 shards, not "),
+        ([{"rows": 1, "answer_tokens": 1, "sha256": 5}], "no hashes or counts of a shard"),
+        ([{"rows": "1", "answer_tokens": 1, "sha256": ""}], "no hashes or counts of a shard"),
+    ],
+)
+def test_a_manifest_of_other_shards_is_refused(store, shards, said):
+    manifest = json.loads((store.folder / "manifest.json").read_text()) | {"shards": shards}
+    (store.folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=said):
+        reopen(store)
+
+
+@pytest.mark.parametrize("plan", [[1], "x", {"moment": 5}, {"moment": [1]}, None], ids=str)
+def test_a_moment_that_is_none_is_not_taken(plan, tmp_path):
+    (tmp_path / "plan.json").write_text(json.dumps({"plan": plan}))
+    assert module.moment_of(str(tmp_path)) is None
 
 
 # -- damaged notes -------------------------------------------------------------------------------
