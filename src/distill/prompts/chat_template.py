@@ -14,7 +14,7 @@ from distill.prompts.prompt import Message, answered, turns, unanswered
 from distill.prompts.templates.answer_parts import answer_parts
 from distill.prompts.templates.clock import now, parse
 from distill.prompts.templates.ends import AnswerFrame, Ends, find_frame, template_ends
-from distill.prompts.templates.faults import fault_in_prompt
+from distill.prompts.templates.faults import fault_in_prompt, fault_in_tools
 from distill.prompts.templates.loss_mask import supervise
 from distill.prompts.templates.renderer import (
     FORMS,
@@ -32,7 +32,7 @@ CALLS = {"truncation", "padding"}  # parts of a tokenizer's state that its last 
 THINKS = re.compile(r"(?<![\w.'\"])(\w*think\w*)\s*(?:is\s+(?:not\s+)?defined|\|\s*default)")
 NO_OTHER_WAY = "and without a chat template there is no way to write it"
 T = TypeVar("T")
-READING = 2  # changes with the code, where it gives other ids or masks
+READING = 3  # changes with the code, where it gives other ids or masks
 
 
 class Chat:
@@ -71,7 +71,7 @@ class Chat:
         self.rendering = Rendering(tokenizer, self.options, told) if template == "chat" else None
         self.moment = self.rendering.moment if self.rendering else ""
         self.added = AddedTokens.of(tokenizer)
-        self._frames: dict[Form, AnswerFrame] = {}
+        self._frames: dict[tuple[Form, str, bool, str], AnswerFrame] = {}
         self._told = False  # that developers' messages are rendered as the system's
 
     def fingerprint(self) -> str:
@@ -221,9 +221,7 @@ class Chat:
         """See `loss_mask.supervise`; a refusal names the option of the template that helps, if one does."""
 
         def work(render: TemplateRenderer, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
-            if render.form not in self._frames:
-                self._frames[render.form] = find_frame(render)
-            return supervise(render, messages, self._frames[render.form])
+            return supervise(render, messages, self._frame(render, messages))
 
         try:
             return self._in_some_form(messages, tools, work)
@@ -237,6 +235,14 @@ class Chat:
                 written = f"'{{{name}: {str(value).lower()}}}'"
                 raise UserError(f"{error}; prompts.template_options={written} helps") from None
             raise
+
+    def _frame(self, render: TemplateRenderer, messages: Sequence[Message]) -> AnswerFrame:
+        """What the template writes around an answer; of these messages where it refuses all others."""
+        options = json.dumps(render.rendering.options, sort_keys=True, default=str)
+        key = render.form, render.template, bool(render.tools), options
+        if key not in self._frames:
+            self._frames[key] = find_frame(render)
+        return self._frames[key] if any(self._frames[key]) else find_frame(render, [messages[:-1]])
 
     def _thinking_options(self, tools: Tools) -> Iterator[dict[str, bool]]:
         for name in sorted(set(THINKS.findall(self.renderer(tools).template))):
@@ -272,11 +278,13 @@ def _checked(render: TemplateRenderer, messages: Sequence[Message], prompt: bool
     """The rendered messages, see `TemplateRenderer.text`.
 
     Raises:
-        UserError: what users, tools or the system say is not there.
+        UserError: what users, tools or the system say is not there, or a tool that may be called.
     """
     text = render.text(messages, prompt)
     if fault := fault_in_prompt(messages, text):
         raise IncompletePromptError(f"target: its chat template {fault}")
+    if fault := fault_in_tools(render.tools or (), text):
+        raise UserError(f"target: its chat template {fault}")
     return text
 
 

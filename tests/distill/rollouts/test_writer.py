@@ -143,10 +143,11 @@ def test_an_answer_that_was_cut_is_the_last_one():
 
 
 def test_tools_are_in_every_turn_and_encoded_text_is_said_to_be_that():
-    chat, tools = Chat(make_tokenizer("{% if tools %}tools{% endif %}" + TEMPLATE)), ({"name": "f"},)
+    listed = "{% if tools %}tools {{ tools[0].name }}{% endif %}"
+    chat, tools = Chat(make_tokenizer(listed + TEMPLATE)), ({"name": "f"},)
     parrot = Parrot(chat, "one", "two", exact=False)
     (row,) = Writer(parrot, chat, TALK)(0, [Prompt.of("p", user("a", "b"), tools=tools)], 0)
-    assert chat.tokenizer.decode(row["tokens"]).startswith("tools<|user|>a<|assistant|>one<|end|><|user|>b")
+    assert chat.tokenizer.decode(row["tokens"]).startswith("tools f<|user|>a<|assistant|>one<|end|><|user|>b")
     assert [request.tools for (request,) in parrot.asked] == [tools, tools]
     assert row["ids"] == "reencoded"
 

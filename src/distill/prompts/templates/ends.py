@@ -13,7 +13,14 @@ from distill.prompts.prompt import Message
 from distill.prompts.templates.renderer import Span, TemplateRenderer, common_start
 
 MARK = "\u2407"
+SYSTEM: Message = {"role": "system", "content": "."}
 QUESTION: Message = {"role": "user", "content": "?"}
+LONGER: Message = {
+    "role": "user",
+    "content": "Which river runs through the capital of France, and how long is it?",
+}
+# Conversations up to an answer, of which a template takes one: it may ask for a system message, or for more.
+STARTS = ([QUESTION], [SYSTEM, QUESTION], [LONGER], [SYSTEM, LONGER])
 ANSWER: Message = {"role": "assistant", "content": MARK}
 CALL: Message = {
     "role": "assistant",
@@ -90,10 +97,18 @@ class Ends:
         )
 
 
-def find_frame(render: TemplateRenderer) -> AnswerFrame:
-    """Read off conversations whose texts are known what stands around an answer."""
-    last = _behind(render, [QUESTION, ANSWER])
-    between = _behind(render, [QUESTION, ANSWER, QUESTION])
+def find_frame(render: TemplateRenderer, starts: Sequence[Sequence[Message]] = STARTS) -> AnswerFrame:
+    """Read off conversations whose texts are known what stands around an answer.
+
+    Args:
+        render: the template.
+        starts: conversations up to an answer; the first is taken that the template does not refuse.
+    """
+    asked = next((start for start in starts if _behind(render, [*start, ANSWER]) is not None), None)
+    if asked is None:
+        return AnswerFrame()
+    last = _behind(render, [*asked, ANSWER]) or ""
+    between = _behind(render, [*asked, ANSWER, asked[-1]]) or ""
     shared = common_start(last, between)
     # What stands behind the answer in both places belongs to it; else the template adds to whole
     # conversations (Phi-3), or ends the last answer in another way.
@@ -102,9 +117,9 @@ def find_frame(render: TemplateRenderer) -> AnswerFrame:
     closing = next((m for m in places if m.group() == eos), places[-1] if places else None)
     closing = closing or render.added.any.search(last)
     token = closing.group() if closing else ""
-    following = [_first(render, between), "" if token else _behind_call(render)]
+    following = [_first(render, between), "" if token else _behind_call(render, asked)]
     return AnswerFrame(
-        _first(render, prompt_header(render, [QUESTION]) or ""),
+        _first(render, prompt_header(render, asked) or ""),
         token,
         last[closing.end() :] if closing else "",
         tuple(dict.fromkeys(filter(None, following))),
@@ -133,10 +148,10 @@ def prompt_header(render: TemplateRenderer, messages: Sequence[Message]) -> str 
     return prompt[border:]
 
 
-def _behind_call(render: TemplateRenderer) -> str:
+def _behind_call(render: TemplateRenderer, asked: Sequence[Message]) -> str:
     """The token right behind a call whose result follows; empty if there is none."""
     try:
-        call, answered = (render.text([QUESTION, CALL, *more]) for more in ((), (RESULT,)))
+        call, answered = (render.text([*asked, CALL, *more]) for more in ((), (RESULT,)))
     except UserError:
         return ""
     if MARK not in call or not answered.startswith(call):
@@ -150,12 +165,12 @@ def _first(render: TemplateRenderer, text: str) -> str:
     return found.group() if found else ""
 
 
-def _behind(render: TemplateRenderer, messages: Sequence[Message]) -> str:
-    """What a template writes behind the answer MARK; empty where it refuses the conversation."""
+def _behind(render: TemplateRenderer, messages: Sequence[Message]) -> str | None:
+    """What a template writes behind the answer MARK; None where it refuses the conversation."""
     try:
         _, mark, behind = render.text(messages).rpartition(MARK)
     except UserError:
-        return ""
+        return None
     return behind if mark else ""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distill.prompts.prompt import Message
@@ -55,6 +55,13 @@ def fault_in_prompt(messages: Sequence[Message], text: str) -> str | None:
         return fault
     calls = [part for m in answers for part in _calls(m)]
     return _leaves_out(asked + calls, [part for m in answers for part in _said(m)], text)
+
+
+def fault_in_tools(tools: Sequence[Mapping[str, Any]], text: str) -> str | None:
+    """Say which tool a template leaves out of a prompt, by its name: schemas are written in many ways."""
+    names = [tool.get("function", tool).get("name") for tool in tools]
+    missing = (n for n in names if isinstance(n, str) and _find(_spellings(n), text)[0] < 0)
+    return next((f"leaves out the tool {shortened(name)!r}" for name in missing), None)
 
 
 def parts(message: Message) -> Iterator[Part]:

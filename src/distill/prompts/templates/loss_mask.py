@@ -15,7 +15,13 @@ from typing import NamedTuple
 from decode.errors import UserError
 from distill.prompts.prompt import Message
 from distill.prompts.templates.ends import AnswerFrame
-from distill.prompts.templates.faults import fault_in_answer, fault_in_prompt, parts, shortened
+from distill.prompts.templates.faults import (
+    fault_in_answer,
+    fault_in_prompt,
+    fault_in_tools,
+    parts,
+    shortened,
+)
 from distill.prompts.templates.marked_answers import marked_answers
 from distill.prompts.templates.renderer import Answer, IncompletePromptError, Span, TemplateRenderer
 
@@ -45,6 +51,8 @@ def supervise(
     if not text.startswith(prompt):
         raise UserError(DIFFERS)
     _check_prompt(messages[:-1], prompt)
+    if fault := fault_in_tools(render.tools or (), prompt):
+        raise UserError(f"target: its chat template {fault}")
     blocks = render.generation_spans(messages)
     if blocks is None:
         last = Answer(len(messages) - 1, [Span(len(prompt), len(text))])

@@ -248,9 +248,9 @@ def test_a_token_over_the_border_of_the_last_answer_is_taken_apart():
 def test_a_template_that_adds_more_than_a_new_line():
     """Phi-3's ends whole conversations with the tokenizer's end token; the target stops before it."""
     tokenizer = build(FAMILIES["chatml"])
-    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    tokenizer.add_special_tokens({"eos_token": "</tool_call>"})
     tokenizer.chat_template = (
-        str(tokenizer.chat_template) + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}"
+        str(tokenizer.chat_template) + "{% if not add_generation_prompt %}</tool_call>{% endif %}"
     )
     assert runs(Chat(tokenizer), say("a", "one", "b", "two")) == ["one<|im_end|>", "two<|im_end|>"]
 
@@ -466,3 +466,49 @@ def test_each_character_is_encoded_about_once_however_many_turns(monkeypatch):
         chat.encode_answered(messages)
         whole = len(chat.text(messages))
         assert whole < sum(encoded) <= 5 * whole
+
+
+# -- templates that refuse, or change with the record ----------------------------------------------
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chat_of(template):
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.chat_template = template
+    return Chat(tokenizer)
+
+
+@pytest.mark.parametrize("condition", ["messages[0].role != 'system'", "messages[-2].content|length < 9"])
+def test_a_template_that_refuses_short_questions_has_its_ends(condition):
+    asked = [{"role": "system", "content": "Be brief and kind."}, *say("What is a river?", "Water.")]
+    picky = chat_of(
+        "{% if " + condition + " and messages|length > 1 %}{{ raise_exception('no') }}{% endif %}" + CHATML
+    )
+    assert runs(picky, asked) == runs(chat_of(CHATML), asked) == ["Water.<|im_end|>"]
+    assert picky.ends([], 10**6).template == chat_of(CHATML).ends([], 10**6).template != ()
+
+
+def test_a_template_that_refuses_every_probe_is_read_off_the_record():
+    template = "{% if messages[0].content != 'Be kind.' %}{{ raise_exception('no') }}{% endif %}" + CHATML
+    asked = [{"role": "system", "content": "Be kind."}, *say("What?", "Water.")]
+    assert runs(chat_of(template), asked) == ["Water.<|im_end|>"]
+
+
+@pytest.mark.parametrize("tools_first", [False, True])
+def test_ends_that_change_with_tools_are_those_of_each_record(tools_first):
+    listed = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    chat = chat_of(listed + CHATML.replace("<|im_end|>", "{{ '</tool_call>' if tools else '<|im_end|>' }}"))
+    wanted = {False: ["b<|im_end|>"], True: ["b</tool_call>"]}
+    for tools in (tools_first, not tools_first):
+        assert runs(chat, say("a", "b"), [WEATHER] * tools) == wanted[tools]
+
+
+def test_tools_that_a_template_does_not_write_are_refused():
+    chat = chat_of(CHATML)
+    for work in (chat.encode_answered, chat.encode):
+        with pytest.raises(UserError, match="leaves out the tool 'weather'"):
+            work(say("a", "b"), [WEATHER])

@@ -339,7 +339,7 @@ REASONS = {
     "u": "leaves out the text",
     "c": "leaves out the content",
     "r": "leaves out the reasoning",
-    "t": r"leaves out the (tool call|argument .* of a tool call)",
+    "t": r"leaves out the (tool|tool call|argument .* of a tool call)",
 }
 OPTION = re.compile(r"prompts\.template_options='\{(\w+): (true|false)\}'")
 
