@@ -218,3 +218,17 @@ def test_calls_of_a_table_have_no_nulls_of_other_calls(tmp_path):
         for name in ("p.parquet", "p.jsonl")
     }
     assert read == {"p.parquet": [{"city": "Ulm"}, {"a": 1}], "p.jsonl": calls}
+
+
+def test_names_that_stand_twice_in_a_table_are_faults(tmp_path):
+    columns = [pa.array(["q", "r"])] * 2
+    pq.write_table(pa.table(columns, names=["prompt", "prompt"]), tmp_path / "columns.parquet")
+    with pytest.raises(UserError, match="two columns have one name"):
+        Source(path=str(tmp_path / "columns.parquet")).read(strict=False)
+    texts = [pa.array(["user"]), pa.array(["a"]), pa.array(["b"])]
+    fields = [pa.field(name, pa.string()) for name in ("role", "content", "content")]
+    message = pa.StructArray.from_arrays(texts, fields=fields)
+    table = pa.table({"messages": pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), message)})
+    pq.write_table(table, tmp_path / "objects.parquet")
+    with pytest.raises(UserError, match=r"objects\.parquet:1: an object in it has two fields of one name"):
+        Source(path=str(tmp_path / "objects.parquet")).read(strict=False)

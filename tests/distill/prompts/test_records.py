@@ -81,7 +81,7 @@ def test_tool_calls_are_kept_as_templates_read_them():
         assert said["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1, "b": [2]}}
         assert said["tool_calls"][0]["id"] == got["tool_call_id"] == "c1"
         assert opening(prompt.messages) == prompt.messages, "the result of the call is what is answered"
-        assert prompt.tools[0]["function"]["parameters"] == {"a": {"type": "int"}}
+        assert prompt.tools[0]["function"]["parameters"] == {"a": {"default": None, "type": "int"}}
 
 
 def test_columns_rename_and_rule():
@@ -167,3 +167,37 @@ def test_dropped_answers_need_not_be_any():
 def test_a_line_that_is_no_json_names_its_place(line, said):
     with pytest.raises(UserError, match=f"f.jsonl:3: .*{said}"):
         parse_prompt(line, "f.jsonl:3", "3")
+
+
+@pytest.mark.parametrize("fields", [("prompt", "completion"), ("question", "answer"), ("text", "output")])
+def test_messages_as_json_text_are_messages_wherever_a_text_may_stand(fields):
+    asked, replied = ([user("q")], [answer("a")])
+    record = dict(zip(fields, map(json.dumps, (asked, replied)), strict=True))
+    assert to_prompt(record, "7") == Prompt.of("7", (user("q"), answer("a")))
+    whole = {fields[0]: json.dumps({"messages": asked}), fields[1]: json.dumps(replied)}
+    assert to_prompt(whole, "7") == Prompt.of("7", (user("q"), answer("a")))
+    assert to_prompt({fields[0]: '[{"price": 3}]'}, "7").messages == (user('[{"price": 3}]'),)
+
+
+def test_messages_as_python_prints_them_are_named():
+    for record in ({"prompt": str([user("q")])}, {"prompt": "q", "completion": str([answer("a")])}):
+        with pytest.raises(UserError, match="messages as Python prints them stand where a text belongs"):
+            to_prompt(record, "7")
+
+
+@pytest.mark.parametrize("role", ["function_call", "Function_Call", " FUNCTION_CALL "])
+def test_a_call_is_one_however_its_role_is_spelt(role):
+    call = {"from": role, "value": '{"name": "f", "arguments": {}}'}
+    prompt = to_prompt({"conversations": [{"from": "human", "value": "q"}, call]}, "7", answers="drop")
+    assert prompt.messages[1]["tool_calls"][0]["function"]["name"] == "f"
+
+
+def test_a_null_in_a_schema_is_one_but_in_a_table():
+    record = {"prompt": "q", "tools": [TOOL]}
+    assert to_prompt(record, "7").tools[0] == TOOL
+    assert "default" not in to_prompt(record, "7", columnar=True).tools[0]["function"]["parameters"]["a"]
+
+
+def test_a_tool_that_is_no_function_is_refused():
+    with pytest.raises(UserError, match="a tool of type 'bash_20250124'"):
+        to_prompt({"prompt": "q", "tools": [{"type": "bash_20250124", "name": "bash"}]}, "7")

@@ -9,6 +9,7 @@ or `input`, whose answer may stand under one of `ANSWERS`. docs/data.md has a li
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ CONTENT = (*FORMS, *ANSWERS, *SYSTEMS, "context", "history", *REASONING)
 IDS = ("id", "question_id", "task_id", "prompt_id", "custom_id")
 WEIGHTS = ("weight", "reward")
 FIELDS = (*CONTENT, *IDS, *WEIGHTS, "category", "tools", "functions")  # all keys that are read
+PRINTED = re.compile(r"\s*\[\s*\{'(role|from|content|value)'\s*:")
 ANSWERED = ("/completions", "/responses", "/messages")  # where requests go that ask for an answer
 Tools = tuple[dict[str, Any], ...]
 
@@ -97,7 +99,7 @@ def to_prompt(
     fields = _rename_columns(record, columns)
     name, category = _string_field(fields, IDS) or default_id, _string_field(fields, ("category",))
     weight = _weight(fields)
-    raw, tools = _conversation(fields, unread)
+    raw, tools = _conversation(fields, unread, columnar)
     if answers == "drop" and not tools and not any(map(uses_tools, raw)):
         raw = [m for m in raw if role_of(m) != "assistant"]
     messages = to_messages(raw, unread, columnar)
@@ -143,7 +145,9 @@ def _unread(record: dict[str, Any], fields: Fields, columns: Mapping[str, str]) 
     return named - read - {column.partition(".")[0] for column in paths}
 
 
-def _conversation(fields: Fields, unread: set[str], request: bool = False) -> tuple[list[Any], Tools]:
+def _conversation(
+    fields: Fields, unread: set[str], columnar: bool, request: bool = False
+) -> tuple[list[Any], Tools]:
     """Messages of a record of any format, not validated yet, and its tools."""
     form = _form(fields, request)
     if form in REQUESTS:
@@ -154,7 +158,7 @@ def _conversation(fields: Fields, unread: set[str], request: bool = False) -> tu
                 f"'url' is {address}, which answers nothing; give requests to {' or '.join(ANSWERED)}"
             )
         inner = Fields(parse_json(fields.raw(form)))
-        conversation = _conversation(inner, unread, request=True)
+        conversation = _conversation(inner, unread, columnar, request=True)
         unread |= inner.unread(f"{form}.")
         return conversation
     content = parse_json(fields.raw(form)) if form in LISTS else fields.raw(form)
@@ -172,7 +176,7 @@ def _conversation(fields: Fields, unread: set[str], request: bool = False) -> tu
     first = messages[0] if role_of(messages[0]) in INSTRUCTING else None
     if first is None and (name := fields.first(systems)):
         messages.insert(0, {"role": "system", "content": fields.raw(name)})
-    return messages, _tools(fields)
+    return messages, _tools(fields, columnar)
 
 
 def _form(fields: Fields, request: bool) -> str:
@@ -197,8 +201,8 @@ def _asked(fields: Fields, form: str, content: Any) -> list[Any]:
     messages: list[Any] = []
     for asked, answer in _pairs(fields):
         messages += [_user(asked), {"role": "assistant", "content": answer}]
-    if _all_messages(content):
-        messages += content
+    if (given := _messages_in(content)) is not None:
+        messages += given
     else:
         texts = {name: fields.raw(name) for name in ASKED.get(form, (form,)) if _is_asked(fields, form, name)}
         if len(texts) > 1 and not all(isinstance(text, str) for text in texts.values()):
@@ -215,8 +219,8 @@ def _answer(fields: Fields) -> list[Any]:
             value = _first_text(value)
         if value is None:
             continue
-        if _all_messages(value):
-            return value
+        if (given := _messages_in(value)) is not None:
+            return given
         if not isinstance(value, str):
             raise UserError(f"{name!r} must be a text, the content of the assistant's message")
         reasoning = {key: fields.raw(key) for key in REASONING if fields.get(key) is not None}
@@ -246,11 +250,23 @@ def _pairs(fields: Fields) -> list[Any]:
     return fields.raw("history")
 
 
-def _all_messages(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) for m in value)
+def _messages_in(value: Any) -> list[Any] | None:
+    """Messages that stand where a text may stand, or as their JSON text; None for any other value.
+
+    Raises:
+        UserError: messages as Python prints them, which no JSON reader takes.
+    """
+    if isinstance(value, str) and PRINTED.match(value):
+        raise UserError("messages as Python prints them stand where a text belongs; write them as JSON")
+    found = parse_json(value)
+    if isinstance(found, dict) and found is not value:
+        found = found.get("messages")
+    if not isinstance(found, list) or not found or not all(isinstance(m, dict) for m in found):
+        return None
+    return found if found is value or all(role_of(m) for m in found) else None
 
 
-def _tools(fields: Fields) -> Tools:
+def _tools(fields: Fields, columnar: bool) -> Tools:
     """Schemas of functions, in OpenAI's form."""
     name = "tools" if fields.values.get("tools") not in (None, "", []) else "functions"
     tools = parse_json(fields.raw(name))  # some datasets store schemas as JSON texts
@@ -260,13 +276,16 @@ def _tools(fields: Fields) -> Tools:
     if tools is None or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(f"{name!r} must be a list of schemas")
     try:
-        return tuple(_schema(without_null(tool)) for tool in tools)
+        without = [without_null(tool) for tool in tools]
+        return tuple(map(_schema, without if columnar else tools))
     except RecursionError:
         raise UserError(f"{name!r} is nested too deep") from None
 
 
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:
     """A schema as OpenAI's chat interface has it, where it is Anthropic's or a function by itself."""
+    if (kind := tool.get("type", "function")) not in ("function", "custom", None):
+        raise UserError(f"a tool of type {kind!r}; schemas of functions alone can be written")
     if "name" not in tool or "function" in tool:
         return tool
     function = {"parameters" if k == "input_schema" else k: v for k, v in tool.items() if k != "type"}

@@ -103,7 +103,7 @@ def uses_tools(value: Any) -> bool:
     parts = content if isinstance(content, list) else []
     return (
         role_of(value) == "tool"
-        or _speaker(value) == CALL_ROLE
+        or _is_call(value)
         or any(not is_empty(value.get(name)) for name in ("tool_calls", "function_call"))
         or any(isinstance(p, Mapping) and p.get("type") in ("tool_use", "tool_result") for p in parts)
     )
@@ -140,6 +140,12 @@ def _speaker(value: Any) -> Any:
     return value.get("from") if is_empty(value.get("role")) else value["role"]
 
 
+def _is_call(value: Any) -> bool:
+    """Whether the content of a raw message is a call as JSON text."""
+    speaker = _speaker(value)
+    return isinstance(speaker, str) and speaker.strip().lower() == CALL_ROLE
+
+
 def _kind(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
@@ -157,7 +163,7 @@ def _message(value: Any, unread: set[str], columnar: bool) -> list[Message]:
         wrong = f"{speaker!r} is no role" if isinstance(speaker, str) else "it has no role"
         raise UserError(f"{wrong}; roles are {', '.join(ROLES)}, and a text 'content' belongs to each")
     given = next((fields.raw(n) for n in ("content", "value") if value.get(n) is not None), None)
-    content = _Content(calls=_call_in_text(given)) if speaker == CALL_ROLE else _content(given, role, unread)
+    content = _Content(calls=_call_in_text(given)) if _is_call(value) else _content(given, role, unread)
     reasoning = _reasoning(fields, content.reasoning) if role == "assistant" else ""
     calls = _calls(fields, content.calls, role, unread, columnar)
     text = "" if content.text is None and (calls or reasoning) else content.text

@@ -179,8 +179,6 @@ def _cells(
     mark = max(candidates, key=lambda mark: len(known.intersection(split[mark])))
     names = split[mark]
     _columns(names, [*columns.values()], f"prompts={path}")
-    if len(set(names)) < len(names):
-        raise UserError(f"prompts={path}: two columns have one name; it has {_some(names)}")
     numbers = {columns.get(name, name) for name in WEIGHTS}
     rows, end = csv.reader(texts, delimiter=mark, strict=True), 0
     while True:
@@ -319,6 +317,8 @@ def _table(path: Path, columns: Mapping[str, str]) -> Iterator[Record]:
                     yield Record(row, batch.slice(i, 1).to_pylist()[0], "", skipped, True)
                 except UnicodeDecodeError:
                     yield Record(row, None, "not UTF-8")
+                except ValueError:  # pyarrow's, for an object with a key twice
+                    yield Record(row, None, "an object in it has two fields of one name")
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: cannot be read as Parquet ({_first_line(error)})") from None
 
@@ -365,6 +365,8 @@ def _columns(names: Collection[str], columns: Collection[str], where: str) -> tu
         raise UserError(
             f"{where}: {problem}; it has {_some(names)}; name them as in prompts.columns={{prompt: ...}}"
         )
+    if len(set(names)) < len(names):
+        raise UserError(f"{where}: two columns have one name; it has {_some(names)}")
     return selected, [name for name in names if name not in selected]
 
 

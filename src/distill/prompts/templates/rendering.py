@@ -118,7 +118,13 @@ class Rendering:
 
     def template(self, tools: Tools | None) -> str:
         """Source of the template that renders with these tools, of which some models have another."""
-        return self.tokenizer.get_chat_template(None, tools)  # pyright: ignore[reportArgumentType]
+        try:
+            return self.tokenizer.get_chat_template(None, tools)  # pyright: ignore[reportArgumentType]
+        except ValueError:  # several, and none for these
+            named = ", ".join(sorted(map(str, self.tokenizer.chat_template or ())))
+            raise UserError(
+                f"target: of its chat templates ({named}) none is the default; call one 'default'"
+            ) from None
 
     def blocks(self, messages: Sequence[Message], tools: Tools | None) -> list[tuple[int, int]]:
         """Characters from and to which the text of a conversation is in `{% generation %}` blocks.

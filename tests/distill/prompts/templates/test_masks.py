@@ -512,3 +512,8 @@ def test_tools_that_a_template_does_not_write_are_refused():
     for work in (chat.encode_answered, chat.encode):
         with pytest.raises(UserError, match="leaves out the tool 'weather'"):
             work(say("a", "b"), [WEATHER])
+
+
+def test_templates_without_a_default_are_one_line():
+    with pytest.raises(UserError, match=r"of its chat templates \(rag, tool_use\) none is the default"):
+        chat_of({"tool_use": CHATML, "rag": CHATML}).encode(say("a", "b"))
