@@ -449,7 +449,7 @@ def read_scorecard(path: Path) -> Scorecard:
         UserError: see `Scorecard.from_json`.
     """
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text()) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         values = None
     return Scorecard.from_json(values, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,12 @@ def _load(path: Path) -> Any:
     """A configuration in YAML, as Hydra writes them.
 
     Raises:
-        YAMLError: none, too large, or with aliases, by which a few lines stand for gigabytes.
+        YAMLError: none, no file, too large, or with aliases, by which a few lines stand for gigabytes.
     """
-    if path.stat().st_size > MAX_BYTES:
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe waits for a writer
+        raise YAMLError("no file")
+    if status.st_size > MAX_BYTES:
         raise YAMLError(f"more than {MAX_BYTES} bytes")
     try:
         if any(isinstance(token, AliasToken) for token in scan(path.read_text())):

@@ -15,6 +15,7 @@ from distill.report.tables import grid, target_label
 from distill.scoring.paired import FEWEST, speedup_ratio, speedup_text, tau_difference, why_incomparable
 from distill.scoring.target_drift import describe
 from distill.utils.redact import hidden, printable
+from distill.utils.run_folder import is_step
 
 # score.json is written by training, scorecard.json is in an exported folder.
 CARDS = ("score.json", "scorecard.json")
@@ -372,4 +373,4 @@ def earlier(checkpoint: Path) -> Training:
     name = checkpoint.resolve().name
     file = next((checkpoint / card for card in CARDS if (checkpoint / card).is_file()), None)
     training = read_training(file) if file else Training()
-    return training if training.step is not None or not name.isdigit() else training._replace(step=int(name))
+    return training if training.step is not None or not is_step(name) else training._replace(step=int(name))

@@ -142,7 +142,7 @@ def bound(pairs: Sequence[tuple[Scored, Row]]) -> Bound | None:
     rounds = np.array([row.counts.rounds for _, row in named])  # (drafters, prompts)
     sums = resampled_sums([list(tokens), rounds.min(0).tolist()]).T
     tau = Estimate(sum(tokens) / float(rounds.min(0).sum()), central_interval(ratio(*sums)))
-    timed = [i for i, (_, row) in enumerate(named) if row.speedup]
+    timed = [i for i, (_, row) in enumerate(named) if row.speedup and row.tau > 0]
     if not timed:
         return Bound(tau, None, None, {}, len(tokens), len(named))
     price = np.array([named[i][1].tau / named[i][1].speed for i in timed])  # (timed,) plain passes

@@ -15,8 +15,9 @@ from decode.evaluation.scorecard import Scorecard, read_scorecard
 from distill.config.recorded import readable_config
 from distill.utils.atomic_files import read_json
 from distill.utils.redact import hidden, printable
-from distill.utils.run_folder import checkpoints
+from distill.utils.run_folder import checkpoints, is_step
 
+LATEST = 2**32  # seconds since 1970, in 2106: later dates are no dates of a run
 WRITTEN = ("run.json", "checkpoints", "csv")  # a run's folder has one of these
 Curve = tuple[list[float], list[float]]  # optimizer steps, values
 
@@ -60,7 +61,7 @@ def read(folder: Path) -> History:
     if not any((folder / name).exists() for name in WRITTEN):
         raise UserError(f"{folder}: no run there; give the folder that train.py printed")
     best = folder / "checkpoints" / "best"
-    step = best.resolve().name
+    step = best.resolve().name if best.exists() else ""
     config, overrides = readable_config(folder)
     started = None
     with suppress(UserError):  # the page does without
@@ -68,11 +69,11 @@ def read(folder: Path) -> History:
     return History(
         folder,
         scorecards(folder),
-        int(step) if best.exists() and step.isdigit() else None,
+        int(step) if is_step(step) else None,
         curves(folder / "csv"),
         config,
         overrides,
-        started,
+        started if started and 0 < started < LATEST else None,
     )
 
 
@@ -93,13 +94,14 @@ def curves(folder: Path) -> dict[str, Curve]:
     parts = [(0, folder / "metrics.csv")]
     for path in folder.glob("from-*/metrics.csv"):
         first_step = path.parent.name.removeprefix("from-")
-        if first_step.isdigit():
+        if is_step(first_step):
             parts.append((int(first_step), path))
     parts = sorted((begin, path) for begin, path in parts if path.is_file())
     ends = [begin for begin, _ in parts[1:]] + [math.inf]
     by_name: dict[str, Curve] = {}
     for (_, path), end in zip(parts, ends, strict=False):
-        with path.open(newline="", errors="replace") as handle:
+        # A field without an end: what stands before it is shown.
+        with path.open(newline="", errors="replace") as handle, suppress(csv.Error):
             for line in csv.DictReader(part.replace("\0", "") for part in handle):  # as a crash may leave
                 step = _number(line.get("step"))
                 if step is not None and step < end:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,11 @@ def read_json(path: Path, advice: str, **kinds: type | tuple[type, ...]) -> dict
         **kinds: types of keys that the reader needs.
 
     Raises:
-        UserError: half a file, no object, or one without those keys.
+        UserError: half a file, no object, or one without those keys; a pipe or folder.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe waits for a writer
+            raise ValueError("no file")
         return parse_json(path.read_text(), **kinds)
     except FileNotFoundError:
         return None

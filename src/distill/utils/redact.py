@@ -15,14 +15,15 @@ WORDS = (
     rf"(?:key|{SPECIAL}token|secrets?|passwords?|passwd|pass|pwd|passphrase|bearer|credentials?|auth|authorization"
     r"|signature|cookies?"
     # Not every plural: max_tokens is no secret.
-    r"|(?:api|access|auth|client|hf|private|secret|wandb)[^a-z]?(?:key|token)s)"
+    r"|(?:api|access|auth|client|hf|private|secret|wandb)[^a-z]?(?:key|token)s"
+    r"|access[^a-z]?key[^a-z]?id|private[^a-z]?key[^a-z]?pem|connection[^a-z]?string)"
 )
 SECRET = re.compile(rf"(?:^|[^a-z]|api|access|auth|client|hf|wandb){WORDS}$", re.IGNORECASE)
 # A password may have a slash in it; a port has none before it: hdfs://host:9000/folder@1.
 PASSWORD = re.compile(r"(?<=://)[^/@\s]*:(?!\d+/)[^@\s]+@")
 IN_ADDRESS = re.compile(
     rf"{PASSWORD.pattern}|(?<=://)[^/@\s]+@"
-    r"|(?<=[?&;])(?:[\w-]*(?:key|token|secret|password|sig|auth)[\w-]*)=[^&;\s]+",
+    r"|(?<=[?&;])(?:[\w%-]*(?:key|token|secret|pass|pwd|sig|auth|credential|sas|session)[\w%-]*)=[^&;\s]+",
     re.IGNORECASE,
 )
 IN_MAPPING = re.compile(rf"{WORDS}['\"]?\s*:", re.IGNORECASE)
@@ -31,10 +32,11 @@ NAME = rf"--?(?:[\w.-]*[^a-z\s])?(?:api|access|auth|client|hf|wandb)?{WORDS}"
 QUOTED = r"\"[^\"]*\"|'[^']*'|[^\s,;'\"\[\]{}()]+"
 OPTION = re.compile(rf"((?<![\w-]){NAME}['\"]?\s*(?:[=,\s])\s*)(?:{QUOTED})", re.IGNORECASE)
 # An entry of a mapping or an assignment: 'api_key': X, HF_TOKEN=X, openai_api_key: X; not a plain "token: 5".
-PLAIN = r"(?:api|access|auth|client|hf|wandb|secret|private)[_-]?" + WORDS
+PLAIN = rf"(?:(?:api|access|account|auth|aws|client|hf|session|wandb|secret|private)[_-]?{WORDS}|passphrase)"
+# A name at the end of a path is none: /etc/passwd: no such file.
 ENTRY = re.compile(
-    rf"((?i:(['\"])(?:[\w .-]*[^a-z])?(?:api|access|auth|client|hf|wandb)?{WORDS}\2|\b\w*?{PLAIN}"
-    rf"|\b(?:\w+_)?passw(?:or)?d)\s*[:=]\s*|\b[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|AUTH|CREDENTIALS)=)"
+    rf"((?i:(['\"])(?:[\w .-]*[^a-z])?(?:api|access|auth|client|hf|wandb)?{WORDS}\2|(?<![/\w])\w*?{PLAIN}"
+    rf"|(?<![/\w])(?:\w+_)?passw(?:or)?d)\s*[:=]\s*|\b[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|AUTH|CREDENTIALS)=)"
     rf"(?:{QUOTED})"
 )
 # Keys by their form: what begins as those of well known issuers do, JSON Web Tokens, headers of HTTP.
@@ -44,7 +46,8 @@ TOKEN = re.compile(
     r"|sk-[\w-]{12,}|[srp]k_(?:live|test)_\w{8,}|(?:gh[pousr]|github_pat)_\w{16,}|gl[a-z]{2,5}-[\w.-]{12,}"
     r"|xox[a-z]{1,2}-[\w-]{10,}|xapp-[\w-]{10,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|ya29\.[\w-]{12,}"
     r"|pypi-[\w-]{16,}|SG\.[\w-]{12,}\.[\w-]{12,}|eyJ[\w-]{8,}\.[\w-]{4,}(?:\.[\w-]*)?)"
-    r"|(?i:\bbearer\s+)[^\s,;'\"}\]]+|(?i:\bauthorization['\"]?\s*[:=]\s*['\"]?\w+\s+)[^\s,;'\"}\]]+"
+    r"|(?i:\bbearer\s+)[^\s,;'\"}\]]+|(?i:\bauthorization['\"]?\s*[:=]\s*['\"]?(?:\w+\s+)?)[^\s,;'\"}\]]+"
+    r"|(?i:\bcookie['\"]?\s*:\s*)[^\r\n]+|\b(?:dckr_pat_[\w-]{8,}|dapi[0-9a-f]{32}\b)"
     r"|(?<=hooks\.slack\.com/services/)[\w/-]+"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-Z ]*PRIVATE KEY-----|.*)",
     re.DOTALL,

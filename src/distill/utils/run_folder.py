@@ -369,8 +369,13 @@ def _mend(record: Path, run: dict[str, Any]) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints of a run, by step."""
-    paths = [p for p in (folder / "checkpoints").glob("*") if p.name.isdigit() and p.is_dir()]
+    paths = [p for p in (folder / "checkpoints").glob("*") if is_step(p.name) and p.is_dir()]
     return sorted(paths, key=lambda p: int(p.name))
+
+
+def is_step(name: str) -> bool:
+    """Whether a name is a step's number, in the digits that programs write."""
+    return name.isascii() and name.isdigit()
 
 
 def best(folder: Path) -> Path | None:

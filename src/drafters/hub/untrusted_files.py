@@ -46,12 +46,14 @@ def check_link(path: Path) -> Path:
 
     Raises:
         UserError: a link out of the folder, by which an untrusted folder could choose what is read or
-            uploaded from this machine.
+            uploaded from this machine; or a pipe.
     """
     folder, where = path.parent.resolve(), path.resolve()
     homes = [folder, folder.parent.parent / "blobs"] if in_hub_cache(folder) else [folder]
     if path.is_symlink() and where.parent not in homes:
         raise UserError(f"{path}: a link to a file outside its folder; copy the file itself there")
+    if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe waits for a writer
+        raise UserError(f"{path}: neither a file nor a folder; download or export the checkpoint again")
     return path
 
 

@@ -84,6 +84,42 @@ def test_an_entry_of_a_mapping_is_hidden(line):
     assert not leaks(override(line))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"https://h/x?{name}={KEY}" for name in ("pass", "pwd", "credential", "sas", "X-Amz-Credential")),
+        f"Authorization: {KEY}",
+        f"Cookie: session={KEY}",
+        f"Set-Cookie: sid={KEY}; path=/",
+        f"DefaultEndpointsProtocol=https;AccountKey={KEY}==",
+        f"aws_session_token={KEY}",
+        f"passphrase={KEY}",
+        f"dckr_pat_{KEY}abcdefgh",
+    ],
+)
+def test_headers_and_connection_strings_are_hidden(text):
+    assert KEY not in hidden(text)
+    assert HIDDEN in hidden(text)
+
+
+@pytest.mark.parametrize("name", ["accessKeyId", "access_key_id", "private_key_pem", "connection_string"])
+def test_names_of_cloud_credentials_are_hidden(name):
+    assert without_secrets({name: KEY}) == {name: HIDDEN}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "target=/etc/passwd: no such folder",
+        "/x/hf_token: no config.json",
+        "a/my_api_key: b",
+        "/x/db_password: c",
+    ],
+)
+def test_a_path_in_front_of_a_message_is_no_secret(line):
+    assert hidden(line) == line
+
+
 def test_what_reads_the_environment_is_hidden_by_structure():
     hide = [
         "${oc.env:A}",
