@@ -35,5 +35,15 @@ def whole_number(value: Any, name: str, least: int | None = None) -> int:
 
 
 def token_ids(tokens: Sequence[int] | np.ndarray | Tensor) -> list[int]:
-    """Token ids as Python's integers: those of a tensor are never equal to any in a set or a dict."""
-    return tokens.tolist() if isinstance(tokens, Tensor | np.ndarray) else [int(token) for token in tokens]
+    """Token ids as Python's integers: those of a tensor are never equal to any in a set or a dict.
+
+    Raises:
+        UserError: ids that are no integers, or no sequence of any.
+    """
+    ids: Any = tokens.tolist() if isinstance(tokens, Tensor | np.ndarray) else tokens
+    try:
+        if any(isinstance(token, bool | np.bool) for token in ids):
+            raise TypeError
+        return [operator.index(token) for token in ids]
+    except TypeError:
+        raise UserError(f"token ids: give a list of integers, not {str(ids)[:40]}") from None

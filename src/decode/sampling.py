@@ -51,7 +51,7 @@ class Sampler:
         }
         for name, valid in ok.items():
             if not valid:
-                raise UserError(f"sampling: {name}={getattr(self, name)} is out of range")
+                raise UserError(f"sampling: {name}={_shown(getattr(self, name))} is out of range")
         if self.temperature < SMALLEST:
             object.__setattr__(self, "temperature", 0.0)  # the way to set a field of a frozen dataclass
 
@@ -115,9 +115,17 @@ def _is_number(value: object, kind: type = Real) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
+def _shown(value: object) -> str:
+    """A value in a message: its text may look like a number that it is not."""
+    return f"{value}"[:40] if isinstance(value, Real) else f"{value!r}"[:40]
+
+
 def _real(value: object) -> float:
     """The number; NaN, which is in no range, for anything else."""
-    return float(value) if isinstance(value, Real) and _is_number(value) else math.nan
+    try:
+        return float(value) if isinstance(value, Real) and _is_number(value) else math.nan
+    except OverflowError:
+        return math.inf
 
 
 def _argmax(x: Tensor) -> Tensor:

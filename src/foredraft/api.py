@@ -264,6 +264,13 @@ def _generator(
     stop: str | Sequence[str],
     seed: int,
 ) -> TextGenerator:
+    for name, value, kind in (
+        ("plan", plan, Plan),
+        ("sampler", sampler, Sampler),
+        ("drafter", drafter, Drafter),
+    ):
+        if not isinstance(value, kind) and (value is not None or name == "sampler"):
+            raise UserError(f"{name}: give a {kind.__name__}, not {value!r}"[:200])
     plan = plan or (default_plan() if drafter else Plan())
     if drafter:
         drafter.check(plan)

@@ -204,6 +204,26 @@ def test_a_number_that_is_none_is_named(loaded, wrong):
             next(foredraft.stream(loaded[0], "say 3", **wrong))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"stop": 5},
+        {"stop": b"a"},
+        {"stop": [5]},
+        {"stop": [None]},
+        {"sampler": None},
+        {"sampler": 0.7},
+        {"plan": "dynamic"},
+        {"drafter": "eagle"},
+    ],
+    ids=str,
+)
+def test_an_argument_of_another_type_is_one_line(loaded, wrong):
+    (name,) = wrong
+    with pytest.raises(UserError, match=f"^{name}: give a "):
+        foredraft.generate(loaded[0], "say 3", **wrong)
+
+
 def test_one_stop_string_is_not_read_as_its_letters(loaded):
     model, _ = loaded
     free = foredraft.generate(model, "say 3", max_new_tokens=40)

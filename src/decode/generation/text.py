@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -82,12 +83,16 @@ class StopStrings:
         strings: one or several stop strings.
 
     Raises:
-        UserError: an empty string.
+        UserError: an empty string, or something else than strings.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: str | Sequence[str]) -> None:
         self.tokenizer = tokenizer
-        self.strings = (strings,) if isinstance(strings, str) else tuple(strings)
+        given: Any = strings
+        several = not isinstance(given, str | bytes) and isinstance(given, Iterable)
+        self.strings: tuple[str, ...] = tuple(given) if several else (given,)
+        if wrong := [string for string in self.strings if not isinstance(string, str)]:
+            raise UserError(f"stop: give a text or a list of texts, not {wrong[0]!r}")
         if not all(self.strings):
             raise UserError("stop: an empty stop string would end every text")
 

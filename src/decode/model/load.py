@@ -31,7 +31,7 @@ from decode.model.files.account import Account, tell
 from decode.model.files.config_keys import account_of_config, rope_warnings
 from decode.model.files.folder import CONFIG, GENERATION, ModelFiles
 from decode.model.files.generation import account_of_generation
-from decode.model.files.stored import account_of_files
+from decode.model.files.stored import account_of_files, stored_tensors
 from decode.model.files.tokenizer_files import account_of_tokenizer
 from decode.model.files.weights import DEQUANTISED, add_tensors
 from decode.model.placement.offload import load_offloaded
@@ -262,6 +262,10 @@ def load_model(
     files = ModelFiles(source, revision, f"{what}={name}")
     account = account_of_files(files)
     account.check(files.name)
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    # Making a model of so many takes hours before its weights are missed.
+    if isinstance(files.source, Path) and 0 < (stored := len(stored_tensors(files)[0])) < layers:
+        raise UserError(f"{files.name}: config.json has {layers:,} layers, and the files {stored:,} tensors")
     try:
         loaded: Any = auto_class(config, masked).from_pretrained(
             source,

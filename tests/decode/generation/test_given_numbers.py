@@ -132,3 +132,17 @@ def test_keys_of_python_integers_are_what_they_were():
     key = Key(Purpose.TARGET, 0)
     drawn = [float(KeyedCoin(s, r, n).uniform(key)[0]) for s, r, n in [(0, [0], None), (7, ["a"], [2])]]
     assert drawn == [0.21681354706614353, 0.061978448130017516]
+
+
+@pytest.mark.parametrize(
+    "ids", [[5.7, 3], ["5"], [True, 5], np.array([1.0]), torch.tensor([1.0]), [None]], ids=str
+)
+def test_ids_that_are_no_integers_are_refused(target, ids):
+    with pytest.raises(UserError, match="token ids: give a list of integers"):
+        decoded(target, prompts=[ids])
+
+
+@pytest.mark.parametrize(("value", "said"), [(10**400, "1000"), ("0.5", "'0.5'"), (None, "None")], ids=str)
+def test_a_temperature_that_is_none_is_shown_as_it_is(value, said):
+    with pytest.raises(UserError, match=f"temperature={said}.* is out of range"):
+        Sampler(temperature=value)

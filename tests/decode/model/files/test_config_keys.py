@@ -54,6 +54,13 @@ def test_keys_that_the_class_does_not_know_are_named_with_how_many(llama, capsys
     ]
 
 
+@pytest.mark.timeout(60)
+def test_more_layers_than_tensors_are_refused_before_they_are_made(llama):
+    change(llama, num_hidden_layers=10**6)
+    with pytest.raises(UserError, match=r"config\.json has 1,000,000 layers, and the files \d+ tensors"):
+        load_model(str(llama))
+
+
 def test_a_word_of_the_code_is_no_key(llama, capsys):
     change(llama, scaling=0.3)
     assert said(llama, capsys) == [
