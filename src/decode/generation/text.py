@@ -90,9 +90,10 @@ class StopStrings:
         self.tokenizer = tokenizer
         given: Any = strings
         several = not isinstance(given, str | bytes) and isinstance(given, Iterable)
-        self.strings: tuple[str, ...] = tuple(given) if several else (given,)
-        if wrong := [string for string in self.strings if not isinstance(string, str)]:
+        given = tuple(given) if several else (given,)
+        if wrong := [string for string in given if not isinstance(string, str)]:
             raise UserError(f"stop: give a text or a list of texts, not {wrong[0]!r}")
+        self.strings: tuple[str, ...] = given
         if not all(self.strings):
             raise UserError("stop: an empty stop string would end every text")
 

@@ -78,6 +78,11 @@ def account_of_tokenizer(tokenizer: Any, files: ModelFiles) -> Account:
     path = files.path(WHOLE)
     if path is not None and getattr(tokenizer, "is_fast", False):
         made = tokenizer.backend_tokenizer
+        changed = [repr(text) for text in PROBES if not _is_kept(made, text)]
+        account.remark("its normalizer changes this text before it is read", changed)
+        if getattr(made.model, "dropout", None):  # else one text would be other ids each time
+            made.model.dropout = None
+            account.remark("not applied: a text is always split in the same way", ["dropout"])
         theirs = _encoded(path, path.stat().st_mtime_ns)
         wrong = [text for text, ids in zip(PROBES, theirs, strict=True) if _ids(made, text) != ids]
         account.remark(
@@ -86,7 +91,18 @@ def account_of_tokenizer(tokenizer: Any, files: ModelFiles) -> Account:
             [repr(text) for text in wrong],
         )
     _add_templates(account, tokenizer, files, settings)
+    if tokenizer.chat_template and getattr(tokenizer, "split_special_tokens", False):
+        account.refuse(
+            f"the chat template's own tokens would be spelt as text; remove it from {SETTINGS}",
+            ["split_special_tokens"],
+        )
     return account
+
+
+def _is_kept(backend: Tokenizer, text: str) -> bool:
+    """Whether a tokenizer reads a text as it is, but for the mark that SentencePiece writes for a blank."""
+    normalizer = backend.normalizer
+    return not normalizer or normalizer.normalize_str(text).replace("\u2581", " ").strip() == text.strip()
 
 
 def _ids(backend: Tokenizer, text: str) -> list[int]:
@@ -98,6 +114,8 @@ def _encoded(path: Path, changed: int) -> list[list[int]]:
     """Ids of PROBES by a tokenizer.json; `changed` is when it was written."""
     del changed
     backend = Tokenizer.from_file(str(path))
+    if getattr(backend.model, "dropout", None):
+        backend.model.dropout = None  # pyright: ignore[reportAttributeAccessIssue]
     return [_ids(backend, text) for text in PROBES]
 
 

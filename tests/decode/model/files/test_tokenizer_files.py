@@ -103,9 +103,46 @@ def test_a_class_that_splits_in_another_way_than_the_file_is_named(folder, capsy
         "type": "Sequence",
         "pretokenizers": [{"type": "Digits", "individual_digits": True}, whole["pre_tokenizer"]],
     }
-    whole["normalizer"] = {"type": "Lowercase"}
     path.write_text(json.dumps(whole))
     assert said(folder, capsys) == []
     write(folder, "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"})
     lines = said(folder, capsys)
     assert any("Qwen2Tokenizer splits this text in another way than tokenizer.json" in line for line in lines)
+
+
+def change_whole(folder, part, values):
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    whole[part] = values if whole[part] is None else whole[part] | values
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+
+
+def test_dropout_is_not_applied_and_named(folder, capsys):
+    change_whole(folder, "model", {"dropout": 0.5})
+    assert said(folder, capsys) == ["dropout: not applied: a text is always split in the same way"]
+    tokenizer = load_tokenizer(str(folder))
+    text = "The quick brown fox jumps over the lazy dog, again and again."
+    assert len({tuple(tokenizer.encode(text)) for _ in range(9)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "lossy"),
+    [
+        ({"type": "Lowercase"}, True),
+        ({"type": "Replace", "pattern": {"String": "e"}, "content": ""}, True),
+        ({"type": "NFC"}, False),
+        ({"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}, False),
+    ],
+    ids=str,
+)
+def test_a_normalizer_that_changes_texts_is_named(normalizer, lossy, folder, capsys):
+    change_whole(folder, "normalizer", normalizer)
+    lines = [line for line in said(folder, capsys) if "its normalizer changes this text" in line]
+    assert bool(lines) == lossy
+
+
+def test_control_tokens_that_would_be_spelt_as_text_are_refused(folder):
+    write(folder, "tokenizer_config.json", {"split_special_tokens": True})
+    with pytest.raises(
+        UserError, match="split_special_tokens: the chat template's own tokens would be spelt"
+    ):
+        load_tokenizer(str(folder))
