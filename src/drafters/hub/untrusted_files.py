@@ -46,14 +46,23 @@ def check_link(path: Path) -> Path:
 
     Raises:
         UserError: a link out of the folder, by which an untrusted folder could choose what is read or
-            uploaded from this machine; or a pipe.
+            uploaded from this machine.
     """
     folder, where = path.parent.resolve(), path.resolve()
     homes = [folder, folder.parent.parent / "blobs"] if in_hub_cache(folder) else [folder]
     if path.is_symlink() and where.parent not in homes:
         raise UserError(f"{path}: a link to a file outside its folder; copy the file itself there")
-    if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe waits for a writer
-        raise UserError(f"{path}: neither a file nor a folder; download or export the checkpoint again")
+    return path
+
+
+def check_file(path: Path) -> Path:
+    """The path of a checkpoint file, see `check_link`, if reading it waits for nobody.
+
+    Raises:
+        UserError: a link out of the folder, or a pipe.
+    """
+    if check_link(path).exists() and not path.is_file():
+        raise UserError(f"{path}: no file; download or export the checkpoint again")
     return path
 
 
@@ -64,7 +73,7 @@ def read_json(path: Path) -> Any:
         UserError: a link to elsewhere, or too large.
         ValueError: invalid JSON, a duplicate key, NaN or infinity, or nested too deeply.
     """
-    if (size := check_link(path).stat().st_size) > JSON_BYTES:
+    if (size := check_file(path).stat().st_size) > JSON_BYTES:
         raise UserError(f"{path}: {size} bytes; no drafter's file has more than {JSON_BYTES}")
     try:
         value = json.loads(path.read_text(), object_pairs_hook=_once, parse_constant=_no_number)
@@ -99,7 +108,7 @@ def header(path: Path) -> dict[str, Shape]:
         UserError: a link to elsewhere, a header that is too large, an unsupported dtype.
         OSError, SafetensorError: no such file, or a header that does not match the contents.
     """
-    with check_link(path).open("rb") as file:
+    with check_file(path).open("rb") as file:
         if (size := int.from_bytes(file.read(8), "little")) > HEADER_BYTES:
             raise UserError(
                 f"damaged checkpoint ({path.name}: a header of {size} bytes; none has {HEADER_BYTES})"

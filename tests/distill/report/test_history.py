@@ -10,7 +10,7 @@ from decode.evaluation.scorecard import read_scorecard
 from distill.config.recorded import read_config
 from distill.report.history import read
 from distill.utils.atomic_files import read_json
-from drafters.hub.untrusted_files import check_link
+from drafters.hub.untrusted_files import check_file
 
 
 @pytest.mark.parametrize("started", ["1e400", "1e17", "-1e18", "NaN", "0"])
@@ -44,7 +44,7 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     (tmp_path / ".hydra").mkdir()
     pipe = tmp_path / ".hydra" / "config.yaml"
     os.mkfifo(pipe)
-    for reader in (read_scorecard, lambda path: read_json(path, "remove it"), check_link):
+    for reader in (read_scorecard, lambda path: read_json(path, "remove it"), check_file):
         with pytest.raises(UserError, match=r"config\.yaml: "):
             reader(pipe)
     assert read_config(tmp_path) is None
