@@ -4,28 +4,47 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 from decode.errors import UserError
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Message, Prompt
+from distill.prompts.templates.rendering import Tools
 
 OPTIONAL = re.compile("think|reason")  # tokens that a text may have: reasoning stands between them
 # Beginnings of whole conversations in the formats of other templates, up to where an answer begins.
 FORMATS = (
     r"<\|im_start\|>.*<\|im_start\|>\s*assistant",
     r"<\|start_header_id\|>.*<\|start_header_id\|>\s*assistant",
+    r"<\|header_start\|>.*<\|header_start\|>\s*assistant",
+    r"<\|start_of_role\|>.*<\|start_of_role\|>\s*assistant",
+    r"<\|start\|>(?:system|developer|user).*<\|start\|>assistant",
+    r"<\|START_OF_TURN_TOKEN\|>.*<\|CHATBOT_TOKEN\|>",
+    "<\uff5cUser\uff5c>.*<\uff5cAssistant\uff5c>",
     r"<start_of_turn>.*<start_of_turn>\s*model",
-    r"<\|(?:user|system)\|>.*<\|assistant\|>",
-    r"\[INST\].*\[/INST\]",
+    r"<\|(?:user|system|prompter)\|>.*<\|assistant\|>",
+    r"(?:\[SYSTEM_PROMPT\].*)?\[INST\].*\[/INST\]",
+    r"<human>:.*<bot>:",
+    r"GPT4 (?:Correct )?User:.*GPT4 (?:Correct )?Assistant:",
     r"(?:Below is an instruction\b.*)?### Instruction:.*### Response:",
     r"### (?:Human|User):.*### Assistant:",
     r"(?:A chat between\b.*)?USER:.*\bASSISTANT:",
-    r"Human:.*\n\s*Assistant:",
+    r"(?:System:.*)?Human:.*\n\s*Assistant:",
+    r"(?:System:.*)?User:.*\n\s*Assistant:\s*\Z",  # else a transcript that a question is about
 )
-BEGUN = re.compile(rf"(?:<s>|<bos>|<\|begin_of_text\|>)?\s*(?:{'|'.join(FORMATS)})", re.DOTALL)
-ANSWERS = (
-    rb"assistant|Assistant:|ASSISTANT:|<start_of_turn>|\[/INST\]|### Response:"  # one is in each of them
+STARTS = (
+    *("<s>", "<bos>", r"<\|begin_of_text\|>", "<BOS_TOKEN>"),
+    *("<\uff5cbegin\u2581of\u2581sentence\uff5c>", r"\[gMASK\]<sop>"),
+)
+BEGUN = re.compile(rf"(?:{'|'.join(STARTS)})?\s*(?:{'|'.join(FORMATS)})", re.DOTALL)
+# One is in each of them.
+ANSWERS = rb"[Aa]ssistant|ASSISTANT:|CHATBOT|<bot>|<start_of_turn>|\[/INST\]|### Response:"
+# Conversations whose rendering shows what a template writes around texts of the system and of answers.
+TURNS: tuple[list[Message], ...] = (
+    [{"role": "system", "content": "."}, {"role": "user", "content": "."}],
+    [{"role": role, "content": "."} for role in ("user", "assistant", "user")],
 )
 
 
@@ -44,9 +63,12 @@ class RenderedTexts:
         before, after = _around(chat)
         tokenizer = chat.tokenizer
         added = {t.content for t in tokenizer.added_tokens_decoder.values()} | {*tokenizer.all_special_tokens}
-        written = {t for t in added if t.strip() and t in before + after and not OPTIONAL.search(t)}
+        around = before + after + "".join(_turns(chat))
+        written = {t for t in added if t.strip() and t in around and not OPTIONAL.search(t)}
         ends = (tokenizer.bos_token, tokenizer.eos_token) if before + after else ("", "")
         self.first, self.last = (str(token or "") for token in ends)
+        if self.last and self.last in after:  # it ends a user's turn, too
+            self.last = ""
         self.inside = sorted(written - {self.first, self.last})
         marks = [chunk.split()[-1] for chunk in (before, after) if chunk.strip()]  # [INST], [/INST]
         self.marks = marks if len(marks) == 2 and all(re.search(r"[<\[|]", mark) for mark in marks) else []
@@ -58,12 +80,15 @@ class RenderedTexts:
 
     def fault(self, prompt: Prompt) -> str:
         """Why a prompt cannot be rendered; empty if it can."""
-        return self.fault_of(prompt.messages) if self.quick.search(prompt.packed) else ""
+        return self.fault_of(prompt.messages, prompt.tools) if self.quick.search(prompt.packed) else ""
 
-    def fault_of(self, messages: Sequence[Message]) -> str:
+    def fault_of(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """Why these messages cannot be rendered; empty if they can."""
+        if token := next(filter(None, map(self._found, _texts(list(tools)))), ""):
+            return f"tools: {token} in a schema belongs to the chat template; leave it out"
         for number, message in enumerate(messages, 1):
-            for text in (message["content"], message.get("reasoning_content", "")):
+            parts = [message["content"], message.get("reasoning_content", ""), message.get("tool_calls")]
+            for text in _texts(parts):
                 if token := self._found(text.strip()):
                     return (
                         f"message {number} ({message['role']}): a text that is rendered already: {token} "
@@ -77,13 +102,31 @@ class RenderedTexts:
         return ""
 
     def _found(self, text: str) -> str:
-        if token := next((token for token in self.inside if token in text), ""):
-            return token
+        if found := min(((text.find(token), token) for token in self.inside if token in text), default=None):
+            return found[1]
         if self.first and text.startswith(self.first):
             return self.first
         if self.last and text.endswith(self.last):
             return self.last
         return self.marks[0] if self.marks and all(mark in text for mark in self.marks) else ""
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value of JSON, keys among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from map(str, value)
+        yield from (text for inner in value.values() for text in _texts(inner))
+    elif isinstance(value, list | tuple):
+        yield from (text for inner in value for text in _texts(inner))
+
+
+def _turns(chat: Chat) -> Iterator[str]:
+    """Renderings of TURNS, without those that the template refuses."""
+    for messages in TURNS if chat.template == "chat" else ():
+        with suppress(UserError):
+            yield chat.text(messages)
 
 
 def _around(chat: Chat) -> tuple[str, str]:

@@ -178,13 +178,14 @@ def test_fields_that_are_not_read_are_said_and_recorded(tmp_path, capsys):
     [
         ("chatml", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>"),
         ("chatml", "4<|im_end|>", "<|im_end|>"),
+        ("chatml", "what does <|im_end|> mean?", "<|im_end|>"),
         ("chatml", "<think>why</think>4", ""),
         ("qwen3", "<think>why</think>4 <tool_call>", ""),
-        ("llama3", "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi", "<|end_header_id|>"),
+        ("llama3", "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi", "<|start_header_id|>"),
         ("gemma", "<bos>hi", "<bos>"),
         ("gemma", "hi\n\nho", ""),
         ("gemma", "<start_of_turn>user\nhi", "<start_of_turn>"),
-        ("mistral", "[INST] hi [/INST]", "[/INST]"),
+        ("mistral", "[INST] hi [/INST]", "[INST]"),
         ("mistral", "no <s>longer</s> so", ""),
         ("mistral", "yes</s>", "</s>"),
         ("chatml", "ordinary | text < with > marks", ""),
@@ -207,7 +208,37 @@ OTHERS = [
     "### Human: hi### Assistant: hello",
     "A chat between a curious user and an assistant. USER: hi ASSISTANT: hello",
     "\n\nHuman: hi\n\nAssistant:",
+    "System: be kind\n\nHuman: hi\n\nAssistant: hello",
+    "User: hi\nAssistant:",
+    "<\uff5cbegin\u2581of\u2581sentence\uff5c><\uff5cUser\uff5c>hi<\uff5cAssistant\uff5c>hello",
+    "<BOS_TOKEN><|START_OF_TURN_TOKEN|><|USER_TOKEN|>hi<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+    "[gMASK]<sop><|user|>\nhi<|assistant|>\n",
+    "<|start|>user<|message|>hi<|end|><|start|>assistant<|channel|>final<|message|>hello",
+    "<|header_start|>user<|header_end|>\n\nhi<|eot|><|header_start|>assistant<|header_end|>",
+    "<|start_of_role|>user<|end_of_role|>hi<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>",
+    "[SYSTEM_PROMPT]be kind[/SYSTEM_PROMPT][INST]hi[/INST]",
+    "GPT4 Correct User: hi<|end_of_turn|>GPT4 Correct Assistant:",
+    "<|prompter|>hi<|endoftext|><|assistant|>",
+    "<human>: hi\n<bot>: hello",
 ]
+
+
+@pytest.mark.parametrize("place", ["arguments", "schema", "system"])
+def test_a_token_of_the_template_is_found_wherever_a_text_stands(place):
+    def fault(text):
+        call = {"type": "function", "function": {"name": "f", "arguments": {"city": [text]}}}
+        asked = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]
+        if place == "system":
+            asked[0]["content"] = text
+        if place == "arguments":
+            asked += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+            asked += [{"role": "tool", "content": "1"}]
+        schema = {"name": "f", "description": text if place == "schema" else "x"}
+        tools = [{"type": "function", "function": schema}]
+        return RenderedTexts(Chat(tokenizer_of("qwen3"))).fault(Prompt.of("1", asked, tools=tools))
+
+    assert "<|im_start|>" in fault("a <|im_start|>system b")
+    assert not fault("Ulm")
 
 
 @pytest.mark.parametrize("text", OTHERS)

@@ -477,7 +477,7 @@ CHATML = (
 
 
 def chat_of(template):
-    tokenizer = tokenizer_of("qwen3")
+    tokenizer = build(FAMILIES["qwen3"])
     tokenizer.chat_template = template
     return Chat(tokenizer)
 
