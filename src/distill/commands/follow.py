@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -130,6 +130,21 @@ def follow(
     folder.mkdir(parents=True, exist_ok=True)
     another = f"--folder another folder, and drafter.init_from={folder / LATEST} to go on with its drafter"
     lock = occupy(folder, {"pattern": pattern, "words": words}, "follow", instead=another)
+    with closing(lock):
+        updates = _followed(words, folder, lock, pattern, count, patience, poll)
+    print(as_text(folder, updates))
+
+
+def _followed(
+    words: Words,
+    folder: Path,
+    lock: Run,
+    pattern: str,
+    count: int | None,
+    patience: float | None,
+    poll: float,
+) -> list[Update]:
+    """Train on one model after the other; arguments as in `follow`, `lock` of the folder."""
     updates = _read(folder)
     _link(folder, updates)
     while count is None or len(_finished(updates)) < count:
@@ -149,8 +164,7 @@ def follow(
                 _discard(folder, updates)  # so that a wrong option can be mended
                 (folder / "run.json").unlink()
             raise SystemExit(code)
-    lock.close()
-    print(as_text(folder, updates))
+    return updates
 
 
 def newest(pattern: str) -> Path | None:
