@@ -17,7 +17,7 @@ from distill.prompts.prompt import Message
 REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows
 # Templates write these tags again, with other white space around them.
 TAGS = re.compile(r"</?think(?:ing)?>")
-THOUGHT = "</think>"
+OPENING, THOUGHT = "<think>", "</think>"
 SHOWN = 40  # characters of a text in a message
 
 
@@ -154,10 +154,13 @@ def _prints_objects(message: Message, span: str) -> str | None:
 
 
 def _reasons_twice(message: Message, span: str, before: str) -> str | None:
-    """A block of reasoning in the content that a template takes for text, and puts another before it."""
+    """A block of reasoning in the content that a template takes for text, or a text that it takes for one."""
     content = message.get("content")
     if not isinstance(content, str) or THOUGHT not in content:
         return None
+    opened = before.rstrip().endswith(OPENING) or content.lstrip().startswith(OPENING)
+    if not opened and not message.keys() & {*REASONING} and content.strip() not in span:
+        return f"takes what stands before {THOUGHT} in the content for reasoning"
     if span.count(THOUGHT) + before.rstrip().endswith(THOUGHT) > content.count(THOUGHT):
         return f"puts reasoning before the {THOUGHT} of the content, which belongs into reasoning_content"
     return None

@@ -66,8 +66,35 @@ def supervise(
         for answer in answers
         if messages[answer.number].get("train") is not False
     ]
+    if blocks is not None:
+        for answer in answers:
+            _check_end(render, text, answer, frame, is_last=answer.number == len(messages) - 1)
     answers = [answer for answer in answers if _is_whole(render, messages, text, answer, frame)]
     return _mask(Tokens(render, text, len(prompt)), answers, len(prompt))
+
+
+def _check_end(
+    render: TemplateRenderer, text: str, answer: Answer, frame: AnswerFrame, is_last: bool
+) -> None:
+    """Refuse a marked answer that does not end with its end token.
+
+    Raises:
+        UserError: the block ends before the token, or holds what others say behind it.
+    """
+    start, end = answer.spans[-1]
+    expected = ((frame.token,) if frame.token else ()) if is_last else frame.tokens
+    if not expected or text[start:end].endswith(expected):
+        return
+    place = max(text.rfind(token, start, end) + len(token) for token in expected)
+    if text.endswith(expected, start, place) and render.added.any.search(text, place, end):
+        fault = "reach beyond"
+    elif text[end:].lstrip().startswith(expected):
+        fault = "end before"
+    else:  # an answer without an end, as a call that its result follows
+        return
+    raise UserError(
+        f"target: its chat template's {{% generation %}} blocks {fault} the token that ends an answer"
+    )
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:

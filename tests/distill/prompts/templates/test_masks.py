@@ -517,3 +517,37 @@ def test_tools_that_a_template_does_not_write_are_refused():
 def test_templates_without_a_default_are_one_line():
     with pytest.raises(UserError, match=r"of its chat templates \(rag, tool_use\) none is the default"):
         chat_of({"tool_use": CHATML, "rag": CHATML}).encode(say("a", "b"))
+
+
+BLOCKS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n{% generation %}"
+    "{{ m.content }}<|im_end|>{% endgeneration %}\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LATE = BLOCKS.replace(
+    "{% endgeneration %}\n", "\n{% if not loop.last %}<|im_start|>user{% endif %}{% endgeneration %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (BLOCKS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %} <|im_end|>"), "end before"),
+        (
+            LATE.replace("{% else %}<|im_start|>", "{% else %}{% if loop.first %}<|im_start|>{% endif %}"),
+            "reach beyond",
+        ),
+    ],
+)
+def test_blocks_that_do_not_end_with_the_end_token_are_refused(template, said):
+    talk = say("a", "bb", "c", "dd")
+    assert runs(chat_of(BLOCKS), talk) == ["bb<|im_end|>", "dd<|im_end|>"]
+    with pytest.raises(UserError, match=f"generation %}} blocks {said} the token that ends an answer"):
+        chat_of(template).encode_answered(talk)
+
+
+def test_an_answer_that_speaks_of_the_end_of_thoughts_is_not_rewritten():
+    chat = Chat(tokenizer_of("qwen3"))
+    with pytest.raises(UserError, match="takes what stands before </think> in the content for reasoning"):
+        chat.encode_answered(say("How do I end it?", "use `</think>` to close"))
