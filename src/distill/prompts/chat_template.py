@@ -15,7 +15,7 @@ from distill.prompts.templates.answer_parts import answer_parts
 from distill.prompts.templates.clock import now, parse
 from distill.prompts.templates.ends import AnswerFrame, Ends, find_frame, template_ends
 from distill.prompts.templates.faults import fault_in_prompt, fault_in_tools
-from distill.prompts.templates.loss_mask import supervise
+from distill.prompts.templates.loss_mask import check_short_texts, supervise
 from distill.prompts.templates.renderer import (
     FORMS,
     AddedTokens,
@@ -283,6 +283,7 @@ def _checked(render: TemplateRenderer, messages: Sequence[Message], prompt: bool
     text = render.text(messages, prompt)
     if fault := fault_in_prompt(messages, text):
         raise IncompletePromptError(f"target: its chat template {fault}")
+    check_short_texts(render, messages)
     if fault := fault_in_tools(render.tools or (), text):
         raise UserError(f"target: its chat template {fault}")
     return text

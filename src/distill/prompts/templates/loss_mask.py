@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from decode.errors import UserError
 from distill.prompts.prompt import Message
-from distill.prompts.templates.ends import AnswerFrame
+from distill.prompts.templates.ends import MARK, AnswerFrame
 from distill.prompts.templates.faults import (
     fault_in_answer,
     fault_in_prompt,
@@ -25,6 +25,9 @@ from distill.prompts.templates.faults import (
 from distill.prompts.templates.marked_answers import marked_answers
 from distill.prompts.templates.renderer import Answer, IncompletePromptError, Span, TemplateRenderer
 
+MOST_ANSWERS = 500  # of a conversation: each is rendered with all that stands before it
+# Texts of fewer characters may stand in a template's own markup, too.
+SHORT = 12
 DIFFERS = (
     "target: its chat template renders an answer differently from its prompt, so no loss mask can be read "
     "off it; give its tokenizer a template whose answers begin where its prompts end"
@@ -47,7 +50,12 @@ def supervise(
     """
     if len(messages) < 2:
         raise UserError("rollout=given: a record of one answer alone has no prompt to train it behind")
+    if (answers := sum(message["role"] == "assistant" for message in messages)) > MOST_ANSWERS:
+        raise UserError(
+            f"rollout=given: {answers:,} answers in a record; split it, at {MOST_ANSWERS} at most"
+        )
     text, prompt = render.text(messages), render.text(messages[:-1], prompt=True)
+    check_short_texts(render, messages)
     if not text.startswith(prompt):
         raise UserError(DIFFERS)
     _check_prompt(messages[:-1], prompt)
@@ -71,6 +79,37 @@ def supervise(
             _check_end(render, text, answer, frame, is_last=answer.number == len(messages) - 1)
     answers = [answer for answer in answers if _is_whole(render, messages, text, answer, frame)]
     return _mask(Tokens(render, text, len(prompt)), answers, len(prompt))
+
+
+def check_short_texts(render: TemplateRenderer, messages: Sequence[Message]) -> None:
+    """Refuse a short text that the template leaves out while its own markup has the same characters.
+
+    The conversation is rendered again with marks in place of such texts; those of earlier answers may be
+    left out.
+
+    Raises:
+        IncompletePromptError: a mark is missing.
+    """
+    marks: dict[int, str] = {}
+    for number, message in enumerate(messages):
+        text = message.get("content")
+        text = text.strip() if isinstance(text, str) else ""
+        kept = message["role"] != "assistant" or number == len(messages) - 1
+        if kept and 0 < len(text) < SHORT and text in render.template:
+            marks[number] = f"{MARK}{number}{MARK}"
+    if not marks:
+        return
+    marked = [m | {"content": marks[n]} if n in marks else m for n, m in enumerate(messages)]
+    try:
+        rendered = render.text(marked)
+    except UserError:  # the text decides what the template does
+        return
+    for number, mark in marks.items():
+        if mark not in rendered:
+            text, role = messages[number]["content"].strip(), messages[number]["role"]
+            raise IncompletePromptError(
+                f"target: its chat template leaves out the text {text!r} of the {role}"
+            )
 
 
 def _check_end(

@@ -551,3 +551,22 @@ def test_an_answer_that_speaks_of_the_end_of_thoughts_is_not_rewritten():
     chat = Chat(tokenizer_of("qwen3"))
     with pytest.raises(UserError, match="takes what stands before </think> in the content for reasoning"):
         chat.encode_answered(say("How do I end it?", "use `</think>` to close"))
+
+
+def test_a_conversation_of_thousands_of_answers_is_one_line():
+    talk = say(*["a", "b"] * 5000)
+    with pytest.raises(UserError, match="5,000 answers in a record; split it, at 500 at most"):
+        chat_of(CHATML).encode_answered(talk)
+    assert len(runs(chat_of(CHATML), talk[:100])) == 50
+
+
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_a_short_text_that_the_markup_has_too_is_found_missing(role):
+    drops = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != '" + role + "' %}")
+    asked = [{"role": "system", "content": "be kind and"}, *say("a", "b"), *say("c", "d")]
+    asked[0 if role == "system" else 1]["content"] = role  # stands in the template's source
+    with pytest.raises(UserError, match=f"leaves out the text '{role}' of the {role}"):
+        chat_of(drops).encode_answered(asked if role == "system" else asked[:3])
+    with pytest.raises(UserError, match=f"leaves out the text '{role}' of the {role}"):
+        chat_of(drops).encode(asked if role == "system" else asked[:2])
+    assert runs(chat_of(CHATML), asked) == ["b<|im_end|>", "d<|im_end|>"]
