@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from decode.errors import UserError
+from decode.model.files.folder import is_file_name
 from drafters.hub.untrusted_files import check_link, header, read_json
 
 WHOLE = ("model.safetensors", "medusa_lm_head.safetensors")
@@ -39,7 +40,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 def _parts(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name in sorted(set(read_json(folder / INDEX)["weight_map"].values())):
-        if Path(name).name != name:
+        if not is_file_name(name):
             raise UserError(f"{INDEX} names {name!r}, which is no file of this folder")
         tensors |= _tensors(folder / name)
     return tensors

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from decode.errors import UserError
+from decode.model.files.folder import is_file_name
 from decode.model.target import Target
 from drafters.hub import download
 from drafters.hub.untrusted_files import header, is_hub_id, read_json
@@ -325,7 +326,7 @@ def _files(folder: Path) -> dict[str, str]:
     """File of every tensor of a checkpoint; empty without safetensors."""
     if (folder / INDEX).is_file():
         files = read_json(folder / INDEX)["weight_map"]
-        if any(Path(file).name != file for file in files.values()):
+        if not all(map(is_file_name, files.values())):
             raise UserError(f"{folder / INDEX}: names files outside its folder")
         return files
     return dict.fromkeys(header(folder / WHOLE), WHOLE) if (folder / WHOLE).is_file() else {}

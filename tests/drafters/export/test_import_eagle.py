@@ -242,6 +242,7 @@ def test_a_pickled_file_gives_tensors_or_nothing(made, content, tmp_path):
         {"weight_map": ["model.safetensors"]},
         {"weight_map": {"fc.weight": 3}},
         {"weight_map": {"fc.weight": ".."}},
+        {"weight_map": {"fc.weight": ""}},
         {"weight_map": {"fc.weight": "../config.json"}},
         {"weight_map": {"fc.weight": "a\0b"}},
         {"weight_map": {"fc.weight": "config.json"}},

@@ -16,6 +16,11 @@ ADAPTER = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
+def is_file_name(value: object) -> bool:
+    """Whether a value names a file of a folder, rather than one elsewhere or a folder."""
+    return isinstance(value, str) and value not in ("", "..") and Path(value).name == value
+
+
 class ModelFiles:
     """Files of a folder or a hub repository.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.model.files.account import Account
-from decode.model.files.folder import ADAPTER_WEIGHTS, ModelFiles
+from decode.model.files.folder import ADAPTER_WEIGHTS, ModelFiles, is_file_name
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ROWS = 4096  # of a tensor compared at a time
@@ -54,7 +54,7 @@ def weight_map(files: ModelFiles) -> dict[str, list[str]]:
     if not isinstance(named, dict) or not isinstance(index.get("metadata"), dict):
         raise UserError(f"{files.name}: {INDEX} is damaged (it needs weight_map and metadata, two objects)")
     for tensor, file in named.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not is_file_name(file):
             raise UserError(f"{files.name}: {INDEX} names {str(file)[:60]!r}, which is no file of the folder")
         found.setdefault(file, []).append(tensor)
     return found

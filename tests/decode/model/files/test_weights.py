@@ -216,6 +216,8 @@ def test_an_index_that_does_not_fit_its_files_is_refused(llama):
     for extra, reason in (
         ({"x": "model-00003-of-00003.safetensors"}, "model-00003-of-00003.safetensors: .* not in the folder"),
         ({"x": "../model.safetensors"}, "no file of the folder"),
+        ({"x": ".."}, "no file of the folder"),
+        ({"x": ""}, "no file of the folder"),
         ({"x": 3}, "no file of the folder"),
         ({"x.weight": "model-00001-of-00002.safetensors"}, r"x\.weight: named by the index"),
     ):
