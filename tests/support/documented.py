@@ -221,6 +221,8 @@ class Places:
             (r"<its environment>", lambda: "spec"),
             (r"/ckpt/step_\*", lambda: str(self.target)),
             (r"\$depth", lambda: "2"),
+            (r"=(?=docs/results/\S+\.json)", lambda: f"={ROOT}/"),
+            (r" \.\.\.(?= --)", lambda: ""),  # more of the same kind
             (r"row=gsm8k-17", lambda: "row=p1"),
             (r"http://host:8000", lambda: self.server or "http://127.0.0.1:8000"),
         ]
