@@ -24,10 +24,10 @@ test:  ## CI's second half
 docs-test:  ## Every documented command, run at a tiny size; the site and the reports in a browser (8 minutes)
 	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile -m docs
 
-proofs:  ## Proofs of up to five minutes each (45 minutes); keeps their output and the commit in docs/proofs.md
+proofs:  ## Proofs of up to five minutes each (45 minutes); a green run writes docs/proofs.md
 	python scripts/proofs.py
 
-long-proofs:  ## Mutants of whole modules, restarts of 32 processes (20 minutes); adds to docs/proofs.md
+long-proofs:  ## Mutants of whole modules, restarts of 32 processes (20 minutes); the same
 	python scripts/proofs.py --long
 
 # An engine that starts imports thousands of modules, which are compiled once where that is kept.
