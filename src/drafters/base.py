@@ -260,9 +260,9 @@ class Drafter(nn.Module, ABC):
         """Recompute activations in the backward pass instead of storing them (arXiv:1604.06174).
 
         Raises:
-            UserError: the drafter stores too little for it to help.
+            UserError: the drafter has no layers that could be run again.
         """
-        raise UserError("gradient_checkpointing: this drafter keeps next to nothing; leave it false")
+        raise UserError("gradient_checkpointing: this drafter has no layers to recompute; leave it false")
 
     def as_target(self, target: Target) -> Target:
         """A frozen copy that generates text on its own, in the target's dtype, for on-policy training.

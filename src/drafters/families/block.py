@@ -27,6 +27,7 @@ from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, Toke
 from drafters.layers.decode_step import run_after
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from drafters.layers.text_store import TextStore
+from drafters.layers.unroll import finished
 from drafters.layers.unroll_attention import Visibility, attend_unrolled, oldest_keys, query_blocks
 from drafters.vocabulary import Vocabulary
 
@@ -90,6 +91,7 @@ class BlockDrafter(TokenBiasDrafter):
             the others blocks in which masks begin as that state. All places of a text train the first token
             then, and the sampled ones the others; the token bias acts on the others alone.
         detach: whether, where the root is first, masks leave what it is computed by as it is.
+        checkpointing: whether the backward pass recomputes activations of MLPs.
 
     Raises:
         UserError: a number out of range.
@@ -99,6 +101,7 @@ class BlockDrafter(TokenBiasDrafter):
     root_predicts = False
     root_first = False
     detach = True
+    checkpointing = False
 
     def __init__(
         self,
@@ -192,6 +195,10 @@ class BlockDrafter(TokenBiasDrafter):
         return self.biased_head(target.head)
 
     # -- training ----------------------------------------------------------------------------
+
+    @override
+    def checkpoint_gradients(self) -> None:
+        self.checkpointing = True
 
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
@@ -306,7 +313,8 @@ class BlockDrafter(TokenBiasDrafter):
             # A block's positions are to `attend_unrolled` what later steps of an unroll are.
             keys = [k, *block_k.unflatten(0, (count, width)).unbind(1)]
             values = [v, *block_v.unflatten(0, (count, width)).unbind(1)]
-            x = layer.finish(x, attend_unrolled(q, keys, values, visible).flatten(1))
+            attended = attend_unrolled(q, keys, values, visible).flatten(1)
+            x = finished(layer, x, attended, self.checkpointing)
         return x.unflatten(0, (count, width))
 
     def _visibility(self, slots: Tensor, width: int, context: _Context) -> Visibility:

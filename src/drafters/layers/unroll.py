@@ -75,6 +75,13 @@ class AnchorIndex:
         return torch.searchsorted(self.places, self.anchors[depth - 1])
 
 
+def finished(layer: DecoderLayer, x: Tensor, attended: Tensor, checkpointing: bool) -> Tensor:
+    """What follows a layer's attention; with `checkpointing` the backward pass computes it again."""
+    if checkpointing:
+        return checkpoint(layer.finish, x, attended, use_reentrant=False, preserve_rng_state=False)
+    return layer.finish(x, attended)
+
+
 class LayerUnroll:
     """The decoder layers of one unroll, with the keys and values of all depths so far.
 
@@ -175,10 +182,7 @@ class LayerUnroll:
                 for rows in (self._keys[i], self._values[i])
             )
             attended = attend_unrolled(q, keys, values, visibility).flatten(1)
-            if self._checkpointing:
-                x = checkpoint(layer.finish, x, attended, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = layer.finish(x, attended)
+            x = finished(layer, x, attended, self._checkpointing)
         return x
 
     @staticmethod

@@ -80,7 +80,7 @@ def trained(bench) -> Callable[..., Trained]:
     return run
 
 
-# Medusa keeps next to nothing for its backward pass, and refuses gradient checkpointing.
+# Medusa has no layers to recompute, and refuses gradient checkpointing.
 CASES = [(d, way) for d in DRAFTERS for way in WAYS if (d, way) != ("medusa", "gradient checkpointing")]
 
 
