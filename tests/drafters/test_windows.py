@@ -19,7 +19,7 @@ from contract import (
     test_rows_that_join_draft_as_they_would_alone,  # noqa: F401
     test_select_keeps_these_rows_in_this_order,  # noqa: F401
 )
-from documented import drafter_options
+from documented import drafters_with
 from faces import (
     SAMPLED,
     TREE,
@@ -40,7 +40,7 @@ from drafters.layers import unroll_attention as attention
 from drafters.layers.decoder_layer import LayerShape
 
 W, S = 4, 1
-WINDOWED = ["dflash", "diffusion", "eagle", "eagle3", "hass", "lyanna", "p_eagle", "prism"]
+WINDOWED = drafters_with("window")
 ONE_LAYER = {"dflash": {"layers": 1}}
 
 
@@ -48,11 +48,6 @@ ONE_LAYER = {"dflash": {"layers": 1}}
 def pair(request, tiny_target, make_drafter):
     """A target and a drafter with a window and a sink, for the contract every drafter keeps."""
     return both(tiny_target, make_drafter, request.param, window=W, sinks=S)
-
-
-def test_every_drafter_with_a_window_is_here(drafter_name):
-    """Whatever has the setting keeps the contract with it."""
-    assert (drafter_name in WINDOWED) == ("window" in drafter_options(drafter_name))
 
 
 # -- what a window hides -----------------------------------------------------------------------------

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -94,6 +96,43 @@ def test_it_trains_is_scored_loads_and_drafts(added):
     drafted, plain = (generate(target, d, [[1, 60, 61, 2]], **options) for d in (drafter, None))
     assert drafted.outputs[0].tokens == plain.outputs[0].tokens
     assert sum(drafted.outputs[0].drafted)
+
+
+@pytest.mark.proof
+def test_in_a_copy_of_the_repository_every_test_finds_it_and_passes(tmp_path):
+    """All tests that run for every drafter, those of CI and proofs, by the yaml alone."""
+    for name in ("src", "conf", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("scripts", "data", "docs", "pyproject.toml", "train.py", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "src" / "drafters" / "models" / "tiny.py").write_text(CODE)
+    (tmp_path / "conf" / "drafter" / "tiny.yaml").write_text(YAML)
+    table = tmp_path / "src" / "drafters" / "registry.py"
+    table.write_text(table.read_text().replace("CLASSES = {\n", f"CLASSES = {{\n{NAME}", 1))
+    marks = "(proof or not proof) and not gpu and not engine and not docs"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        marks,
+        "-k",
+        "tiny and not tiny_",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "src")}
+    ended = subprocess.run(
+        [*command, "tests/drafters", "tests/decode", "tests/distill"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    assert int(re.findall(r"(\d+) passed", ended.stdout)[-1]) > 50
 
 
 def test_it_has_a_page_and_a_line_in_the_menu(added):

@@ -363,6 +363,12 @@ def few(given: list[str]) -> list[str]:
     return kept
 
 
+def drafters_with(option: str) -> list[str]:
+    """Names of the drafters that have this setting."""
+    names = sorted(path.stem for path in (CONF / "drafter").glob("*.yaml"))
+    return [name for name in names if option in drafter_options(name)]
+
+
 def drafter_options(name: str) -> dict:
     """Settings of conf/drafter/<name>.yaml and of those that it is based on."""
     options = yaml.safe_load((CONF / "drafter" / f"{name}.yaml").read_text())

@@ -16,6 +16,8 @@ from decode.rng import Purpose
 from decode.sampling import Sampler
 from drafters.base import Batch, Text
 from drafters.drafting.two_drafters import TwoDrafters
+from drafters.families.block import BlockDrafter
+from drafters.families.lookup import FixedNodesDrafter
 from drafters.models.recycle import RECENT, Recycle
 
 K = 3
@@ -24,8 +26,6 @@ ONE = Sampler(1.0)
 SAMPLED, CHAIN = Plan(depth=K, proposal="sampled"), Plan(depth=K)
 TREE = Plan(depth=K, width=3, nodes=8)
 ROUNDING = 1e-5  # of fp32, where shapes differ
-# Made of two drafters, lookups, or drafting in verification: never the first of a union
-REFUSED_FIRST = ("boosted", "cascade", "union", "ngram", "suffix", "lookahead", "prompt", "tidar")
 CHUNKS = [(5, 3), (1, 4), (3, 1), (2, 2), (1, 1), (4, 3)]  # tokens settled by each of two rows
 
 
@@ -35,8 +35,13 @@ def both(tiny_target, make_drafter, name, **options):
     # A random drafter's hidden states are large: softer rows leave every token a visible mass. A
     # block's have passed a norm.
     with torch.no_grad():
-        target.model.lm_head.weight.mul_(1.0 if name in ("diffusion", "dflash") else 0.3)
+        target.model.lm_head.weight.mul_(1.0 if isinstance(drafter, BlockDrafter) else 0.3)
     return target, drafter
+
+
+def may_be_first(drafter) -> bool:
+    """Whether a drafter may be the first of a union: neither a lookup nor one that drafts as it verifies."""
+    return not isinstance(drafter, TwoDrafters | FixedNodesDrafter) and not drafter.drafts_in_verification
 
 
 def random_texts(rows=2, length=24, seed=1) -> torch.Tensor:

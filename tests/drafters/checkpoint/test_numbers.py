@@ -6,7 +6,6 @@ import json
 import resource
 import time
 
-import pytest
 from faces import both, random_texts
 
 from decode.errors import UserError
@@ -38,7 +37,6 @@ def replaced(settings, path, value):
     return copy
 
 
-@pytest.mark.ci("sparse", "lookahead", "union", "recycle", "dspark", "lyanna")
 def test_no_number_takes_memory_or_time(drafter_name, tiny_target, make_drafter, tmp_path):
     target, drafter = both(tiny_target, make_drafter, drafter_name)
     hub.save(drafter, target, tmp_path)
