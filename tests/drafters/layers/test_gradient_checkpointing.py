@@ -27,7 +27,7 @@ def kept_and_slopes(drafter, batch, target) -> tuple[int, list[Tensor | None]]:
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
+        storages[storage.data_ptr()] = storage  # kept, or its place would be given away
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -37,7 +37,9 @@ def kept_and_slopes(drafter, batch, target) -> tuple[int, list[Tensor | None]]:
     for step in steps:
         total = total + (step.hidden * torch.randn(step.hidden.shape, generator=dice)).sum()
     trained = [w for n, w in drafter.named_parameters() if w.requires_grad and "lm_head" not in n]
-    return sum(storages.values()), list(torch.autograd.grad(total, trained, allow_unused=True))
+    return sum(kept.nbytes() for kept in storages.values()), list(
+        torch.autograd.grad(total, trained, allow_unused=True)
+    )
 
 
 def test_every_drafter_keeps_less_or_has_no_layers(drafter_name, tiny_target, make_drafter):
