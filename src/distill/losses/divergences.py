@@ -197,9 +197,13 @@ class LKHybrid:
         if self.decay < 0:
             raise UserError(f"objective.decay={self.decay}: must be at least 0")
 
+    def weight(self, student: Student) -> Tensor:
+        """(M,) w."""
+        return (-self.decay * student.alpha).exp()
+
     def __call__(self, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
         """See `Divergence`."""
-        w = (-self.decay * student.alpha).exp()
+        w = self.weight(student)
         below, mass = _below(student, teacher, torch.empty_like(student.q))
         near = below.sub_(student.q * mass).mul_((w - 1)[:, None])
         value, slope = kl(student, teacher)

@@ -4,6 +4,9 @@ import math
 
 import pytest
 import torch
+import yaml
+from hydra.utils import instantiate
+from workbench import CONF
 
 from decode.errors import UserError
 from distill.losses.chunked_logits import Student, TargetProbs, Teacher, argmax
@@ -106,3 +109,31 @@ def test_argmax_by_blocks_is_the_first_of_the_largest(vocab):
 def test_numbers_out_of_range_are_refused(make, message):
     with pytest.raises(UserError, match=message):
         make()
+
+
+@pytest.mark.parametrize("vocabulary", ["full", "reduced"])
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "objective").glob("*.yaml")))
+def test_the_gradient_of_every_objective_is_the_slope_of_its_value(name, vocabulary, monkeypatch):
+    """By central differences; a new yaml in conf/objective is looked at, too."""
+    divergence = instantiate(yaml.safe_load((CONF / "objective" / f"{name}.yaml").read_text()))
+    dice = torch.Generator().manual_seed(2)
+    ids, size = (None, 6) if vocabulary == "full" else ([0, 2, 3, 5], 4)
+    p, z = (torch.randn(3, n, dtype=torch.float64, generator=dice) for n in (6, size))
+    text = torch.tensor([1, 3, -1 if ids else 0])  # in draft ids; -1 is no token of the draft vocabulary
+
+    if hasattr(divergence, "weight"):  # which has no gradient
+        held = divergence.weight(probs(p, z, ids, text)[0])
+        monkeypatch.setattr(type(divergence), "weight", lambda *_: held)
+
+    def given(logits):
+        return divergence(*probs(p, logits, ids, text))
+
+    step, (value, slope) = 1e-5, given(z)
+    assert value.shape == (3,)
+    assert slope.abs().max() > 1e-3
+    for row in range(3):
+        for token in range(size):
+            moved = torch.zeros_like(z)
+            moved[row, token] = step
+            found = (given(z + moved)[0] - given(z - moved)[0])[row] / (2 * step)
+            assert found.item() == pytest.approx(slope[row, token].item(), abs=1e-8)
