@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workbench import CONF, make_tokenizer
+from workbench import CONF, ROOT, make_tokenizer
 
 from decode.errors import UserError
 from distill.config.compose import compose
@@ -20,7 +20,7 @@ from distill.prompts.mixing import mix, shares
 from distill.prompts.prompt import opening, split
 from distill.prompts.sources import Source, read_prompts, to_sources
 
-DATA = Path("/work/shared/data")
+DATA = ROOT.parent / "shared" / "data"
 GOOD = {"prompt": "fine"}
 
 
