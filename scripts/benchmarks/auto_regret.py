@@ -21,7 +21,7 @@ from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.model.load import stop_tokens
 from decode.model.target import Target
-from decode.plan import Plan
+from decode.plan import Plan, plan_of
 from decode.sampling import Sampler
 from distill.config.validate import check_ranges
 from distill.report.search_panel import RECORD
@@ -104,7 +104,7 @@ def _train(cfg: DictConfig, name: str, families: Sequence[str]) -> Path:
 def _runner(name: str, run: Path, target: Target) -> Runner:
     record = json.loads((run / RECORD).read_text())
     drafter = load_drafter(str(run / "checkpoints" / "best"), target)
-    plan = Plan(**record["result"]["shape"])
+    plan = plan_of(record["result"]["shape"])
     return Runner(name, drafter, plan, record["spent"] / 60, record["result"]["winner"])
 
 

@@ -17,7 +17,7 @@ from decode.evaluation.timing_ab import DecodeTimings, time_interleaved
 from decode.generation.generate import generate
 from decode.model.load import stop_tokens
 from decode.model.target import Target
-from decode.plan import Plan
+from decode.plan import Plan, plan_of
 from decode.sampling import Sampler
 from distill.report.tables import grid
 from distill.utils.atomic_files import write_json
@@ -90,7 +90,7 @@ def context_lengths(cfg: DictConfig, folder: Path) -> float:
 
 
 def _read(cfg: DictConfig) -> tuple[Target, Drafter, list[Ids], list[Plan]]:
-    plans = [Plan(**shape) for shape in cfg.plans.values()]
+    plans = [plan_of(shape) for shape in cfg.plans.values()]
     target, chat, _, held = load_inputs(cfg)
     drafter = load_drafter(cfg.checkpoint, target)
     target = drafter.verifier(target)

@@ -16,7 +16,7 @@ from benchmarks.vs_transformers import Contender, hugging_face, ours, race
 from decode.errors import UserError
 from decode.model.load import stop_tokens
 from decode.model.target import Target
-from decode.plan import Plan
+from decode.plan import Plan, plan_of
 from decode.sampling import Sampler
 from distill.config.build import build_drafter
 from distill.config.read import read_options
@@ -109,7 +109,7 @@ def _law(cfg: DictConfig, target: Target) -> dict[str, Any]:
 def _contenders(cfg: DictConfig, target: Target, draft: DraftLM | None) -> list[Contender]:
     """Plain decoding first: the others are compared with it."""
     chain = Plan(depth=cfg.depth, proposal="sampled" if cfg.temperature else "fixed")
-    plans = {str(name): Plan(**shape) for name, shape in cfg.plans.items()}
+    plans = {str(name): plan_of(shape) for name, shape in cfg.plans.items()}
     law = _law(cfg, target)
     contenders = [
         Contender("ours-plain", ours(target, None, Plan(), **law, seed=cfg.seed)),

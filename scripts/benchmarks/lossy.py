@@ -12,8 +12,7 @@ from omegaconf import DictConfig, open_dict
 from benchmarks.drafter_table.plot import SVG
 from decode.evaluation.quality import QUALITY_HEAD
 from decode.evaluation.scorecard import Row, Scorecard, read_scorecard
-from decode.plan import LOSSY
-from decode.verification.rules import is_lossy_greedily
+from decode.verification.rule import changes_greedy
 from distill.commands.score import score
 from distill.config.read import checked_options
 from distill.options import ScoreCommandOptions
@@ -35,15 +34,19 @@ def curves(cfg: DictConfig, folder: Path) -> float:
     results.mkdir(parents=True, exist_ok=True)
     shape = {"depth": cfg.decode.depth, "lossy": True}
     with open_dict(cfg):
-        settings = cfg.pop("curves").items()
+        curves = cfg.pop("curves")
         cfg.pop("results")
-        plans = [{**shape, "rule": rule, **more} for rule, steps in settings for more in steps]
+        plans = [
+            {**shape, **more, "rule": {"name": rule, **more.get("rule", {})}}
+            for rule, steps in curves.items()
+            for more in steps
+        ]
         cfg.score.plans = [*cfg.score.plans, *plans]
         cfg.out = str(results / "score.json")
     score(checked_options(ScoreCommandOptions, cfg))
     card = read_scorecard(results / "score.json")
     changing = {row.rule for row in _changing(card) if row.lossy}
-    rules = [rule for rule in LOSSY if rule in changing]
+    rules = [rule for rule in curves if rule in changing]
     for rule in rules:
         _plot(card, rule, results / f"{rule}.svg")
     put(results / "README.md", page(card, rules))
@@ -73,7 +76,7 @@ def page(card: Scorecard, rules: Sequence[str]) -> str:
 
 def _changing(card: Scorecard) -> list[Row]:
     """Rows of lossless plans, and of rules that change the text at the row's temperature."""
-    return [row for row in card.rows if row.temperature or not row.lossy or is_lossy_greedily(row.rule)]
+    return [row for row in card.rows if row.temperature or not row.lossy or changes_greedy(row.rule)]
 
 
 def _line(row: Row) -> list[str]:

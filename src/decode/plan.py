@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from decode.depth_policy import DepthPolicy
 from decode.errors import UserError
+from decode.verification.rule import Auto, Rule, rule_class, rule_names, rule_of
 
 Path = tuple[int, ...]  # child ranks from the root to a node
 # proposal -> the rule that `auto` selects for a chain, and for a tree
@@ -16,9 +18,16 @@ AUTO_RULES = {
     "sampled": ("token", "recursive"),
     "hybrid": ("recursive", "recursive"),
 }
-LOSSLESS = ("match", "token", "block", "recursive", "kseq", "traversal", "select")
-LOSSY = ("typical", "threshold", "lenience", "topk", "bild", "sprint")
-TAGS = 2  # that begin and end the part of a text in which `topk` accepts more
+# Numbers of rules that were settings of plans: old name -> the rule, and the name there.
+MOVED = {
+    "threshold": ("typical", "threshold"),
+    "alpha": ("typical", "alpha"),
+    "lenience": ("lenience", "factor"),
+    "accept_top": ("topk", "top"),
+    "accept_ratio": ("topk", "ratio"),
+    "within": ("topk", "within"),
+    "rollback": ("bild", "rollback"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +46,12 @@ class Plan:
         draft_temperature: temperature that draft tokens are drawn at; None: the sampler's.
         min_confidence: end a row's chain before the product of its levels' confidences falls below
             this (SpecDec++, arXiv:2405.19715). Confidences depend on q, never on drawn tokens.
-        rule: acceptance rule; `auto` is `match` for fixed drafts, `token` for a sampled chain and
-            `recursive` otherwise.
+        rule: acceptance rule: a `Rule`, its name, or a mapping of its name and numbers. `auto` is `match` for
+            fixed drafts, `token` for a sampled chain and `recursive` otherwise.
         tree: a static tree (Medusa, arXiv:2401.10774): the path of child ranks to each node, instead
             of depth, width and nodes. Rank 0 is the most likely child, or the drawn one.
         replacement: draw siblings with replacement.
         lossy: allow rules that change the target's distribution.
-        threshold: probability threshold of `typical` and `threshold`.
-        alpha: `typical` lowers the threshold to alpha * exp(-entropy).
-        lenience: `lenience` accepts a drawn token with probability min(1, p / (lenience q)).
-        accept_top: `topk` accepts one of so many most probable tokens of the target,
-        accept_ratio: whose probability is at least this share of the largest one.
-        within: `topk` accepts these only between two tags, such as <think> and </think>: token ids, or
-            their texts until `generation.text.with_tag_ids`. Empty: everywhere.
-        rollback: `bild` rejects a token whose surprisal -log p is above this, in nats.
         adapt: choose the length of each chain, up to `depth`, from past rounds; see `DepthPolicy`.
 
     Raises:
@@ -64,24 +65,16 @@ class Plan:
     drafts: int = 1
     draft_temperature: float | None = None
     min_confidence: float = 0.0
-    rule: str = "auto"
+    rule: Rule = Auto()  # noqa: RUF009, frozen
     tree: tuple[Path, ...] = ()
     replacement: bool = False
     lossy: bool = False
-    threshold: float = 0.09
-    alpha: float = 0.3
-    lenience: float = 0.5
-    accept_top: int = 3
-    accept_ratio: float = 0.3
-    within: tuple[int | str, ...] = ()
-    rollback: float = 2.0
     adapt: DepthPolicy | None = None
 
     def __post_init__(self) -> None:
         if self.proposal not in AUTO_RULES:
             raise UserError(f"decode.proposal={self.proposal}: choose one of {', '.join(AUTO_RULES)}")
         object.__setattr__(self, "tree", tuple(self.tree))  # hashable
-        object.__setattr__(self, "within", tuple(self.within))
         if self.tree:
             self._set_tree()
         if self.depth < 0 or self.width < 1:
@@ -102,8 +95,7 @@ class Plan:
         if self.replacement and not (self.proposal == "sampled" and self.tree):
             raise UserError("decode.replacement is for sampled trees: decode=static proposal=sampled")
         self._choose_rule()
-        self._check_rule()
-        self._check_lossy()
+        self.rule.check(self)
         self._check_pace()
 
     def _check_drafts(self) -> None:
@@ -141,65 +133,17 @@ class Plan:
         object.__setattr__(self, "nodes", len(paths))
 
     def _choose_rule(self) -> None:
-        if self.rule == "auto":
-            object.__setattr__(self, "rule", AUTO_RULES[self.proposal][self.has_siblings])
-        if self.rule not in LOSSLESS + LOSSY and self.rule != AUTO_RULES["auto"][0]:
-            raise UserError(f"decode.rule={self.rule}: choose one of auto, {', '.join(LOSSLESS + LOSSY)}")
-        if (self.rule in LOSSY) != self.lossy:
+        rule = rule_of(self.rule)
+        if isinstance(rule, Auto):
+            rule = rule_of(self._auto_rule)
+        object.__setattr__(self, "rule", rule)
+        if rule.lossy and not self.lossy:
             raise UserError(
-                f"decode.rule={self.rule} changes the target's distribution: set decode.lossy=true"
-                if self.rule in LOSSY
-                else f"decode.lossy=true, but rule={self.rule} is lossless: choose one of {', '.join(LOSSY)}"
+                f"decode.rule={rule.name} changes the target's distribution: set decode.lossy=true"
             )
-
-    def _check_rule(self) -> None:
-        """Reject a rule that would not be lossless on drafts of this plan."""
-        if self.rule == "traversal" and self.proposal == "hybrid" and self.depth and not self.tree:
-            raise UserError(
-                "decode.rule=traversal verifies one subtree after another, and in a dynamic tree the tokens "
-                "drawn in one decide which nodes of another are kept: not lossless. Give decode.tree "
-                "(decode=static), or rule=recursive"
-            )
-        if self.rule in ("token", "block") and (self.has_siblings or self.proposal != "sampled"):
-            raise UserError(
-                f"decode.rule={self.rule} verifies a chain drawn from distributions q: a fixed token has no "
-                "q, and min(1, p/q) would not be lossless. Set width=1 proposal=sampled, or rule=match"
-            )
-        if self.rule == "kseq" and self.depth and not (self.replacement or self.drafts > 1):
-            raise UserError(
-                "decode.rule=kseq weighs siblings that were drawn independently: set decode=static "
-                "decode.proposal=sampled decode.replacement=true, or decode=drafts; or rule=recursive"
-            )
-        if self.rule == "select" and self.drafts == 1:
-            raise UserError(
-                "decode.rule=select keeps the best of several drafts: set decode.drafts=2 or more "
-                "(decode=drafts), or rule=match"
-            )
-
-    def _check_lossy(self) -> None:
-        """Reject a lossy rule on drafts that it does not fit, and numbers out of range."""
-        if self.rule == "lenience" and self.depth and self.proposal not in ("sampled", "hybrid"):
-            raise UserError(
-                "decode.rule=lenience weighs drawn tokens by their q: set decode.proposal=sampled for a "
-                "chain or a static tree, or hybrid for a tree"
-            )
-        if self.rule == "sprint" and self.depth and not self.min_confidence:
-            raise UserError(
-                "decode.rule=sprint accepts a chain up to where the drafter is not confident: set "
-                "decode.min_confidence, such as 0.5"
-            )
-        if not 0 < self.lenience <= 1:
-            raise UserError(f"decode.lenience={self.lenience}: must be above 0 and at most 1")
-        if self.accept_top < 1 or not 0 < self.accept_ratio <= 1 or self.rollback < 0:
-            raise UserError(
-                f"decode: accept_top={self.accept_top} must be at least 1, accept_ratio={self.accept_ratio} "
-                f"above 0 and at most 1, rollback={self.rollback} at least 0"
-            )
-        if self.within and (self.rule != "topk" or len(set(self.within)) != TAGS):
-            raise UserError(
-                f"decode.within={list(self.within)}: give two different tags, as in [<think>, </think>], and "
-                "decode.rule=topk"
-            )
+        if self.lossy and not rule.lossy:
+            lossy = ", ".join(name for name in rule_names() if rule_class(name).lossy)
+            raise UserError(f"decode.lossy=true, but rule={rule.name} is lossless: choose one of {lossy}")
 
     def _check_pace(self) -> None:
         if isinstance(self.adapt, Mapping):
@@ -228,9 +172,16 @@ class Plan:
         """
         if self.proposal != "auto":
             return self
-        weighed = self.rule in ("auto", "recursive")  # other rules have no use for a drawn child
-        draws = temperature > 0 and self.width > 1 and weighed and "hybrid" in proposals
+        draws = temperature > 0 and self.width > 1 and self.rule.uses_drawn_child and "hybrid" in proposals
         return replace(self, proposal="hybrid" if draws else "fixed")
+
+    def for_tokenizer(self, tokenizer: Any) -> Plan:
+        """The plan with token ids in place of the texts in its rule.
+
+        Raises:
+            UserError: such a text is not one token.
+        """
+        return replace(self, rule=self.rule.for_tokenizer(tokenizer))
 
     def proposal_temperature(self, temperature: float) -> float | None:
         """Temperature that draft tokens are drawn at, given the target's; None if none are drawn."""
@@ -260,16 +211,31 @@ class Plan:
             text += " (adaptive)"
         if self.draft_temperature is not None:
             text += f" drawn at {self.draft_temperature:g}"
-        if self.rule != AUTO_RULES[self.proposal][self.has_siblings]:
-            text += f" {self.rule}"
-        numbers = {
-            "typical": [self.alpha, self.threshold],
-            "threshold": [self.threshold],
-            "lenience": [self.lenience],
-            "topk": [self.accept_top, self.accept_ratio],
-            "bild": [self.rollback],
-        }
-        text += "".join(f" {number:g}" for number in numbers.get(self.rule, ()))
-        if self.within:
-            text += f" within {self.within[0]} {self.within[1]}"
+        if self.rule.name != self._auto_rule:
+            text += f" {self.rule.title}"
         return f"{text} LOSSY" if self.lossy else text
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All of it as plain values, which `plan_of` reads."""
+        return {**asdict(self), "rule": self.rule.settings}
+
+    @property
+    def _auto_rule(self) -> str:
+        return AUTO_RULES[self.proposal][self.has_siblings]
+
+
+def plan_of(settings: Mapping[str, Any]) -> Plan:
+    """A plan from plain values.
+
+    Raises:
+        UserError: a setting that plans do not have, or an invalid plan.
+    """
+    known = {field.name for field in fields(Plan)}
+    for name in settings:
+        if name in MOVED:
+            rule, number = MOVED[name]
+            raise UserError(f"decode.{name} belongs to its rule now: rule: {{name: {rule}, {number}: ...}}")
+        if name not in known:
+            raise UserError(f"decode.{name}: no such setting of a plan; it has {', '.join(sorted(known))}")
+    return Plan(**settings)

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from decode.errors import UserError
 from decode.generation.generate import generate, stream
-from decode.generation.text import StopStrings, with_tag_ids
+from decode.generation.text import StopStrings
 from decode.generation.types import Generation, Piece
 from decode.kernels.weight_state import WeightState, notice_changes, weight_state
 from decode.model.load import stop_tokens
@@ -119,7 +119,7 @@ class TextGenerator:
         """The plan as it is run: plain without a drafter, and without `auto`."""
         if self.drafter is None:
             return Plan()
-        plan = with_tag_ids(self.plan, self.model.chat.tokenizer)
+        plan = self.plan.for_tokenizer(self.model.chat.tokenizer)
         return plan.resolved(self.sampler.temperature, self.drafter.proposals)
 
     def _options(self, target: Target) -> dict[str, Any]:

@@ -1,14 +1,16 @@
 """Plans: what is refused because it would not be lossless, and what becomes of decode.proposal=auto."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rule_cases import LOSSY
 from workbench import CONF
 
 from decode.errors import UserError
 from decode.generation.generate import generate
-from decode.plan import LOSSY, Plan
+from decode.plan import MOVED, Plan, plan_of
 from decode.sampling import Sampler
 from distill.config.compose import compose
 from distill.config.read import read_options
@@ -36,7 +38,7 @@ FIXED, HYBRID = Plan(3, 2, 6), Plan(3, 2, 6, proposal="hybrid")
 def test_it_becomes_hybrid_where_tokens_are_drawn(options, temperature, proposal, rule):
     plan = Plan(**{"depth": 3, "width": 2, "nodes": 6, "proposal": "auto"} | options)
     resolved = plan.resolved(temperature)
-    assert (resolved.proposal, resolved.rule) == (proposal, rule)
+    assert (resolved.proposal, resolved.rule.name) == (proposal, rule)
     assert plan.resolved(temperature, ("fixed",)).proposal == "fixed"
     assert resolved.resolved(0.0) is resolved
 
@@ -67,7 +69,7 @@ def test_the_default_plan_suits_lookup_and_rollouts_stay_matched(tiny_target, ma
     for name in ("ngram", "eagle"):
         drafter = make_drafter(name, target, depth=4)
         drafter.check(plan)
-        assert helping_plan(options, drafter).rule == "match"
+        assert helping_plan(options, drafter).rule.name == "match"
         measured = replace(options, rollout=replace(options.rollout, decode="auto"))
         assert helping_plan(measured, drafter) is HELPING
         generate(target, drafter, [[1, 0, 1, 0]], plan=plan, sampler=Sampler(1.0), max_new_tokens=8)
@@ -89,7 +91,8 @@ def test_a_lossy_plan_says_so_wherever_it_is_named(rule):
 
 
 def test_plans_of_another_lenience_have_another_name():
-    names = {Plan(2, proposal="sampled", rule="lenience", lossy=True, lenience=e).name for e in (0.5, 0.9)}
+    rules = [{"name": "lenience", "factor": e} for e in (0.5, 0.9)]
+    names = {Plan(2, proposal="sampled", rule=rule, lossy=True).name for rule in rules}
     assert names == {"chain-2-sampled lenience 0.5 LOSSY", "chain-2-sampled lenience 0.9 LOSSY"}
 
 
@@ -143,10 +146,13 @@ REFUSED = {
         "weighs drawn tokens by their q",
     ),
     "no lenience": (
-        DRAWN | {"rule": "lenience", "lossy": True, "lenience": 0.0},
-        "decode.lenience=0.0: must be above 0 and at most 1",
+        DRAWN | {"rule": {"name": "lenience", "factor": 0.0}, "lossy": True},
+        "decode.rule.factor=0.0: must be above 0 and at most 1",
     ),
-    "lenience above one": (DRAWN | {"lenience": 1.5}, "must be above 0 and at most 1"),
+    "lenience above one": (DRAWN | {"rule": {"name": "lenience", "factor": 1.5}}, "above 0 and at most 1"),
+    "one tag": ({"depth": 2, "rule": {"name": "topk", "within": [1]}, "lossy": True}, "two different tags"),
+    "a number of another rule": ({"depth": 2, "rule": {"name": "bild", "top": 2}}, "no such number of bild"),
+    "a rule without a name": ({"depth": 2, "rule": {"top": 2}}, "give its name"),
     "consent without need": ({"depth": 2, "lossy": True}, "rule=match is lossless"),
     "drafts that are chosen": ({"depth": 2, "drafts": 2}, "drawn side by side; set decode.proposal=sampled"),
     "drafts of a tree": (NO_CHAIN["a tree"] | {"drafts": 2}, "drawn side by side.*without a tree"),
@@ -179,5 +185,25 @@ def test_what_would_not_be_lossless_is_refused_and_why(name):
 
 @pytest.mark.parametrize("name", ["greedy", "", "Match"])
 def test_an_unknown_rule_is_answered_with_the_known_ones(name):
-    with pytest.raises(UserError, match="auto, match, token"):
+    with pytest.raises(UserError, match="choose one of auto, block, kseq"):
         Plan(1, rule=name)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_number_that_was_a_setting_of_plans_is_named(name):
+    with pytest.raises(UserError, match=rf"decode\.{name} belongs to its rule now: rule: {{name: "):
+        plan_of({"depth": 2, name: 0.5})
+    with pytest.raises(UserError, match=rf"decode\.{name} is decode\.rule\.\w+ of decode/rule=\w+ now"):
+        compose([f"decode.{name}=0.5"], Path(CONF))
+
+
+def test_a_plan_is_made_again_from_its_settings():
+    rule = {"name": "topk", "top": 2, "ratio": 0.5, "within": [3, 4]}
+    for plan in (FIXED, HYBRID, AUTO, Plan(tree=TREE), Plan(2, rule=rule, lossy=True)):
+        assert plan_of(plan.settings) == plan
+        assert plan_of(json.loads(json.dumps(plan.settings))) == plan
+
+
+def test_a_setting_that_plans_do_not_have_is_named():
+    with pytest.raises(UserError, match=r"decode\.dept: no such setting of a plan"):
+        plan_of({"dept": 2})

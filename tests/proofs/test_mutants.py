@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FunctionType
 
 import pytest
+from rule_cases import RULES
 from workbench import ROOT
 
 pytestmark = [pytest.mark.proof, pytest.mark.long]
@@ -27,11 +28,11 @@ LIMIT = 20  # a changed loop that takes so many times longer than the tests with
 TESTS = {
     "decode.sampling": ["tests/decode/test_sampling.py", "tests/decode/generation/test_generate.py"],
     "decode.verification.descent": ["tests/decode/verification"],
-    "decode.verification.lossy": ["tests/decode/verification/test_lossy_rules.py"],
+    "decode.lossy.accepting": ["tests/decode/lossy/test_lossy_rules.py"],
     "decode.verification.result": ["tests/decode/verification"],
-    "decode.verification.rules": ["tests/decode/verification"],
+    "decode.verification.rule": ["tests/decode/verification"],
     "decode.verification.target_probs": ["tests/decode/verification"],
-    "decode.verification.traversal": ["tests/decode/verification/test_rules.py"],
+    **{rule.__module__: ["tests/decode/verification"] for rule in RULES.values()},
     "decode.generation.loop": ["tests/decode/generation"],
     "decode.draft": ["tests/decode/verification/test_rules.py", "tests/drafters/drafting"],
     "drafters.drafting.chain": ["tests/drafters/drafting"],

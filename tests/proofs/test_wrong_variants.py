@@ -27,16 +27,17 @@ from exact import (
     error,
     struck,
 )
+from rule_cases import LOSSY, RULES
 from torch import Tensor
 
 from decode.draft import PAD, Draft
 from decode.errors import UserError
-from decode.plan import LOSSY, Plan
+from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.verification.descent import best_path
-from decode.verification.lossy import relaxed
 from decode.verification.result import VerificationResult
-from decode.verification.rules import RULES, verify
+from decode.verification.rule import Rule, verify
+from decode.verification.rules.recursive import Recursive
+from decode.verification.rules.select import best_path
 from decode.verification.target_probs import TargetProbs
 
 V, LENGTH = 3, 3
@@ -119,7 +120,7 @@ def argmax(drawn: bool):
     return story
 
 
-def restricted(plan: Plan, draft: Draft, rows: TargetProbs, coin) -> VerificationResult:
+def restricted(rule: Rule, draft: Draft, rows: TargetProbs, coin) -> VerificationResult:
     """The target's law is cut to the draft's vocabulary too."""
 
     class Cut(TargetProbs):
@@ -128,16 +129,16 @@ def restricted(plan: Plan, draft: Draft, rows: TargetProbs, coin) -> Verificatio
             cut = law.index_fill(1, torch.tensor([2]), 0.0)
             return torch.where((slot < draft.depth)[:, None], cut / cut.sum(1, keepdim=True), law)
 
-    return verify(plan, draft, Cut(rows._logits, rows._sampler, rows._seen), coin)
+    return verify(rule, draft, Cut(rows._logits, rows._sampler, rows._seen), coin)
 
 
 def after_rejection(wrong: Callable[..., Tensor]) -> Callable[..., VerificationResult]:
     """The rules with another idea of what is left."""
 
-    def judge(plan, draft, rows, coin):
+    def judge(rule, draft, rows, coin):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("decode.verification.descent._residual", lambda *a: wrong(rows, *a))
-            return verify(plan, draft, rows, coin)
+            return verify(rule, draft, rows, coin)
 
     return judge
 
@@ -191,18 +192,18 @@ def drafts_that_share(table: Table) -> Story:
     return [Node(a, -1, q), Node(b, -1, q), Node(c, 0, below[0]), Node(d, int(a != b), below[1])]
 
 
-def selected_and_weighed(plan: Plan, draft: Draft, rows: TargetProbs, coin) -> VerificationResult:
+def selected_and_weighed(rule: Rule, draft: Draft, rows: TargetProbs, coin) -> VerificationResult:
     """Self-selection, and then min(1, p / q) on the draft that is kept."""
     best = best_path(draft, rows.all(draft))
     kept = replace(draft, tokens=draft.tokens.masked_fill(~best, PAD))
-    return verify(Plan(1, rule="recursive"), kept, rows, coin)
+    return verify(Recursive(), kept, rows, coin)
 
 
 def target_score(table: Table, path: Path) -> Law:
     return table.p(path)
 
 
-def longest_of_two(plan: Plan, draft: Draft, rows: TargetProbs, coin) -> VerificationResult:
+def longest_of_two(rule: Rule, draft: Draft, rows: TargetProbs, coin) -> VerificationResult:
     """Each chain is verified on its own, and the one that got further stands."""
     assert draft.q is not None
     results = []
@@ -211,7 +212,7 @@ def longest_of_two(plan: Plan, draft: Draft, rows: TargetProbs, coin) -> Verific
         own = Draft.chain(draft.tokens[:, nodes], draft.q[:, [0, 1 + number]])
         logits = rows._logits[:, [0, *(node + 1 for node in nodes)]]
         again = coin.at([0] * len(coin.tapes), [number] * len(coin.tapes))
-        result = verify(plan, own, TargetProbs(logits, rows._sampler), again)
+        result = verify(rule, own, TargetProbs(logits, rows._sampler), again)
         results.append(result._replace(slots=result.slots + 2 * number * (result.slots > 0)))
     second = results[1].accepted > results[0].accepted
     return VerificationResult(
@@ -498,7 +499,7 @@ def test_a_lossy_rule_is_lossy_where_anything_is_drawn(tiny_target, rule, temper
     size = {"length": 4, "rows": [0]} if temperature else {"length": 8}  # at 0 each row is one text
     laws = differences(tiny_target(), drafter, plan, Sampler(temperature), **size)
     found = max(error(*law) for law in laws)
-    assert found < EXACT if not temperature and RULES[rule].run is not relaxed else found > 0.01
+    assert found < EXACT if not temperature and not RULES[rule].changes_greedy else found > 0.01
 
 
 # -- refusals ------------------------------------------------------------------------------------
@@ -519,4 +520,4 @@ def test_what_ranks_tell_of_is_marked_so_that_traversal_refuses_it(tiny_target):
     static = Plan(tree=[[0], [1], [0, 0]], proposal="hybrid", rule="traversal")
     row = TargetProbs(torch.zeros(drafts[0].tokens.shape[0], drafts[0].tokens.shape[1] + 1, V), Sampler(1.0))
     with pytest.raises(UserError, match="tokens drawn elsewhere"):
-        verify(static, drafts[0], row, EnumeratingCoin([]))
+        verify(static.rule, drafts[0], row, EnumeratingCoin([]))

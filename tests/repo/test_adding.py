@@ -1,4 +1,7 @@
-"""docs/adding.md: with its one file, one yaml and one line a drafter keeps the contract, trains and loads."""
+"""docs/adding.md: with one file, one yaml and one line a drafter keeps the contract, trains and loads.
+
+And with one file and one yaml a rule is found, decodes and is scored.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +13,35 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import contract
 import pytest
 import torch
 import yaml
 from faces import both
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from torch import nn
 from workbench import CONF, QUICK, ROOT, command, fork, make_target, write_prompts
 
 from decode.generation.generate import generate
 from decode.model.load import load_target
-from decode.plan import Plan
+from decode.plan import Plan, plan_of
 from decode.sampling import Sampler
+from decode.verification.rule import class_in_file, rule_names
 from distill.cli.main import main
+from distill.config.compose import compose
+from distill.losses import divergences
 from distill.main import run
 from drafters import registry
 from drafters.checkpoint.io import load
 
 PAGE = (ROOT / "docs" / "adding.md").read_text()
-CODE, NAME = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-(YAML,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+CODE, NAME, RULE, DIVERGENCE = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+YAML, RULE_YAML, DIVERGENCE_YAML = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
 CASES = [
     case
     for name, case in vars(contract).items()
@@ -145,3 +154,71 @@ def test_it_has_a_page_and_a_line_in_the_menu(added):
     assert "| `drafter.depth` | `5` | maximum draft length |" in page
     assert "the newest feature, updated with each drafted token" in page
     assert "`drafters.models.tiny.Tiny`" in page
+
+
+# -- a rule -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def margin(tmp_path, monkeypatch) -> Iterator[Path]:
+    """The page's rule beside the others, and its yaml in a copy of conf/."""
+    (tmp_path / "rules").mkdir()
+    (tmp_path / "rules" / "margin.py").write_text(RULE)
+    shutil.copytree(CONF, tmp_path / "conf")
+    (tmp_path / "conf" / "decode" / "rule" / "margin.yaml").write_text(RULE_YAML)
+    rules = importlib.import_module("decode.lossy.rules")
+    monkeypatch.setattr(rules, "__path__", [*rules.__path__, str(tmp_path / "rules")])
+    for known in (rule_names, class_in_file):
+        known.cache_clear()
+    yield tmp_path / "conf"
+    sys.modules.pop("decode.lossy.rules.margin", None)
+    for known in (rule_names, class_in_file):
+        known.cache_clear()
+
+
+def test_a_rule_is_found_by_its_file_and_its_yaml(margin, tiny_target, make_drafter):
+    overrides = ["decode=chain", "decode/rule=margin", "decode.rule.margin=0.25", "decode.lossy=true"]
+    plan = checked_plan(compose(overrides, margin).decode)
+    assert "margin" in rule_names()
+    assert plan.name == "chain-3 margin 0.25 LOSSY"
+    assert plan_of({"depth": 3, "rule": "margin", "lossy": True}).rule.settings == {
+        "name": "margin",
+        "margin": 0.1,
+    }
+    with pytest.raises(InstantiationException, match="rule=margin changes the target's distribution"):
+        checked_plan(compose(overrides[:-1], margin).decode)
+    target = tiny_target(vocab=6)
+    drafter = make_drafter("mlp", target)
+    options = {"max_new_tokens": 40, "sampler": Sampler(1.0)}
+    strict, loose = (
+        generate(
+            target,
+            drafter,
+            [[1, 2, 3]],
+            plan=Plan(3, rule={"name": "margin", "margin": m}, lossy=True),
+            **options,
+        )
+        for m in (0.0, 1.0)
+    )
+    assert max(loose.outputs[0].accepted) == min(loose.outputs[0].draft_lengths) == 3
+    assert sum(strict.outputs[0].accepted) < sum(loose.outputs[0].accepted)
+
+
+def checked_plan(cfg) -> Plan:
+    """The plan of a configuration."""
+    return instantiate(cfg, _convert_="all")
+
+
+# -- a divergence -----------------------------------------------------------------------------------
+
+
+def test_a_divergence_takes_a_function_and_a_yaml(monkeypatch):
+    """Its gradient is the slope of its value, by autograd."""
+    monkeypatch.setattr(divergences, "hellinger", None, raising=False)
+    exec(compile(DIVERGENCE, "divergences.py", "exec"), vars(divergences))  # noqa: S102, the page's own
+    divergence = instantiate(yaml.safe_load(DIVERGENCE_YAML))
+    p = torch.randn(3, 5, dtype=torch.float64).softmax(-1)
+    logits = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    value, slope = divergence(SimpleNamespace(q=logits.softmax(-1)), SimpleNamespace(p=p))
+    value.sum().backward()
+    torch.testing.assert_close(logits.grad, slope)

@@ -26,7 +26,7 @@ from decode.plan import Plan
 from decode.rng import Key, KeyedCoin, Purpose
 from decode.sampling import Sampler
 from decode.verification.result import VerificationResult
-from decode.verification.rules import verify
+from decode.verification.rule import verify
 from decode.verification.target_probs import TargetProbs
 from drafters.drafting.tree import expand
 
@@ -600,7 +600,7 @@ class Table:
         def play(tapes):
             coin = EnumeratingCoin(tapes, junk=self.vocab)
             draft = grow([tell() for _ in tapes], coin, self.vocab, **flags)
-            return emitted(draft, judge(plan, draft, self.rows(draft), coin))
+            return emitted(draft, judge(plan.rule, draft, self.rows(draft), coin))
 
         return exact_law(play, abreast)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from exact import Node, Script, Story, Table
 
-from decode.plan import LOSSY, Plan
+from decode.plan import Plan
 from decode.sampling import Sampler
+from decode.verification.rule import rule_class, rule_names
 
 V = 3
+RULES = {name: rule_class(name) for name in rule_names()}
+LOSSY = tuple(name for name, rule in RULES.items() if rule.lossy)
 ONE = Sampler(1.0)
 SAMPLERS = {
     "0.5": Sampler(0.5),

@@ -28,7 +28,6 @@ from decode.generation.types import Generation, Proposer, Round
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.verification.rules import RULES
 
 Case = tuple[Sampler, Plan]
 Prompts = Sequence[Sequence[int]]
@@ -136,7 +135,7 @@ def audit(
     for sampler, case_plan in also:
         if sampler.temperature == 0:
             continue
-        tests = SamplingTests(sampler, target.vocab_size, RULES[case_plan.rule].reads_probs)
+        tests = SamplingTests(sampler, target.vocab_size, case_plan.rule.reads_probs)
         for part in _batches(rows):
             requests, numbers = zip(*part, strict=True)
             texts = [prompts[request] for request in requests]

@@ -14,9 +14,7 @@ from decode.generation.types import Round
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.verification.lossy import emitted, emitted_among, relaxed
-from decode.verification.rules import RULES
-from decode.verification.target_probs import Tagged
+from decode.verification.rule import ChangesLaw
 
 BATCH = 16  # texts that are read together
 
@@ -70,16 +68,16 @@ class DeviationMeter:
     """An `on_round` that compares what a lossy rule emits with the target's distributions.
 
     Args:
-        plan: with a lossy rule.
+        rule: of the text.
         sampler: of the text.
-        prompts: token ids; they tell which texts begin between the plan's tags.
+        prompts: token ids; they tell where the rule applies.
 
     Attributes:
         divergence: of each answer, summed over its tokens.
     """
 
-    def __init__(self, plan: Plan, sampler: Sampler, prompts: Sequence[Sequence[int]]) -> None:
-        self.plan, self.sampler, self.prompts = plan, sampler, prompts
+    def __init__(self, rule: ChangesLaw, sampler: Sampler, prompts: Sequence[Sequence[int]]) -> None:
+        self.rule, self.sampler, self.prompts = rule, sampler, prompts
         self._known = not sampler.needs_history
         self._texts = [list(prompt) for prompt in prompts]
         self.divergence = [0.0] * len(prompts)
@@ -114,7 +112,7 @@ class DeviationMeter:
         draft, slot = seen.draft, int(seen.result.slots[row, place])
         p = self.sampler.probs(logits).double()
         children = (draft.parents[row] == slot - 1) & (draft.tokens[row] != PAD) if draft.depth else None
-        if children is None or not children.any() or not self._applies(request, p):
+        if children is None or not children.any() or not self.rule.applies(self._text(request, p)):
             return 0.0
         tokens, drafted = draft.tokens[row][children][None], draft.probs
         if drafted is not None and drafted.sampled[row][children].any():
@@ -122,25 +120,17 @@ class DeviationMeter:
                 self._known = False
                 return 0.0
             owner = int((drafted.owner[row] == slot).int().argmax())
-            probs = emitted(self.plan, p, drafted.q[row, owner][None].to(p))
-        elif RULES[self.plan.rule].run is relaxed:
-            probs = emitted_among(self.plan, p, tokens)
-        elif place < int(seen.result.accepted[row]):  # the draft decides, and it is a function of the text
-            return -float(p[0, seen.emitted[row][place]].log())
+            probs = self.rule.emitted(p, drafted.q[row, owner][None].to(p))
         else:
-            return 0.0
-        return float(torch.special.xlogy(probs, probs / p).nansum())
+            probs = self.rule.emitted_among(p, tokens)
+        if probs is not None:
+            return float(torch.special.xlogy(probs, probs / p).nansum())
+        if place < int(seen.result.accepted[row]):  # the draft decides, and it is a function of the text
+            return -float(p[0, seen.emitted[row][place]].log())
+        return 0.0
 
-    def _applies(self, request: int, p: Tensor) -> bool:
-        """Whether the rule accepts more than `match` at the end of a text."""
-        if not self.plan.within:
-            return True
-        first, last = self.plan.within
-        assert isinstance(first, int)
-        assert isinstance(last, int)
-        outside = torch.zeros(1, dtype=torch.bool, device=p.device)
-        text = torch.tensor([self._texts[request]], device=p.device)
-        return bool(Tagged(outside, first, last).after(text).inside)
+    def _text(self, request: int, like: Tensor) -> Tensor:
+        return torch.tensor([self._texts[request]], device=like.device)
 
 
 def quality(
@@ -165,7 +155,8 @@ def quality(
         decode: decodes the prompts with the plan once more, calling its `on_round`.
         judge: of answers.
     """
-    meter = DeviationMeter(plan, sampler, prompts)
+    assert isinstance(plan.rule, ChangesLaw)
+    meter = DeviationMeter(plan.rule, sampler, prompts)
     decode(on_round=meter)
 
     def judged(texts: Sequence[Sequence[int]]) -> float | None:

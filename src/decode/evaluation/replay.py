@@ -81,21 +81,21 @@ class ReplayResult:
 def why_inexact(plan: Plan, sampler: Sampler, drafter: Proposer | None = None) -> str:
     """Reason why acceptance cannot be replayed exactly, i.e. depends on more than the rollout; else empty."""
     stateful = drafter is not None and depends_on_rounds(drafter, plan)
-    shared_depth = plan.adapt is not None and not (plan.proposal == "sampled" and plan.rule != "match")
+    shared_depth = plan.adapt is not None and not (plan.proposal == "sampled" and not plan.rule.keeps_text)
     if stateful and (shared_depth or getattr(drafter, "depends_on_batch", False)):
         return "drafts depend on the rows beside them"
     if hasattr(drafter, "observe") and plan.depth:
         return "drafts depend on what the target answers to rejected tokens"
     if plan.lossy:
-        return f"rule {plan.rule} does not keep the target's distribution"
+        return f"rule {plan.rule.name} does not keep the target's distribution"
     if not plan.depth or plan.proposal_temperature(sampler.temperature) is None:
         return ""
     if stateful:
         return "drafts depend on earlier rounds"
     if plan.drafts > 1:
         return f"{plan.drafts} drafts are drawn"
-    if plan.rule in ("block", "traversal"):
-        return f"rule {plan.rule} weighs whole paths"
+    if plan.rule.weighs_paths:
+        return f"rule {plan.rule.name} weighs whole paths"
     if plan.proposal == "sampled":
         return "siblings are sampled" if plan.width > 1 else ""
     return "" if plan.tree else "the tree's shape depends on what was drawn"
@@ -187,7 +187,7 @@ def _keeps(
             ahead = texts.answers[here]
             draft = drafter.propose(state, target, sampler, ForcedTokens(ahead), plan)  # pyright: ignore[reportArgumentType]
             # A matched draw equals y with probability q(y): the same formula with 1 in place of p(y).
-            p = torch.ones_like(token_probs[here]) if plan.rule == "match" else token_probs[here]
+            p = torch.ones_like(token_probs[here]) if plan.rule.keeps_text else token_probs[here]
             keeps[n][:rows, place - 1] = _keep_chances(draft, ahead, p)
     return keeps
 

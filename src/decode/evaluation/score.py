@@ -359,7 +359,7 @@ def _described(setting: Setting) -> dict[str, Any]:
     return {
         "temperature": setting.sampler.temperature,
         "decode": plan.name,
-        "rule": plan.rule,
+        "rule": plan.rule.name,
         "lossy": plan.lossy,
         "batch_size": setting.batch_size,
         "nodes": plan.nodes,

@@ -51,7 +51,7 @@ class AdaptiveDepth:
         if hasattr(drafter, "observe"):
             self.observe = self._observe
         self.reads_cache = reads_cache(drafter)
-        self.per_row = plan.rule != "match" and plan.proposal != "fixed"
+        self.per_row = not plan.rule.keeps_text and plan.proposal != "fixed"
         self.plans = [replace(plan, depth=k, nodes=0, adapt=None) for k in range(plan.depth + 1)]
 
     def new_state(self, rows: int) -> _State:

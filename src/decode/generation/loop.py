@@ -38,8 +38,8 @@ from decode.sampling import Sampler
 from decode.transfer import RowInts, Settled, upload
 from decode.verification.descent import match
 from decode.verification.result import VerificationResult
-from decode.verification.rules import RULES, verify
-from decode.verification.target_probs import Tagged, TargetProbs
+from decode.verification.rule import verify
+from decode.verification.target_probs import TargetProbs, TextState
 
 Observe = Callable[[Any, Sequence[Sequence[int]]], None]  # see `Proposer`
 SHARE = 8  # rows join once this part of the batch is free, since their prompts cost a pass of their own
@@ -50,7 +50,7 @@ class _Batch:
 
     root: Tensor  # (B,) last emitted tokens, which the target has not read
     seen: Tensor | None = None  # (B, V) tokens of each text, for the repetition penalty
-    inside: Tensor | None = None  # (B,) whether each text is between the tags of a lossy rule
+    followed: TextState | None = None  # what the rule knows of each text
 
     def __init__(
         self, requests: list[int], prompts: Sequence[Sequence[int]], limits: Sequence[int], coin: Any
@@ -66,7 +66,7 @@ class _Batch:
         self.remaining = [self.remaining[r] for r in rows]
         self.position, self.rounds = select_rows(self.position, rows), select_rows(self.rounds, rows)
         self.seen, self.root = select_rows(self.seen, rows), select_rows(self.root, rows)
-        self.inside = select_rows(self.inside, rows)
+        self.followed = select_rows(self.followed, rows)
         self.coin = self.coin.select(rows)
 
     def append(self, other: _Batch) -> None:
@@ -76,7 +76,7 @@ class _Batch:
         self.position = append_rows(self.position, other.position)
         self.rounds = append_rows(self.rounds, other.rounds)
         self.seen, self.root = append_rows(self.seen, other.seen), append_rows(self.root, other.root)
-        self.inside = append_rows(self.inside, other.inside)
+        self.followed = append_rows(self.followed, other.followed)
         self.coin = self.coin.append(other.coin)
 
 
@@ -205,9 +205,7 @@ class Loop:
         end = counts.on(device) - 1  # (B,) last position of each prompt
         rows = torch.arange(len(prompts), device=device)
         real = torch.arange(tokens.shape[1], device=device) <= end[:, None]
-        if self.plan.within:
-            outside = torch.zeros_like(real[:, 0])
-            batch.inside = Tagged(outside, *self._tags).after(tokens.where(real, PAD)).inside
+        batch.followed = self.plan.rule.follow(tokens.where(real, PAD))
         if self.sampler.needs_history:
             batch.seen = torch.zeros(len(prompts), target.vocab_size, dtype=torch.bool, device=device)
             # Padding writes the row's first token, which is in the text anyway.
@@ -236,7 +234,7 @@ class Loop:
             draft = Draft.empty(len(batch.request), target.device)
         else:
             draft = self.drafter.propose(self.state, target, self.sampler, coin, self.plan)
-        fault = draft_fault(draft, target.vocab_size, RULES[self.plan.rule].reads_probs)  # (B,)
+        fault = draft_fault(draft, target.vocab_size, self.plan.rule.reads_probs)  # (B,)
         # An id out of range would fail in the embedding, before the fault is read.
         draft = replace(draft, tokens=draft.tokens.clamp(PAD, target.vocab_size - 1))
         draft_end = self.now()
@@ -246,8 +244,8 @@ class Loop:
         times.draft += draft_end - begin
         times.verify += verify_end - draft_end
 
-        tagged = None if batch.inside is None else Tagged(batch.inside, *self._tags)
-        result = verify(self.plan, draft, TargetProbs(logits, self.sampler, batch.seen, tagged), coin)
+        probs = TargetProbs(logits, self.sampler, batch.seen, batch.followed)
+        result = verify(self.plan.rule, draft, probs, coin)
         answers = logits.argmax(-1) if self.observe else None
         running = self._settle(draft, result, broken_slot(logits, draft), fault, answers)
         self._observe(logits, draft, result)
@@ -304,7 +302,7 @@ class Loop:
                 raise self._not_finite(row, draft, slot - 1)
         if not is_prefill and (number := next((line[2 + width] for line in table if line[2 + width]), 0)):
             raise UserError(
-                f"{self.proposer} drafted {FAULTS[number]}; decode.rule={self.plan.rule} would not be "
+                f"{self.proposer} drafted {FAULTS[number]}; decode.rule={self.plan.rule.name} would not be "
                 "lossless: correct its `propose` (docs/adding.md)"
             )
         if self.observe and answers is not None:
@@ -350,20 +348,6 @@ class Loop:
         texts = [[*text, *nodes[path].tolist()] for path in paths]
         return not_finite(self.target, texts, name)
 
-    @property
-    def _tags(self) -> tuple[int, int]:
-        """Token ids of the plan's tags.
-
-        Raises:
-            UserError: they are texts.
-        """
-        first, last = self.plan.within
-        if isinstance(first, str) or isinstance(last, str):
-            raise UserError(
-                f"decode.within={[first, last]}: give token ids here, see generation.text.with_tag_ids"
-            )
-        return first, last
-
     def _is_end(self, token: int, request: int) -> bool:
         return token in self.stop or (self.stop_tests is not None and self.stop_tests[request](token))
 
@@ -375,8 +359,8 @@ class Loop:
         batch.root = root
         if batch.seen is not None:
             batch.seen.scatter_(1, torch.where(result.tokens >= 0, result.tokens, root[:, None]), value=True)
-        if batch.inside is not None:
-            batch.inside = Tagged(batch.inside, *self._tags).after(result.tokens).inside
+        if batch.followed is not None:
+            batch.followed = batch.followed.after(result.tokens)
         if len(running) < len(batch.request):
             rows = RowInts(running)
             batch.select(rows)

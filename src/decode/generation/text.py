@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
-from decode.plan import Plan
 
 REPLACEMENT = "\ufffd"  # decoded from bytes that are not (yet) a character
 MAX_PENDING = 3  # replacement characters that may still become a character: UTF-8 has up to 4 bytes
@@ -112,20 +110,3 @@ class StopStrings:
             return any(string in recent for string in self.strings)
 
         return ends
-
-
-def with_tag_ids(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> Plan:
-    """The plan with token ids in place of the texts of `Plan.within`.
-
-    Raises:
-        UserError: a tag that is not one token of the tokenizer.
-    """
-    ids = []
-    for tag in plan.within:
-        found = [tag] if isinstance(tag, int) else tokenizer.encode(tag, add_special_tokens=False)
-        if len(found) != 1:
-            raise UserError(
-                f"decode.within: {tag!r} is {len(found)} tokens of the target; give tags of one token, or ids"
-            )
-        ids += found
-    return replace(plan, within=tuple(ids))

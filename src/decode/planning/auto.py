@@ -12,7 +12,7 @@ from decode.evaluation.bootstrap import interval
 from decode.evaluation.replay import Counts, Rollout
 from decode.generation.types import Proposer
 from decode.model.target import Target
-from decode.plan import Plan
+from decode.plan import Plan, plan_of
 from decode.planning.cost_model import PLAIN, Costs, Throughput, fastest, throughputs
 from decode.planning.policy_simulation import fit_policy, simulate
 from decode.planning.round_timing import REPEATS, measure
@@ -131,7 +131,7 @@ class Auto:
     adapt: bool = True
 
     def __post_init__(self) -> None:
-        plans = tuple(p if isinstance(p, Plan) else Plan(**p) for p in self.plans)  # pyright: ignore[reportArgumentType]
+        plans = tuple(p if isinstance(p, Plan) else plan_of(p) for p in self.plans)  # pyright: ignore[reportArgumentType]
         if not plans or min(self.prompts, self.repeats) < 1:
             raise UserError(
                 "decode=auto: give decode.plans to choose from, decode.prompts and decode.repeats >= 1"

@@ -109,7 +109,7 @@ def family(plan: Plan) -> tuple:
 
 def _kind(plan: Plan) -> tuple:
     """Key of plans with the same work in the loop and the acceptance rule."""
-    return (plan.depth > 0, plan.has_siblings, plan.proposal, plan.rule) if plan.depth else (False,)
+    return (plan.depth > 0, plan.has_siblings, plan.proposal, plan.rule.name) if plan.depth else (False,)
 
 
 class MeasuredCosts:

@@ -80,7 +80,7 @@ def simulate(plan: Plan, keeps: Sequence[np.ndarray], costs: Costs, batch: int) 
         )
         running = np.arange(len(accepted_at))
         while len(running):
-            depths = plan.adapt.depths(counts, plan.proposal != "fixed" and plan.rule != "match")
+            depths = plan.adapt.depths(counts, plan.proposal != "fixed" and not plan.rule.keeps_text)
             seconds += price(max(depths), len(running))
             rounds += len(running)
             accepted = [min(int(accepted_at[r][place[r]]), k) for r, k in zip(running, depths, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -12,20 +12,12 @@ from decode.draft import PAD, Draft
 from decode.sampling import Sampler
 
 
-class Tagged(NamedTuple):
-    """Whether each text is between two tags."""
+class TextState(Protocol):
+    """What a rule knows of the texts of a batch; `row_state` selects and appends its rows."""
 
-    inside: Tensor  # (B,) bool
-    opening: int  # token id
-    closing: int
-
-    def after(self, tokens: Tensor) -> Tagged:
-        """The same once (B, M) tokens have followed, `PAD` among them: the last tag decides."""
-        order = torch.arange(tokens.shape[1], device=tokens.device)
-        opened, closed = (
-            torch.where(tokens == tag, order, -1).amax(1) for tag in (self.opening, self.closing)
-        )
-        return self._replace(inside=torch.where(opened == closed, self.inside, opened > closed))
+    def after(self, tokens: Tensor) -> Self:
+        """The same once (B, M) tokens have followed, `PAD` among them."""
+        ...
 
 
 class TargetProbs:
@@ -35,13 +27,16 @@ class TargetProbs:
         logits: (B, S, V) of the target.
         sampler: the warpers.
         seen: (B, V) bool tokens of each sequence, root included; None if no warper needs them.
-        tagged: state of each sequence, root included, for a lossy rule that applies between two tags.
+        state: what the rule knows of each sequence, root included; see `Rule.follow`.
+
+    Attributes:
+        state: the same, of the paths so far.
     """
 
     def __init__(
-        self, logits: Tensor, sampler: Sampler, seen: Tensor | None = None, tagged: Tagged | None = None
+        self, logits: Tensor, sampler: Sampler, seen: Tensor | None = None, state: TextState | None = None
     ) -> None:
-        self._logits, self._sampler, self._tagged = logits, sampler, tagged
+        self._logits, self._sampler, self.state = logits, sampler, state
         self._soft = replace(sampler, temperature=sampler.temperature or 1.0)
         self._seen = None if seen is None else seen.clone()
         self._row = torch.arange(logits.shape[0], device=logits.device)
@@ -54,16 +49,12 @@ class TargetProbs:
         """Like `at`, with temperature 1 in place of 0: how likely the target finds other tokens."""
         return self._soft.probs(self._logits[self._row, slot], self._seen)
 
-    def inside(self) -> Tensor | None:
-        """(B,) bool, whether the paths are between the tags; None without tags."""
-        return None if self._tagged is None else self._tagged.inside
-
     def append(self, token: Tensor, active: Tensor) -> None:
-        """Add (B,) tokens to the paths of the active rows; penalties and tags depend on them."""
+        """Add (B,) tokens to the paths of the active rows; penalties and rules may depend on them."""
         if self._seen is not None:
             self._seen[self._row, token.clamp_min(0)] |= active
-        if self._tagged is not None:
-            self._tagged = self._tagged.after(token.where(active, PAD)[:, None])
+        if self.state is not None:
+            self.state = self.state.after(token.where(active, PAD)[:, None])
 
     def all(self, draft: Draft) -> Tensor:
         """(B, S, V) distributions at every slot, each given its path from the root."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from decode.errors import UserError
-from decode.generation.reward_guided import JudgedOutput, generate_judged
 from decode.generation.text import StopStrings
+from decode.lossy.reward_guided import JudgedOutput, generate_judged
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from distill.options import GenerateOptions

@@ -23,6 +23,7 @@ from decode.errors import UserError
 EMPTY_GROUPS = ("experiment",)  # groups that may be null
 
 MOVED = {"rollout.max_prompt_tokens": "prompts.max_tokens"}  # renamed options: old name -> new name
+MERGING = "Error merging override "  # of Hydra, about a list in place of a mapping
 
 
 def options(config_dir: Path, group: str) -> list[str]:
@@ -36,7 +37,7 @@ def compose(overrides: Sequence[str], config_dir: Path, config_name: str = "conf
     Raises:
         UserError: an unknown or invalid override; the message names close matches.
     """
-    groups = [p.name for p in sorted(config_dir.iterdir()) if p.is_dir()]
+    groups = [str(p.relative_to(config_dir)) for p in sorted(config_dir.rglob("*")) if p.is_dir()]
     for override in overrides:
         _check_override(override, groups, config_dir)
     chosen = tuple(o for o in overrides if o.lstrip("+~").partition("=")[0].partition("@")[0] in groups)
@@ -53,7 +54,10 @@ def compose(overrides: Sequence[str], config_dir: Path, config_name: str = "conf
         if unset := sorted(OmegaConf.missing_keys(cfg)):
             raise UserError(f"{', '.join(unset)}: must be given, as in {unset[0]}=...")
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(" ".join(str(error).split())) from None
+        text = " ".join(str(error).split())
+        if text.startswith(MERGING):
+            text = f"{text.removeprefix(MERGING)}: must be text, or a mapping"
+        raise UserError(text) from None
     return cfg
 
 
@@ -97,6 +101,8 @@ def _check_key(cfg: DictConfig, key: str) -> None:
     done: list[str] = []
     for part in key.split("."):
         if not isinstance(node, dict) or part not in node:
+            if done == ["decode"]:
+                _check_moved_number(part)
             names = [str(k) for k in node if str(k)[0] != "_"] if isinstance(node, dict) else []
             where = f" in {'.'.join(done)}" if done else ""
             elsewhere = [name for name in _leaves(OmegaConf.to_container(cfg)) if name.endswith(f".{part}")]
@@ -104,6 +110,15 @@ def _check_key(cfg: DictConfig, key: str) -> None:
             raise UserError(f"{key}: no such option{where}; {nearest}")
         done.append(part)
         node = node[part]
+
+
+def _check_moved_number(name: str) -> None:
+    """Name the place of a number of an acceptance rule, which was a setting of plans."""
+    from decode.plan import MOVED as NUMBERS  # torch takes seconds, which `--help` need not wait for
+
+    if name in NUMBERS:
+        rule, number = NUMBERS[name]
+        raise UserError(f"decode.{name} is decode.rule.{number} of decode/rule={rule} now")
 
 
 def _leaves(node: Any, name: str = "") -> Iterator[str]:
@@ -118,12 +133,13 @@ def _leaves(node: Any, name: str = "") -> Iterator[str]:
 def _check_kind(key: str, default: Any, value: Any) -> None:
     """Reject a value of another type than the default's; null defaults and Lightning's are not checked.
 
-    A folder may stand for settings that something is built from.
+    A folder or a name may stand for settings that something is built from.
     """
     free = default is None or key == "trainer.devices"
     # Here null is a value of its own: every token is drafted.
     free = free or (value is None and (key.startswith("trainer.") or key.endswith("draft_vocab_size")))
-    free = free or (isinstance(default, DictConfig) and "_target_" in default and isinstance(value, str))
+    built = isinstance(default, DictConfig) and ("_target_" in default or "name" in default)
+    free = free or (built and isinstance(value, str))
     if not free and not _same_kind(default, value):
         kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
         expected = kinds.get(type(default), f"like {default}")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from decode.errors import UserError
 from decode.evaluation.scorecard import BY_ENGINE, Row, Scorecard, Training, read_scorecard, read_training
-from decode.verification.rules import is_lossy_greedily
+from decode.verification.rule import changes_greedy
 from distill.report import served
 from distill.report.tables import grid, target_label
 from distill.scoring.paired import FEWEST, speedup_ratio, speedup_text, tau_difference, why_incomparable
@@ -89,7 +89,7 @@ class Scored(NamedTuple):
 
     def lossy(self, temperature: float, batch: int) -> list[Row]:
         """Rows at a setting that change the text: some lossy rules are lossless at temperature 0."""
-        rows = [row for row in self.card.rows if row.lossy and (temperature or is_lossy_greedily(row.rule))]
+        rows = [row for row in self.card.rows if row.lossy and (temperature or changes_greedy(row.rule))]
         return [row for row in rows if (row.temperature, row.batch_size) == (temperature, batch)]
 
     def by_batch(self, temperature: float, decode: str = "") -> dict[int, Row]:

@@ -16,10 +16,9 @@ from decode.evaluation.score import HeldOut, ScoreOptions, Setting, check, check
 from decode.evaluation.scorecard import Checkpoint, PlanChoice, Scorecard, TargetDrift
 from decode.evaluation.served import Served
 from decode.evaluation.teacher_forced import SettledCache
-from decode.generation.text import with_tag_ids
 from decode.model.load import stop_tokens
 from decode.model.target import Target
-from decode.plan import Plan
+from decode.plan import Plan, plan_of
 from decode.planning.auto import Auto, supported_plans
 from decode.planning.calibrated_tree import Calibrated
 from decode.sampling import Sampler
@@ -88,8 +87,8 @@ class Scorer:
         self.prompts = list(prompts[: options.prompts])
         self.ids = [chat.encode(p.messages, p.tools) for p in self.prompts]
         self.plans: list[Plan | Auto | Calibrated] = [decode]
-        self.plans += [with_tag_ids(Plan(**plan), chat.tokenizer) for plan in options.plans]
-        self.alternatives = [Plan(**plan) for plan in options.alternatives]
+        self.plans += [plan_of(plan).for_tokenizer(chat.tokenizer) for plan in options.plans]
+        self.alternatives = [plan_of(plan) for plan in options.alternatives]
         if not isinstance(self.plans[0], Plan) and not self.replayed:
             raise UserError(
                 "decode=auto and decode=calibrated measure acceptance on replayed prompts; "

@@ -11,7 +11,7 @@ from decode.evaluation.replay import Rollout
 from decode.generation.generate import generate
 from decode.model.load import stop_tokens
 from decode.model.target import Target
-from decode.plan import Plan
+from decode.plan import Plan, plan_of
 from decode.planning.auto import Auto
 from distill.options import AutoOptions, RunOptions
 from distill.prompts.chat_template import Chat
@@ -53,7 +53,7 @@ class Judge:
         headline = self.scorer.plans[0]
         if isinstance(headline, Auto):
             self.all_plans = [p for p in headline.plans if isinstance(p, Plan) and p.depth]
-            self.search_plans = [Plan(**plan) for plan in auto.plans]
+            self.search_plans = [plan_of(plan) for plan in auto.plans]
         elif isinstance(headline, Plan) and headline.depth:
             self.all_plans = self.search_plans = [headline]
         else:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from decode.errors import FollowUpError, UserError
 from decode.evaluation.scorecard import read_scorecard
-from decode.plan import Plan
+from decode.plan import Plan, plan_of
 from distill import export as exporting
 from distill.config.build import build_drafter, build_target, quiet, read_run_inputs
 from distill.config.validate import refused
@@ -279,7 +279,7 @@ class Search:
         """Score the winner, and explain why it won."""
         if "plan" not in self.ledger.result:
             self._choose_winner()
-        name, plan = self.ledger.result["winner"], Plan(**self.ledger.result["shape"])
+        name, plan = self.ledger.result["winner"], plan_of(self.ledger.result["shape"])
         _link(self.context.folder, name)
         steps = int(self.jobs.checkpoint(name).name)
         logged = families.with_user_loggers(self.context, self.overrides[name])
@@ -319,7 +319,7 @@ class Search:
             winner = replace(winner, rung=LAST, verdict=verdict)
             self.ledger.rows.append(winner)
         winner.fate = "won"
-        self.ledger.result = {"winner": name, "plan": plan.name, "shape": asdict(plan)}
+        self.ledger.result = {"winner": name, "plan": plan.name, "shape": plan.settings}
         self._save(choosing=self.clock() - before)
 
     def _publish(self, reason: str) -> float:

@@ -7,7 +7,6 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,7 +118,7 @@ def with_user_loggers(context: JobContext, overrides: Sequence[str]) -> list[str
 def scoring_overrides(context: JobContext, overrides: Sequence[str], plan: Plan, steps: int) -> list[str]:
     """Overrides of a run that scores the trained checkpoint with one plan, then exports it."""
     user = [o for o in context.overrides if override_key(o).split(".")[0] == "export"]
-    shape = [f"decode.{name}={override_value(value)}" for name, value in asdict(plan).items()]
+    shape = [f"decode.{name}={override_value(value)}" for name, value in plan.settings.items()]
     rest = drop_overrides(overrides, "decode", "export", "score.enabled", "trainer.max_steps")
     return [*rest, *user, "score.enabled=true", f"trainer.max_steps={max(1, steps)}", "decode=chain", *shape]
 

@@ -19,7 +19,7 @@ from decode.model.load import load_target, load_tokenizer, stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.verification import rules
+from decode.verification import rule as verification
 from decode.verification.descent import match
 
 POCKET = str(ROOT / "data" / "pocket")
@@ -201,7 +201,7 @@ def wrong_row(monkeypatch):
 
 
 def replaced(monkeypatch, run):
-    monkeypatch.setattr(rules, "match", run)
+    monkeypatch.setattr(verification, "match", run)
 
 
 def drafts_are_believed(monkeypatch):

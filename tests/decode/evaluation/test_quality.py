@@ -22,18 +22,19 @@ PROMPT = [1, 0, 2]
 CHAIN = {"depth": 2}
 TREE = {"depth": 2, "width": 2, "nodes": 5}
 RULES = {
-    "topk": {"accept_top": 2, "accept_ratio": 0.3},
-    "topk within": {"accept_top": 2, "accept_ratio": 0.3, "within": (2, 1)},
+    "topk": {"top": 2, "ratio": 0.3},
+    "topk within": {"top": 2, "ratio": 0.3, "within": (2, 1)},
     "bild": {"rollback": 1.2},
-    "sprint": {"min_confidence": 0.01},
+    "sprint": {},
     "typical": {},
     "threshold": {"threshold": 0.3},
-    "lenience": {"lenience": 0.4},
+    "lenience": {"factor": 0.4},
 }
 
 
 def plan_of(rule: str, **shape) -> Plan:
-    return Plan(rule=rule.split()[0], lossy=True, **RULES[rule], **shape)
+    named = {"name": rule.split()[0], **RULES[rule]}
+    return Plan(rule=named, lossy=True, min_confidence=0.01 * (rule == "sprint"), **shape)
 
 
 def laws(target, drafter, plan, sampler):
@@ -46,7 +47,7 @@ def laws(target, drafter, plan, sampler):
         )
 
     def play(tapes):
-        meter = DeviationMeter(plan, sampler, [PROMPT] * len(tapes))
+        meter = DeviationMeter(plan.rule, sampler, [PROMPT] * len(tapes))
         run = decode(drafter, tapes, plan=plan, on_round=meter)
         assert meter.kl is not None
         pairs = zip(run.outputs, meter.divergence, strict=True)
@@ -83,8 +84,8 @@ def test_lossless_texts_are_the_targets_likeliest(tiny_target):
     """At temperature 0, by a rule without room; with room, some tokens are not."""
     target, found = tiny_target(), {}
     for rollback in (0.0, 20.0):
-        plan = Plan(2, rule="bild", lossy=True, rollback=rollback)
-        meter = DeviationMeter(plan, Sampler(0.0), [PROMPT])
+        plan = Plan(2, rule={"name": "bild", "rollback": rollback}, lossy=True)
+        meter = DeviationMeter(plan.rule, Sampler(0.0), [PROMPT])
         generate(
             target,
             FixedTrees(V),
@@ -116,7 +117,7 @@ def test_where_no_formula_is_known_no_number_is_given(tiny_target):
     target = tiny_target()
 
     def kl(plan, sampler):
-        meter = DeviationMeter(plan, sampler, [PROMPT])
+        meter = DeviationMeter(plan.rule, sampler, [PROMPT])
         generate(target, Grown(V), [PROMPT], max_new_tokens=20, plan=plan, sampler=sampler, on_round=meter)
         return meter.kl
 

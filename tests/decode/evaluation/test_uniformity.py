@@ -20,9 +20,10 @@ from decode.generation.types import Round
 from decode.plan import Plan
 from decode.rng import Key, Purpose
 from decode.sampling import Sampler
-from decode.verification import rules
+from decode.verification import rule as verification
 from decode.verification.descent import match
 from decode.verification.result import VerificationResult
+from decode.verification.rules.token import Token
 from drafters.drafting.tree import expand
 
 VOCAB, ONE = 23, Sampler(1.0)
@@ -357,8 +358,8 @@ WRONG = {
 def broken(monkeypatch):
     def install(rule):
         if rule:
-            monkeypatch.setitem(rules.RULES, "token", rules.RULES["token"]._replace(run=rule))
-            monkeypatch.setattr(rules, "match", rule)  # of drafts that were not drawn
+            monkeypatch.setattr(Token, "verify", lambda _, *told: rule(*told))
+            monkeypatch.setattr(verification, "match", rule)  # of drafts that were not drawn
 
     return install
 

@@ -8,7 +8,7 @@ import torch
 
 from decode.errors import UserError
 from decode.generation.generate import generate, stream
-from decode.generation.reward_guided import generate_judged
+from decode.lossy.reward_guided import generate_judged
 from decode.plan import Plan
 from decode.rng import Key, KeyedCoin, Purpose
 from decode.sampling import Sampler

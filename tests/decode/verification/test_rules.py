@@ -15,6 +15,7 @@ from dataclasses import replace
 import oracle
 import pytest
 import torch
+import yaml
 from exact import (
     EXACT,
     EnumeratingCoin,
@@ -31,17 +32,18 @@ from exact import (
     paths_of,
     struck,
 )
-from rule_cases import CHAINS, ONE, SAMPLERS, V, plan_of, sampled_chain, told
+from rule_cases import CHAINS, ONE, RULES, SAMPLERS, V, plan_of, sampled_chain, told
+from workbench import CONF
 
 from decode.draft import PAD, Draft, DraftProbs
 from decode.errors import UserError
-from decode.plan import LOSSLESS, LOSSY, Plan
+from decode.plan import Plan
 from decode.rng import KeyedCoin, Purpose
 from decode.sampling import Sampler
-from decode.verification.descent import smallest_rho
-from decode.verification.rules import RULES, verify
+from decode.verification.rule import rule_of, verify
+from decode.verification.rules.kseq import smallest_rho
+from decode.verification.rules.traversal import _pass_chances
 from decode.verification.target_probs import TargetProbs
-from decode.verification.traversal import _pass_chances
 from drafters.drafting.tree import expand
 
 
@@ -54,7 +56,7 @@ def law_of(rule: str, nodes: list[Node], table: Table, **flags) -> Law:
     def play(tapes):
         draft = draft_of([*[nodes] * len(tapes), other], table.vocab, **flags)
         coin = EnumeratingCoin([*tapes, Script(0)], junk=table.vocab)
-        return emitted(draft, verify(plan_of(rule), draft, table.rows(draft), coin))[:-1]
+        return emitted(draft, verify(plan_of(rule).rule, draft, table.rows(draft), coin))[:-1]
 
     return exact_law(play, abreast=64)
 
@@ -172,7 +174,7 @@ def test_where_all_nodes_are_chosen_the_rules_are_one_law(rule, tree):
         def play(tapes, table=table):
             laws = DraftProbs(torch.zeros(1, 1, V, dtype=torch.float64), owner, levels, nobody)
             chosen = replace(draft, probs=laws)
-            return emitted(chosen, RULES[rule].run(chosen, table.rows(chosen), EnumeratingCoin(tapes)))
+            return emitted(chosen, RULES[rule]().verify(chosen, table.rows(chosen), EnumeratingCoin(tapes)))
 
         assert_same_law(exact_law(play), match_law(table, tokens, parents))
 
@@ -302,7 +304,7 @@ def test_a_hybrid_node_reaches_the_optimal_transport_bound(width, rule):
         def play(tapes, logits=logits, kept=kept, drafts=drafts, table=table):
             rows = logits.expand(len(tapes), -1)
             draft = expand(rows, lambda *_: rows[:, None], Sampler(0.8), EnumeratingCoin(tapes), shape)
-            result = verify(shape, draft, table.rows(draft), EnumeratingCoin(tapes))
+            result = verify(shape.rule, draft, table.rows(draft), EnumeratingCoin(tapes))
             emitted(draft, result)
             return [
                 (*tokens, count)
@@ -367,8 +369,8 @@ def test_kseq_refuses_siblings_that_depend_on_one_another():
     nodes = [Node(0, -1, [1 / 3] * 3), Node(1, -1, [1 / 3] * 3)]
     rows = rows_of(*[[1 / 3] * 3] * 3)
     with pytest.raises(UserError, match=r"decode\.rule=kseq verifies siblings drawn independently"):
-        verify(plan_of("kseq"), draft_of([nodes], V), rows, certain())
-    verify(plan_of("kseq"), draft_of([nodes], V, replacement=True), rows, certain())
+        verify(plan_of("kseq").rule, draft_of([nodes], V), rows, certain())
+    verify(plan_of("kseq").rule, draft_of([nodes], V, replacement=True), rows, certain())
 
 
 # -- edges ---------------------------------------------------------------------------------------
@@ -395,7 +397,7 @@ def test_padding_matches_no_token_not_even_the_first(rule):
     for q in (uniform_q(rule, 2), None) if rule not in CHAINS else (uniform_q(rule, 2),):
         draft = Draft.chain(torch.tensor([[PAD, PAD]]), q)
         for junk in (0, V):  # V: what is not active is told "0" and "accepted"
-            result = verify(plan_of(rule), draft, rows_of(law, law, law), certain(junk))
+            result = verify(plan_of(rule).rule, draft, rows_of(law, law, law), certain(junk))
             assert result.tokens.tolist() == [[0, PAD, PAD]]
             assert result.accepted.tolist() == [0]
 
@@ -405,7 +407,7 @@ def test_padding_after_an_accepted_token_ends_the_draft(rule):
     law = [1.0, 0.0, 0.0]
     q = torch.tensor([[law, law]], dtype=torch.float64) if RULES[rule].reads_probs else None
     draft = Draft.chain(torch.tensor([[0, PAD]]), q)
-    result = verify(plan_of(rule), draft, rows_of(law, law, law), certain())
+    result = verify(plan_of(rule).rule, draft, rows_of(law, law, law), certain())
     assert result.tokens.tolist() == [[0, 0, PAD]]
     assert result.slots.tolist() == [[0, 1, 0]]
     assert result.accepted.tolist() == [1]
@@ -420,7 +422,7 @@ def test_a_token_without_mass_is_never_accepted(monkeypatch, rule, value):
     )
     q = torch.tensor([[[1.0, 0.0, 0.0]]], dtype=torch.float64) if RULES[rule].reads_probs else None
     draft = Draft.chain(torch.tensor([[0]]), q)
-    result = verify(plan_of(rule), draft, rows_of([0.0, 0.5, 0.5], [1 / 3] * 3), KeyedCoin(0, [0]))
+    result = verify(plan_of(rule).rule, draft, rows_of([0.0, 0.5, 0.5], [1 / 3] * 3), KeyedCoin(0, [0]))
     assert result.accepted.tolist() == [0]
     assert result.tokens[0, 0] == (2 if value else 1)
 
@@ -438,7 +440,7 @@ def test_a_residual_of_zero_falls_back_to_the_targets_law(rule):
     draft = Draft.chain(torch.tensor([[2]]), torch.tensor([[law]], dtype=torch.float64))
 
     def play(tapes):
-        result = verify(plan_of(rule), draft, rows_of(law, [1, 0, 0]), Contrary(tapes))
+        result = verify(plan_of(rule).rule, draft, rows_of(law, [1, 0, 0]), Contrary(tapes))
         return [(int(result.tokens[0, 0]),)]
 
     assert_same_law(exact_law(play), {(1,): 0.3, (2,): 0.7})
@@ -460,7 +462,7 @@ def test_a_root_that_had_nothing_left_still_draws_from_its_law():
         rows = TargetProbs(torch.tensor([[law] * (len(nodes) + 1)] * 2, dtype=torch.float64).log(), ONE)
 
         def play(tapes, draft=draft, rows=rows):
-            result = verify(plan_of("traversal"), draft, rows, Last([*tapes, Script(0)]))
+            result = verify(plan_of("traversal").rule, draft, rows, Last([*tapes, Script(0)]))
             assert result.accepted[0] == 0
             return [(int(result.tokens[0, 0]),)]
 
@@ -482,7 +484,7 @@ def test_no_slot_has_less_than_no_chance():
 
         rows = table.rows(draft)
         rows._logits = rows._logits.to(dtype)
-        verify(plan_of("traversal"), draft, rows, Wary([Script(seed)]))
+        verify(plan_of("traversal").rule, draft, rows, Wary([Script(seed)]))
 
 
 @pytest.mark.parametrize("drawn", [True, False])
@@ -508,7 +510,7 @@ def test_a_round_that_drafts_nothing_draws_from_the_target(rule):
     law = [0.2, 0.3, 0.5]
 
     def play(tapes):
-        return [(int(verify(plan_of(rule), draft, rows_of(law), EnumeratingCoin(tapes)).tokens[0, 0]),)]
+        return [(int(verify(plan_of(rule).rule, draft, rows_of(law), EnumeratingCoin(tapes)).tokens[0, 0]),)]
 
     assert_same_law(exact_law(play), {(i,): p for i, p in enumerate(law)})
 
@@ -522,7 +524,7 @@ def test_rows_are_verified_each_by_its_own_draft(rule):
     def run(order):
         draft = draft_of([rows[r] for r in order], V, replacement=rule == "kseq")
         coin = EnumeratingCoin([Script(r) for r in order])
-        return emitted(draft, verify(plan_of(rule), draft, table.rows(draft), coin))
+        return emitted(draft, verify(plan_of(rule).rule, draft, table.rows(draft), coin))
 
     alone = [run([row])[0] for row in range(6)]
     assert len(set(alone)) > 3
@@ -552,7 +554,9 @@ def test_a_verdict_leaves_the_sequence_as_it_was(rule):
     seen[:, 0] = True
     before = seen.clone()
     rows = TargetProbs(table.rows(draft)._logits, table.sampler, seen)
-    assert verify(plan_of(rule), draft, rows, EnumeratingCoin([Script(r) for r in range(4)])).tokens.any()
+    assert verify(
+        plan_of(rule).rule, draft, rows, EnumeratingCoin([Script(r) for r in range(4)])
+    ).tokens.any()
     assert seen.equal(before)
 
 
@@ -563,33 +567,39 @@ def test_a_verdict_leaves_the_sequence_as_it_was(rule):
 def test_a_rule_for_chains_refuses_a_tree(rule):
     draft = draft_of([[Node(0, -1, [1 / 3] * 3), Node(1, -1, [1 / 3] * 3)]], V)
     with pytest.raises(UserError, match=rf"decode\.rule={rule}.*rule=match"):
-        verify(plan_of(rule), draft, rows_of(*[[1 / 3] * 3] * 3), certain())
+        verify(plan_of(rule).rule, draft, rows_of(*[[1 / 3] * 3] * 3), certain())
 
 
 @pytest.mark.parametrize("rule", CHAINS)
 def test_a_rule_for_drawn_chains_refuses_tokens_that_were_chosen(rule):
     draft = Draft.chain(torch.tensor([[0, 1]]))
     with pytest.raises(UserError, match=rf"decode\.rule={rule}.*rule=match"):
-        verify(plan_of(rule), draft, rows_of(*[[1 / 3] * 3] * 3), certain())
+        verify(plan_of(rule).rule, draft, rows_of(*[[1 / 3] * 3] * 3), certain())
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if RULES[rule].reads_probs])
 def test_a_rule_that_reads_laws_refuses_nodes_selected_by_their_tokens(rule):
     draft = draft_of([[Node(0, -1, [1 / 3] * 3)]], V, selected=True)
     with pytest.raises(UserError, match=r"kept or dropped after looking at the drawn tokens.*rule=match"):
-        verify(plan_of(rule), draft, rows_of(*[[1 / 3] * 3] * 2), certain())
+        verify(plan_of(rule).rule, draft, rows_of(*[[1 / 3] * 3] * 2), certain())
     for other in ("match", "select"):
-        verify(plan_of(other), draft, rows_of(*[[1 / 3] * 3] * 2), certain())
+        verify(plan_of(other).rule, draft, rows_of(*[[1 / 3] * 3] * 2), certain())
 
 
 def test_traversal_refuses_nodes_ranked_against_one_another():
     draft = draft_of([[Node(0, -1, [1 / 3] * 3), Node(1)]], V, ranked=True)
     with pytest.raises(UserError, match=r"tokens drawn elsewhere.*rule=recursive"):
-        verify(plan_of("traversal"), draft, rows_of(*[[1 / 3] * 3] * 3), certain())
+        verify(plan_of("traversal").rule, draft, rows_of(*[[1 / 3] * 3] * 3), certain())
     for rule in ("match", "recursive"):
-        verify(plan_of(rule), draft, rows_of(*[[1 / 3] * 3] * 3), certain())
+        verify(plan_of(rule).rule, draft, rows_of(*[[1 / 3] * 3] * 3), certain())
 
 
-def test_the_lossless_rules_are_those_that_the_plan_calls_so():
-    assert {rule for rule in RULES if not RULES[rule].lossy} == set(LOSSLESS)
-    assert {rule for rule in RULES if RULES[rule].lossy} == set(LOSSY)
+def test_every_file_of_rules_has_a_rule_of_its_name_and_a_yaml():
+    yamls = {path.stem for path in (CONF / "decode" / "rule").glob("*.yaml")}
+    assert yamls == {"auto", *RULES}
+    for name, rule in RULES.items():
+        settings = yaml.safe_load((CONF / "decode" / "rule" / f"{name}.yaml").read_text())
+        assert rule.name == name
+        assert rule_of(settings) == rule()
+        assert set(settings) == set(rule().settings)
+        assert rule.__module__.startswith("decode.lossy." if rule.lossy else "decode.verification.")

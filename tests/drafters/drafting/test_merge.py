@@ -15,7 +15,7 @@ from exact import EnumeratingCoin, Node, Table, assert_same_law, emitted, error,
 from decode.draft import PAD, Draft, DraftProbs
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.verification.rules import verify
+from decode.verification.rule import verify
 from drafters.drafting import merge
 from drafters.drafting.merge import merge_trees, mix_trees
 
@@ -149,7 +149,7 @@ def law_of_a_round(table):
         token = torch.ones(len(tapes), 1, dtype=torch.long)
         old = Draft(token, token - 2, 1, score=torch.zeros(len(tapes), 1))
         draft = merge_trees(fresh, old, 1, 3)
-        return emitted(draft, verify(Plan(2, 2, 3, proposal="hybrid"), draft, table.rows(draft), coin))
+        return emitted(draft, verify(Plan(2, 2, 3, proposal="hybrid").rule, draft, table.rows(draft), coin))
 
     return exact_law(play, 64)
 

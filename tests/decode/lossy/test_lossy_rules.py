@@ -20,15 +20,14 @@ from exact import (
     exact_law,
     paths_of,
 )
-from rule_cases import ONE, SAMPLERS, V, plan_of, sampled_chain, told
+from rule_cases import LOSSY, ONE, RULES, SAMPLERS, V, plan_of, sampled_chain, told
 
 from decode.draft import PAD
-from decode.plan import LOSSY, Plan
+from decode.lossy.rules.topk import Tagged
+from decode.plan import Plan
 from decode.rng import KeyedCoin
-from decode.verification.lossy import emitted as emitted_law
-from decode.verification.lossy import emitted_among, relaxed
-from decode.verification.rules import RULES, verify
-from decode.verification.target_probs import Tagged, TargetProbs
+from decode.verification.rule import verify
+from decode.verification.target_probs import TargetProbs
 
 
 def typical_law(table: Table, nodes: list[Node], threshold: float, alpha: float) -> Law:
@@ -50,11 +49,12 @@ def test_the_longest_path_above_a_threshold_is_kept(rule):
     for seed in range(12):
         table = Table(seed, list(SAMPLERS.values())[seed % len(SAMPLERS)])
         nodes = told(Trees(V, seed, chosen=(1, 2)).story([0]), seed)
-        plan = Plan(1, rule=rule, lossy=True, threshold=0.5, alpha=0.6)
+        numbers = {"alpha": 0.6} if rule == "typical" else {}
+        plan = Plan(1, rule={"name": rule, "threshold": 0.5, **numbers}, lossy=True)
         draft = draft_of([nodes], V)
 
         def play(tapes, draft=draft, plan=plan, table=table):
-            return emitted(draft, verify(plan, draft, table.rows(draft), EnumeratingCoin(tapes)))
+            return emitted(draft, verify(plan.rule, draft, table.rows(draft), EnumeratingCoin(tapes)))
 
         alpha = 0.6 if rule == "typical" else math.inf
         assert_same_law(exact_law(play), typical_law(table, nodes, 0.5, alpha))
@@ -76,7 +76,7 @@ def lenience_law(table: Table, depth: int, lenience: float) -> Law:
 
 
 def leniently(lenience: float) -> Plan:
-    return Plan(1, proposal="sampled", rule="lenience", lossy=True, lenience=lenience)
+    return Plan(1, proposal="sampled", rule={"name": "lenience", "factor": lenience}, lossy=True)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -94,7 +94,7 @@ def test_lenience_of_one_is_the_recursive_rule_draw_for_draw():
         draft = draft_of([told(Trees(V, seed, drawn=(1, 2), chosen=(0, 1)).story([seed]), seed)], V)
 
         def run(plan, seed=seed, table=table, draft=draft):
-            return verify(plan, draft, table.rows(draft), KeyedCoin(seed, [seed]))
+            return verify(plan.rule, draft, table.rows(draft), KeyedCoin(seed, [seed]))
 
         for one, other in zip(run(leniently(1.0)), run(plan_of("recursive")), strict=True):
             assert one.equal(other)
@@ -112,31 +112,32 @@ def test_more_is_accepted_the_more_lenient():
     assert found[-1] > found[0] + 0.1
 
 
-RELAXED = [rule for rule in RULES if RULES[rule].run is relaxed]
+RELAXED = [rule for rule in RULES if RULES[rule].changes_greedy]
 SETTINGS = {
-    "topk": {"accept_top": 2, "accept_ratio": 0.5},
+    "topk": {"top": 2, "ratio": 0.5},
     "bild": {"rollback": 1.0},
-    "sprint": {"min_confidence": 0.5},
+    "sprint": {},
     "typical": {"threshold": 0.5, "alpha": 0.6},
     "threshold": {"threshold": 0.3},
-    "lenience": {"lenience": 0.5},
+    "lenience": {"factor": 0.5},
 }
 
 
-def lossy(rule: str, **flags) -> Plan:
-    return Plan(1, rule=rule, lossy=True, **SETTINGS[rule], **flags)
+def lossy(rule: str, proposal: str = "fixed", **numbers) -> Plan:
+    named = {"name": rule, **SETTINGS[rule], **numbers}
+    return Plan(1, proposal=proposal, rule=named, lossy=True, min_confidence=0.5 * (rule == "sprint"))
 
 
-def accepts(plan: Plan, p: list[float], token: int) -> bool:
+def accepts(rule, p: list[float], token: int) -> bool:
     """What `acceptable` says, in plain Python."""
     entropy = -sum(m * math.log(m) for m in p if m > 0)
     return {
-        "topk": sum(m > p[token] for m in p) < plan.accept_top and p[token] >= plan.accept_ratio * max(p),
-        "bild": p[token] > 0 and -math.log(p[token]) <= plan.rollback,
-        "sprint": True,
-        "typical": p[token] >= min(plan.threshold, plan.alpha * math.exp(-entropy)),
-        "threshold": p[token] >= plan.threshold,
-    }[plan.rule]
+        "topk": lambda: sum(m > p[token] for m in p) < rule.top and p[token] >= rule.ratio * max(p),
+        "bild": lambda: p[token] > 0 and -math.log(p[token]) <= rule.rollback,
+        "sprint": lambda: True,
+        "typical": lambda: p[token] >= min(rule.threshold, rule.alpha * math.exp(-entropy)),
+        "threshold": lambda: p[token] >= rule.threshold,
+    }[rule.name]()
 
 
 def relaxed_law(plan: Plan, table: Table, nodes: list[Node], inside: bool = True) -> Law:
@@ -152,12 +153,12 @@ def relaxed_law(plan: Plan, table: Table, nodes: list[Node], inside: bool = True
             if node.parent == parent and node.token != PAD:
                 children.setdefault(node.token, i)
         judged = soft.p(path)
-        accepted = [t for t in children if inside and accepts(plan, judged, t)]
+        accepted = [t for t in children if inside and accepts(plan.rule, judged, t)]
         best = max(accepted, key=lambda t: (judged[t], -children[t]), default=None)
         found: Law = {}
         for y, mass in enumerate(table.p(path)):
             token = y if y in children or best is None else best
-            now = token == 0 if plan.within and token in (0, 1) else inside
+            now = token == 0 if getattr(plan.rule, "within", ()) and token in (0, 1) else inside
             below = law((*path, token), children[token], now) if token in children else {(): 1.0}
             for rest, share in below.items():
                 found[(token, *rest)] = found.get((token, *rest), 0.0) + mass * share
@@ -175,7 +176,7 @@ def test_where_no_child_has_the_targets_token_an_acceptable_one_is_taken(rule, s
         plan, draft = lossy(rule), draft_of([nodes], V)
 
         def play(tapes, draft=draft, plan=plan, table=table):
-            return emitted(draft, verify(plan, draft, table.rows(draft), EnumeratingCoin(tapes)))
+            return emitted(draft, verify(plan.rule, draft, table.rows(draft), EnumeratingCoin(tapes)))
 
         assert_same_law(exact_law(play), relaxed_law(plan, table, nodes))
 
@@ -190,7 +191,7 @@ def test_what_a_lossy_rule_emits_behind_one_drawn_token_is_the_stated_law(rule):
         for text, mass in table.round(lambda table=table: sampled_chain(table, 1), plan).items():
             got[text[0]] = got.get(text[0], 0.0) + mass
         p, q = (torch.tensor([law], dtype=torch.float64) for law in (table.p(()), table.q((), 0.3)))
-        stated = emitted_law(plan, p, q)[0].tolist()
+        stated = plan.rule.emitted(p, q)[0].tolist()
         assert_same_law({(t,): m for t, m in got.items()}, {(t,): m for t, m in enumerate(stated) if m > 0})
 
 
@@ -202,11 +203,11 @@ def test_what_a_lossy_rule_emits_beside_fixed_children_is_the_stated_law(rule):
         draft = draft_of([[Node(token) for token in children]], V)
 
         def play(tapes, draft=draft, plan=plan, table=table):
-            rows = verify(plan, draft, table.rows(draft), EnumeratingCoin(tapes))
+            rows = verify(plan.rule, draft, table.rows(draft), EnumeratingCoin(tapes))
             return [text[:1] for text in emitted(draft, rows)]
 
         p, tokens = torch.tensor([table.p(())], dtype=torch.float64), torch.tensor([[*children, PAD]])
-        stated = emitted_among(plan, p, tokens)[0].tolist()
+        stated = plan.rule.emitted_among(p, tokens)[0].tolist()
         assert_same_law(exact_law(play), {(t,): m for t, m in enumerate(stated) if m > 0})
 
 
@@ -223,19 +224,19 @@ def test_between_tags_more_is_accepted_and_elsewhere_it_is_match():
                 rows = table.rows(draft)
                 tagged = Tagged(torch.full((len(tapes),), inside), 0, 1)
                 rows = TargetProbs(rows._logits.expand(len(tapes), -1, -1), ONE, None, tagged)
-                return emitted(draft, verify(plan, draft, rows, EnumeratingCoin(tapes)))
+                return emitted(draft, verify(plan.rule, draft, rows, EnumeratingCoin(tapes)))
 
             assert_same_law(exact_law(play), relaxed_law(plan, table, nodes, inside))
 
 
 def test_without_room_bild_is_match_draw_for_draw():
-    plan = Plan(1, rule="bild", lossy=True, rollback=0.0)
+    plan = lossy("bild", rollback=0.0)
     for seed in range(40):
         table = Table(seed, list(SAMPLERS.values())[seed % len(SAMPLERS)])
         draft = draft_of([told(Trees(V, seed, chosen=(1, 2)).story([seed]), seed)], V)
 
         def run(plan, seed=seed, table=table, draft=draft):
-            return verify(plan, draft, table.rows(draft), KeyedCoin(seed, [seed]))
+            return verify(plan.rule, draft, table.rows(draft), KeyedCoin(seed, [seed]))
 
         for one, other in zip(run(plan), run(plan_of("match")), strict=True):
             assert one.equal(other)

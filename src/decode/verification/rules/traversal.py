@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from decode.draft import PAD, Draft
+from decode.errors import UserError
 from decode.rng import Coin, Key, Purpose
 from decode.verification.result import (
     VerificationResult,
@@ -15,37 +17,63 @@ from decode.verification.result import (
     ratio,
     without_token,
 )
+from decode.verification.rule import Rule
+from decode.verification.shape import Shape
 from decode.verification.target_probs import TargetProbs
 
 
-def traversal(draft: Draft, target: TargetProbs, coin: Coin) -> VerificationResult:
+class Traversal(Rule):
     """Traversal verification (arXiv:2505.12398): accept the first slot that passes, leaves first.
 
     A slot passes with a chance w, given that the subtrees of its earlier siblings failed, and has a
     residual distribution. Both follow from the tree alone, so a single draw decides which slot is
     accepted. On a chain this is block verification (Sun et al., arXiv:2403.10444).
     """
-    row = torch.arange(draft.tokens.shape[0], device=draft.tokens.device)
-    active = torch.ones_like(row, dtype=torch.bool)
-    passes, residual = _pass_chances(draft, target.all(draft))  # (B, S), (B, S, V)
-    order = draft.postorder().argsort(-1)  # (B, S) slots, every subtree before its root
-    chance = passes.double().gather(1, order)
-    chance[:, -1] = 1.0  # the root always passes; guards against rounding
-    # Chance that all slots before this one failed: exclusive cumulative product.
-    failed = torch.cat([torch.ones_like(chance[:, :1]), (1 - chance).cumprod(1)[:, :-1]], 1)
-    end = order[row, coin.draw(chance * failed, Key(Purpose.ACCEPT, 0), active)]  # (B,) accepted slot
-    # The fixed children of this slot failed, so their tokens cannot follow: multiply them by 0.
-    p = residual[row, end]  # (B, V)
-    child = (draft.parents == end[:, None] - 1) & (draft.tokens != PAD)  # (B, N)
-    if draft.probs is not None:
-        child = child & ~draft.probs.sampled
-    rest = p * torch.ones_like(p).scatter_reduce(1, draft.tokens.clamp_min(0), (~child).to(p), "prod")
-    p = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
-    return emit_path(draft, end, coin.draw(p, Key(Purpose.RESIDUAL, 0), active))
+
+    name = "traversal"
+    weighs_paths = True
+
+    @override
+    def check(self, plan: Shape) -> None:
+        if plan.proposal == "hybrid" and plan.depth and not plan.tree:
+            raise UserError(
+                "decode.rule=traversal verifies one subtree after another, and in a dynamic tree the tokens "
+                "drawn in one decide which nodes of another are kept: not lossless. Give decode.tree "
+                "(decode=static), or rule=recursive"
+            )
+
+    @override
+    def unfit(self, draft: Draft) -> str:
+        if not (reason := super().unfit(draft)) and draft.probs is not None and draft.probs.ranked:
+            return (
+                "would not be lossless: which nodes of this draft were kept depends on tokens drawn "
+                "elsewhere in it: use rule=recursive, or a static tree"
+            )
+        return reason
+
+    @override
+    def verify(self, draft: Draft, target: TargetProbs, coin: Coin) -> VerificationResult:
+        row = torch.arange(draft.tokens.shape[0], device=draft.tokens.device)
+        active = torch.ones_like(row, dtype=torch.bool)
+        passes, residual = _pass_chances(draft, target.all(draft))  # (B, S), (B, S, V)
+        order = draft.postorder().argsort(-1)  # (B, S) slots, every subtree before its root
+        chance = passes.double().gather(1, order)
+        chance[:, -1] = 1.0  # the root always passes; guards against rounding
+        # Chance that all slots before this one failed: exclusive cumulative product.
+        failed = torch.cat([torch.ones_like(chance[:, :1]), (1 - chance).cumprod(1)[:, :-1]], 1)
+        end = order[row, coin.draw(chance * failed, Key(Purpose.ACCEPT, 0), active)]  # (B,) accepted slot
+        # The fixed children of this slot failed, so their tokens cannot follow: multiply them by 0.
+        p = residual[row, end]  # (B, V)
+        child = (draft.parents == end[:, None] - 1) & (draft.tokens != PAD)  # (B, N)
+        if draft.probs is not None:
+            child = child & ~draft.probs.sampled
+        rest = p * torch.ones_like(p).scatter_reduce(1, draft.tokens.clamp_min(0), (~child).to(p), "prod")
+        p = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
+        return emit_path(draft, end, coin.draw(p, Key(Purpose.RESIDUAL, 0), active))
 
 
 def _pass_chances(draft: Draft, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Chances and residuals of `traversal` (theorem 2 of docs/lossless.md), level by level.
+    """Chances and residuals of `Traversal` (theorem 2 of docs/lossless.md), level by level.
 
     Args:
         draft: with `probs`.

@@ -11,7 +11,7 @@ from scipy import stats
 
 from decode.errors import UserError
 from decode.generation.generate import generate
-from decode.generation.reward_guided import DRAFT, TARGET, generate_judged
+from decode.lossy.reward_guided import DRAFT, TARGET, generate_judged
 from decode.sampling import Sampler
 
 V = 5

@@ -1,0 +1,1 @@
+"""Lossy rules, a file each, named as the rule."""

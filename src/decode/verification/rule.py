@@ -1,0 +1,202 @@
+"""What an acceptance rule is, how a round is verified by one, and rules by name.
+
+A rule is a file of `decode/verification/rules` or `decode/lossy/rules`, named as the rule, and a yaml in
+`conf/decode/rule`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+
+from torch import Tensor
+
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.rng import Coin
+from decode.verification.descent import match
+from decode.verification.result import VerificationResult
+from decode.verification.shape import Shape
+from decode.verification.target_probs import TargetProbs, TextState
+
+PACKAGES = ("decode.verification.rules", "decode.lossy.rules")
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """A rule with its numbers. All random numbers come from a `Coin`; nothing waits for the device.
+
+    Attributes:
+        name: of its file.
+        accepts: drafts that it verifies, for messages.
+        lossy: the output does not have the target's distribution; needs `Plan.lossy`.
+        changes_greedy: lossy at temperature 0, too.
+        reads_probs: weighs sampled nodes by the q that they were drawn from.
+        weighs_paths: acceptance of a token depends on those behind it.
+        keeps_text: sampled text is that of plain decoding with the same seed.
+        uses_drawn_child: in a dynamic tree, a drawn child is accepted with more than its match's probability.
+    """
+
+    name: ClassVar[str]
+    accepts: ClassVar[str] = "any chain or tree whose sampled nodes carry their q"
+    lossy: ClassVar[bool] = False
+    changes_greedy: ClassVar[bool] = False
+    reads_probs: ClassVar[bool] = True
+    weighs_paths: ClassVar[bool] = False
+    keeps_text: ClassVar[bool] = False
+    uses_drawn_child: ClassVar[bool] = False
+
+    @abstractmethod
+    def verify(self, draft: Draft, target: TargetProbs, coin: Coin) -> VerificationResult:
+        """Which nodes are accepted, and the token after them. `verify` below asks `unfit` first."""
+
+    def check(self, plan: Shape) -> None:
+        """Compare with the drafts of a plan.
+
+        Raises:
+            UserError: it would not be lossless on them, or means nothing there.
+        """
+        del plan
+
+    def fits(self, draft: Draft) -> bool:
+        """Whether a draft is one of `accepts`."""
+        del draft
+        return True
+
+    def unfit(self, draft: Draft) -> str:
+        """Why a draft cannot be verified, as the end of a sentence; "" if it can."""
+        if not self.fits(draft):
+            return f"verifies {self.accepts}; this draft is not one: use rule=match"
+        if self.reads_probs and draft.probs is not None and draft.probs.selected:
+            return (
+                "would not be lossless: nodes of this draft were kept or dropped after looking at the drawn "
+                "tokens, so they are no longer distributed as q: use rule=match"
+            )
+        return ""
+
+    def follow(self, tokens: Tensor) -> TextState | None:
+        """What it knows of texts that begin with these (B, M) tokens, with `PAD` behind; None: nothing."""
+        del tokens
+        return None
+
+    def for_tokenizer(self, tokenizer: Any) -> Self:
+        """The same with token ids in place of texts."""
+        del tokenizer
+        return self
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Name and numbers, as `rule_of` reads them."""
+        return {"name": self.name, **asdict(self)}
+
+    @property
+    def title(self) -> str:
+        """Name and numbers, in tables."""
+        numbers = [getattr(self, field.name) for field in fields(self)]
+        return " ".join([self.name, *(f"{n:g}" for n in numbers if isinstance(n, int | float))])
+
+
+@runtime_checkable
+class ChangesLaw(Protocol):
+    """What a lossy rule says of the tokens that it emits, given the target's p."""
+
+    def emitted(self, p: Tensor, q: Tensor) -> Tensor:
+        """(B, V) distribution of the token at a slot whose only child is drawn from q; all are (B, V)."""
+        ...
+
+    def emitted_among(self, p: Tensor, children: Tensor) -> Tensor | None:
+        """The same at a slot with (B, C) fixed children, `PAD` for none; None: the draft alone decides."""
+        ...
+
+    def applies(self, text: Tensor) -> bool:
+        """Whether it accepts more than `match` after a (1, M) text."""
+        ...
+
+
+class Auto(Rule):
+    """The rule of a plan that is not `resolved` yet."""
+
+    name = "auto"
+    uses_drawn_child = True
+
+    def verify(self, draft: Draft, target: TargetProbs, coin: Coin) -> VerificationResult:
+        """Never called."""
+        del draft, target, coin
+        raise AssertionError("call `Plan.resolved` first")
+
+
+def verify(rule: Rule, draft: Draft, target: TargetProbs, coin: Coin) -> VerificationResult:
+    """Verify one round.
+
+    Raises:
+        UserError: the rule would not be lossless on this draft.
+    """
+    if not draft.depth and draft.probs is None:
+        return match(draft, target, coin)  # nothing to verify; every rule draws from p
+    if reason := rule.unfit(draft):
+        raise UserError(f"decode.rule={rule.name} {reason}")
+    if draft.probs is None and not rule.lossy:
+        # If all nodes are fixed, all rules give the same distribution; `match` is keyed like plain decoding.
+        return match(draft, target, coin)
+    return rule.verify(draft, target, coin)
+
+
+# -- by name ------------------------------------------------------------------------------------------
+
+
+def rule_of(value: Rule | str | Mapping[str, Any]) -> Rule:
+    """A rule from its name, or from a mapping of its name and numbers.
+
+    Raises:
+        UserError: no such rule, or no such number.
+    """
+    if isinstance(value, Rule):
+        return value
+    if isinstance(value, Mapping) and not isinstance(value.get("name"), str):
+        raise UserError(f"decode.rule={dict(value)}: give its name, as in {{name: match}}")
+    numbers = {} if isinstance(value, str) else {key: n for key, n in value.items() if key != "name"}
+    cls = rule_class(value if isinstance(value, str) else value["name"])
+    known = [field.name for field in fields(cls)]
+    if unknown := sorted(numbers.keys() - set(known)):
+        raise UserError(f"decode.rule.{unknown[0]}: no such number of {cls.name}; it has {known or 'none'}")
+    return cls(**numbers)
+
+
+def rule_class(name: str) -> type[Rule]:
+    """The class of a rule.
+
+    Raises:
+        UserError: no such rule.
+    """
+    if name == Auto.name:
+        return Auto
+    if not (found := class_in_file(name)):
+        raise UserError(f"decode.rule={name}: choose one of auto, {', '.join(rule_names())}")
+    return found
+
+
+def changes_greedy(name: str) -> bool:
+    """Whether a rule changes the text at temperature 0, too; False for one that is not known."""
+    found = class_in_file(name)
+    return found is not None and found.changes_greedy
+
+
+@cache
+def rule_names() -> tuple[str, ...]:
+    """Names of all rules, lossless ones first."""
+    return tuple(file.name for place in PACKAGES for file in iter_modules(import_module(place).__path__))
+
+
+@cache
+def class_in_file(name: str) -> type[Rule] | None:
+    """The rule that a file of this name defines; None if there is no such file."""
+    for place in PACKAGES:
+        if name in [file.name for file in iter_modules(import_module(place).__path__)]:
+            defined = vars(import_module(f"{place}.{name}")).values()
+            return next(found for found in defined if getattr(found, "name", None) == name)
+    return None

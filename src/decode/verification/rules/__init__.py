@@ -1,0 +1,1 @@
+"""Lossless rules, a file each, named as the rule."""
