@@ -27,7 +27,7 @@ class Diffusion(BlockDrafter):
     predicts the first token. In the other layers a mask begins as the root's state and a learned vector.
 
     The context and the root share one map, so that keys and values learn of the tokens as soon as the root
-    does: with a map for each it hardly learns to copy from the text (docs/diffusion.md).
+    does: with a map for each it hardly learns to copy from the text (docs/drafters/diffusion.md).
 
     Args:
         taps: layer ids (inputs of decoder layers) or "last".

@@ -1,6 +1,6 @@
 """Lyanna (Chen et al., arXiv:2602.21224): autoregression over hidden states without token inputs.
 
-There is no public code or full recipe; docs/lyanna.md lists what the paper says and what is chosen here.
+There is no public code or full recipe; docs/drafters/lyanna.md lists what is the paper's and what is ours.
 """
 
 from __future__ import annotations
