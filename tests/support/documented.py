@@ -183,6 +183,11 @@ class Places:
         (self.masked / "config.json").write_text(json.dumps(config | {"mask_token_id": 0}))
         self.prompts = write_prompts(self.root / "prompts.jsonl", 12)
         self.more = write_prompts(self.root / "more.jsonl", 12, first=50)
+        lines = [json.loads(line) for line in self.prompts.read_text().splitlines()]
+        for number, line in enumerate(lines):
+            line["messages"].append({"role": "assistant", "content": f"said {number}, as it was asked"})
+        self.answered = self.root / "answered.jsonl"
+        self.answered.write_text("".join(json.dumps(line) + "\n" for line in lines))
         shutil.copy(ROOT / "README.md", self.root)  # that one command writes into
         self.heldout = write_prompts(self.root / "heldout.jsonl", 8, first=100)
 
@@ -213,7 +218,10 @@ class Places:
                 lambda: f"drafter.path={self.masked}",
             ),
             (r"/path/or/hub-id|<its target>", lambda: str(self.target)),
-            (r"(/path/to|/a|/data)/(prompts|file)\.jsonl", lambda: str(self.prompts)),
+            (
+                r"(/path/to|/a|/data)/(prompts|file)\.jsonl",
+                lambda: str(self.answered if "rollout=given" in text else self.prompts),
+            ),
             (r"/a\.jsonl,/b\.jsonl", lambda: f"{self.prompts},{self.more}"),
             (r"<the run with ce>", lambda: "bigram"),
             (r"drafter=<\.\.\.>", lambda: "drafter=eagle"),
