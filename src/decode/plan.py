@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from decode.depth_policy import DepthPolicy
@@ -65,7 +65,7 @@ class Plan:
     drafts: int = 1
     draft_temperature: float | None = None
     min_confidence: float = 0.0
-    rule: Rule = Auto()  # noqa: RUF009, frozen
+    rule: Rule = field(default_factory=Auto)
     tree: tuple[Path, ...] = ()
     replacement: bool = False
     lossy: bool = False
@@ -231,7 +231,7 @@ def plan_of(settings: Mapping[str, Any]) -> Plan:
     Raises:
         UserError: a setting that plans do not have, or an invalid plan.
     """
-    known = {field.name for field in fields(Plan)}
+    known = {one.name for one in fields(Plan)}
     for name in settings:
         if name in MOVED:
             rule, number = MOVED[name]

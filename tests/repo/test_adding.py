@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import contract
 import pytest
@@ -49,16 +49,22 @@ CASES = [
 ]
 
 
+def loaded(name: str, path: Path) -> ModuleType:
+    """A file as a module of this name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="module")
 def added(tmp_path_factory) -> Path:
     """Its file is a module, its name in the table, its yaml in a copy of conf/."""
     root = tmp_path_factory.mktemp("adding")
     (root / "tiny.py").write_text(CODE)
-    spec = importlib.util.spec_from_file_location("drafters.models.tiny", root / "tiny.py")
-    assert spec
-    assert spec.loader
-    sys.modules["drafters.models.tiny"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules["drafters.models.tiny"] = loaded("drafters.models.tiny", root / "tiny.py")
     ((name, place),) = yaml.safe_load("{" + NAME + "}").items()
     registry.CLASSES[name] = place
     shutil.copytree(CONF, root / "conf")
@@ -109,7 +115,7 @@ def test_it_trains_is_scored_loads_and_drafts(added):
 
 @pytest.mark.proof
 def test_in_a_copy_of_the_repository_every_test_finds_it_and_passes(tmp_path):
-    """All tests that run for every drafter, those of CI and proofs, by the yaml alone."""
+    """All tests that run for every drafter, those of CI and proofs."""
     for name in ("src", "conf", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("scripts", "data", "docs", "pyproject.toml", "train.py", "README.md"):
@@ -161,7 +167,7 @@ def test_it_has_a_page_and_a_line_in_the_menu(added):
 
 @pytest.fixture
 def margin(tmp_path, monkeypatch) -> Iterator[Path]:
-    """The page's rule beside the others, and its yaml in a copy of conf/."""
+    """The page's rule next to the others, and its yaml in a copy of conf/."""
     (tmp_path / "rules").mkdir()
     (tmp_path / "rules" / "margin.py").write_text(RULE)
     shutil.copytree(CONF, tmp_path / "conf")
@@ -212,10 +218,11 @@ def checked_plan(cfg) -> Plan:
 # -- a divergence -----------------------------------------------------------------------------------
 
 
-def test_a_divergence_takes_a_function_and_a_yaml(monkeypatch):
+def test_a_divergence_takes_a_function_and_a_yaml(monkeypatch, tmp_path):
     """Its gradient is the slope of its value, by autograd."""
-    monkeypatch.setattr(divergences, "hellinger", None, raising=False)
-    exec(compile(DIVERGENCE, "divergences.py", "exec"), vars(divergences))  # noqa: S102, the page's own
+    (tmp_path / "more.py").write_text(f"from __future__ import annotations\n\n{DIVERGENCE}")
+    function = loaded("more", tmp_path / "more.py").hellinger
+    monkeypatch.setattr(divergences, "hellinger", function, raising=False)
     divergence = instantiate(yaml.safe_load(DIVERGENCE_YAML))
     p = torch.randn(3, 5, dtype=torch.float64).softmax(-1)
     logits = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)

@@ -14,7 +14,7 @@ from decode.generation.types import Round
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.verification.rule import ChangesLaw
+from decode.verification.rule import LossyRule
 
 BATCH = 16  # texts that are read together
 
@@ -76,7 +76,7 @@ class DeviationMeter:
         divergence: of each answer, summed over its tokens.
     """
 
-    def __init__(self, rule: ChangesLaw, sampler: Sampler, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, rule: LossyRule, sampler: Sampler, prompts: Sequence[Sequence[int]]) -> None:
         self.rule, self.sampler, self.prompts = rule, sampler, prompts
         self._known = not sampler.needs_history
         self._texts = [list(prompt) for prompt in prompts]
@@ -155,7 +155,7 @@ def quality(
         decode: decodes the prompts with the plan once more, calling its `on_round`.
         judge: of answers.
     """
-    assert isinstance(plan.rule, ChangesLaw)
+    assert isinstance(plan.rule, LossyRule)
     meter = DeviationMeter(plan.rule, sampler, prompts)
     decode(on_round=meter)
 

@@ -13,52 +13,27 @@ from decode.draft import PAD, Draft
 from decode.rng import Coin, Key, Purpose
 from decode.verification.descent import descend
 from decode.verification.result import VerificationResult, accept_longest
-from decode.verification.rule import Rule
+from decode.verification.rule import LossyRule
 from decode.verification.target_probs import TargetProbs
 
 
 @dataclass(frozen=True)
-class LossyRule(Rule):
-    """The output does NOT have the target's distribution."""
-
-    accepts = "any chain or tree, lossily"
-    lossy = True
-    reads_probs = False
+class AcceptingRule(LossyRule):
+    """Accept some tokens for what the target's distribution says of them."""
 
     @abstractmethod
     def acceptable(self, p: Tensor) -> Tensor:
         """(..., V) bool: tokens that are accepted, given the target's (..., V) distributions."""
 
+    @override
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
-        """(B, V) distribution of the token at a slot whose only child is drawn from q.
-
-        With a(x) = 1 for acceptable tokens it is q a + (1 - sum q a) p.
-
-        Args:
-            p: (B, V) the target's distributions, at a temperature above 0.
-            q: (B, V) the drafter's.
-        """
+        """With a(x) = 1 for acceptable tokens it is q a + (1 - sum q a) p."""
         kept = q * self.acceptable(p)
         return kept + (1 - kept.sum(-1, keepdim=True)) * p
 
-    def emitted_among(self, p: Tensor, children: Tensor) -> Tensor | None:
-        """(B, V) distribution of the token at a slot with fixed children; None: the draft alone decides.
-
-        Args:
-            p: (B, V) the target's distributions, at a temperature above 0.
-            children: (B, C) tokens, `PAD` for none.
-        """
-        del p, children
-        return None
-
-    def applies(self, text: Tensor) -> bool:
-        """Whether it accepts more than `match` after a (1, M) text."""
-        del text
-        return True
-
 
 @dataclass(frozen=True)
-class LongestPath(LossyRule):
+class LongestPath(AcceptingRule):
     """Accept the longest path of acceptable tokens."""
 
     @override
@@ -74,7 +49,7 @@ class LongestPath(LossyRule):
 
 
 @dataclass(frozen=True)
-class Relaxed(LossyRule):
+class Relaxed(AcceptingRule):
     """`match`, but where no child has the target's token the most probable acceptable child is taken.
 
     At temperature 0 children are judged by the distribution of temperature 1.

@@ -1,27 +1,28 @@
-"""What the rules for sampled chains refuse."""
+"""What the rules for sampled chains have in common."""
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from decode.draft import Draft
 from decode.errors import UserError
+from decode.verification.rule import Rule
 from decode.verification.shape import Shape
 
-ACCEPTS = "a chain sampled from distributions q that the draft carries"
 
+class ChainRule(Rule):
+    """Base class: a rule that verifies a chain which carries its q."""
 
-def is_sampled_chain(draft: Draft) -> bool:
-    """Whether a draft is a chain that carries its q."""
-    return draft.is_chain and draft.probs is not None
+    accepts = "a chain sampled from distributions q that the draft carries"
 
+    @override
+    def check(self, plan: Shape) -> None:
+        if plan.has_siblings or plan.proposal != "sampled":
+            raise UserError(
+                f"decode.rule={self.name} verifies a chain drawn from distributions q: a fixed token has no "
+                "q, and min(1, p/q) would not be lossless. Set width=1 proposal=sampled, or rule=match"
+            )
 
-def check_sampled_chain(name: str, plan: Shape) -> None:
-    """Compare a rule for sampled chains with the drafts of a plan.
-
-    Raises:
-        UserError: they are others.
-    """
-    if plan.has_siblings or plan.proposal != "sampled":
-        raise UserError(
-            f"decode.rule={name} verifies a chain drawn from distributions q: a fixed token has no "
-            "q, and min(1, p/q) would not be lossless. Set width=1 proposal=sampled, or rule=match"
-        )
+    @override
+    def fits(self, draft: Draft) -> bool:
+        return draft.is_chain and draft.probs is not None

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -101,21 +101,37 @@ class Rule(ABC):
         return " ".join([self.name, *(f"{n:g}" for n in numbers if isinstance(n, int | float))])
 
 
-@runtime_checkable
-class ChangesLaw(Protocol):
-    """What a lossy rule says of the tokens that it emits, given the target's p."""
+@dataclass(frozen=True)
+class LossyRule(Rule):
+    """The output does NOT have the target's distribution; what it emits instead is known."""
 
+    accepts = "any chain or tree, lossily"
+    lossy = True
+    reads_probs = False
+
+    @abstractmethod
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
-        """(B, V) distribution of the token at a slot whose only child is drawn from q; all are (B, V)."""
-        ...
+        """(B, V) distribution of the token at a slot whose only child is drawn from q.
+
+        Args:
+            p: (B, V) the target's distributions, at a temperature above 0.
+            q: (B, V) the drafter's.
+        """
 
     def emitted_among(self, p: Tensor, children: Tensor) -> Tensor | None:
-        """The same at a slot with (B, C) fixed children, `PAD` for none; None: the draft alone decides."""
-        ...
+        """(B, V) distribution of the token at a slot with fixed children; None: only the draft decides.
+
+        Args:
+            p: (B, V) the target's distributions, at a temperature above 0.
+            children: (B, C) tokens, `PAD` for none.
+        """
+        del p, children
+        return None
 
     def applies(self, text: Tensor) -> bool:
         """Whether it accepts more than `match` after a (1, M) text."""
-        ...
+        del text
+        return True
 
 
 class Auto(Rule):
@@ -153,17 +169,21 @@ def rule_of(value: Rule | str | Mapping[str, Any]) -> Rule:
     """A rule from its name, or from a mapping of its name and numbers.
 
     Raises:
-        UserError: no such rule, or no such number.
+        UserError: no such rule, no such number, or a value of another kind.
     """
     if isinstance(value, Rule):
         return value
-    if isinstance(value, Mapping) and not isinstance(value.get("name"), str):
-        raise UserError(f"decode.rule={dict(value)}: give its name, as in {{name: match}}")
-    numbers = {} if isinstance(value, str) else {key: n for key, n in value.items() if key != "name"}
-    cls = rule_class(value if isinstance(value, str) else value["name"])
+    named = {"name": value} if isinstance(value, str) else value
+    if not (isinstance(named, Mapping) and isinstance(named.get("name"), str)):
+        raise UserError(f"decode.rule={value}: give its name, as in {{name: match}}")
+    numbers, cls = {key: n for key, n in named.items() if key != "name"}, rule_class(named["name"])
     known = [field.name for field in fields(cls)]
     if unknown := sorted(numbers.keys() - set(known)):
         raise UserError(f"decode.rule.{unknown[0]}: no such number of {cls.name}; it has {known or 'none'}")
+    for key, number in numbers.items():
+        kinds = (list, tuple) if isinstance(getattr(cls, key), tuple) else (int, float)
+        if isinstance(number, bool) or not isinstance(number, kinds):
+            raise UserError(f"decode.rule.{key}={number}: must be a {'list' if list in kinds else 'number'}")
     return cls(**numbers)
 
 

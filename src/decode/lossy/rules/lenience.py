@@ -11,10 +11,10 @@ from typing_extensions import override
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.lossy.accepting import LossyRule
 from decode.rng import Coin, Purpose
 from decode.verification.descent import descend, try_sampled
 from decode.verification.result import VerificationResult
+from decode.verification.rule import LossyRule
 from decode.verification.shape import Shape
 from decode.verification.target_probs import TargetProbs
 
@@ -51,10 +51,6 @@ class Lenience(LossyRule):
     @override
     def verify(self, draft: Draft, target: TargetProbs, coin: Coin) -> VerificationResult:
         return descend(draft, target, coin, Purpose.RESIDUAL, partial(try_sampled, lenience=self.factor))
-
-    @override
-    def acceptable(self, p: Tensor) -> Tensor:
-        raise NotImplementedError("whether a token is accepted depends on its q")
 
     @override
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
