@@ -83,7 +83,7 @@ def lyanna(cfg: DictConfig, folder: Path) -> float:
     target.tap(drafter.taps)
     with refused():
         sampler = Sampler(cfg.temperature)
-        plan = instantiate(cfg.decode).resolved(cfg.temperature, drafter.proposals)
+        plan = instantiate(cfg.decode).resolved(cfg.temperature, drafter.traits.proposals)
     if not replace(drafter.reuse, drawn=True).merges(plan):
         raise UserError(
             "old states are merged only with drafter.reuse.mode=tree_merge and a dynamic tree "

@@ -120,7 +120,7 @@ class TextGenerator:
         if self.drafter is None:
             return Plan()
         plan = self.plan.for_tokenizer(self.model.chat.tokenizer)
-        return plan.resolved(self.sampler.temperature, self.drafter.proposals)
+        return plan.resolved(self.sampler.temperature, self.drafter.traits.proposals)
 
     def _options(self, target: Target) -> dict[str, Any]:
         return {

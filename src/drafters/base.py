@@ -14,11 +14,12 @@ from typing_extensions import override
 
 from decode.draft import Draft
 from decode.errors import UserError
+from decode.generation.types import Traits
 from decode.kernels.int8_linear import round_rows
 from decode.kernels.packed_linear import Linear
 from decode.model.head import Head, HeadRows
 from decode.model.target import Tap, Target
-from decode.plan import AUTO_RULES, Plan
+from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.row_state import append_rows, select_rows
 from decode.sampling import Sampler
@@ -153,35 +154,22 @@ class Drafter(nn.Module, ABC):
         scored: (V_t,) ids of the tokens that training scores, ascending; None: all.
         taps: hidden states that the drafter reads: layer ids (inputs of decoder layers) or "last".
         aux_weights: weight of each auxiliary loss; see `aux_weights_at` for schedules.
-        proposals: supported values of `Plan.proposal`.
-        depth_invariant: the prediction for depth j at anchor t is the one for depth 1 at t + j - 1, as in
-            any language model; `unroll` then yields depth 1 only.
-        max_depth: maximum draft length; None: unlimited.
+        traits: what it can do, see `Traits`; a constructor may replace the class's own.
         confidence: head that predicts from a state whether its token will be accepted; None: no head.
         warm_starts_from: short name of another drafter whose checkpoints may initialise this one, or "".
         origin: set when the drafter is saved or loaded.
         int8: whether its weights are rounded to int8.
-        former_settings: names in checkpoints of older versions, which have no meaning any more.
         sizes_vocabulary: `fit` chooses the size of the draft vocabulary, too, in place of `draft_vocab_size`.
-        tunes_target: `verifier` has other weights, so that its output is not the original target's.
-        drafts_in_verification: the pass that verifies a draft also computes the next one.
-        reads_cache: see `decode.generation.types.Proposer`.
     """
 
     taps: tuple[Tap, ...] = ()
     aux_weights: Mapping[str, float] = {}
-    proposals: tuple[str, ...] = tuple(AUTO_RULES)
-    depth_invariant: bool = False
-    max_depth: int | None = None
+    traits = Traits()
     confidence: Confidence | None
     warm_starts_from: str = ""
     origin: Origin | None = None
     int8 = False
-    former_settings: tuple[str, ...] = ()
     sizes_vocabulary = False
-    tunes_target = False
-    drafts_in_verification = False
-    reads_cache = False
     settings: dict[str, Any]
     d2t: Tensor | None
     scored: Tensor | None
@@ -378,21 +366,27 @@ class Drafter(nn.Module, ABC):
         """The model that verifies, to which decoding is lossless: the target, or a tuned copy of it."""
         return target
 
+    @property
+    def max_depth(self) -> int | None:
+        """Maximum draft length; None: unlimited."""
+        return None
+
     def check(self, plan: Plan) -> None:
         """Validate a plan for this drafter.
 
         Raises:
-            UserError: the proposal is not in `proposals`, or the depth exceeds `max_depth`.
+            UserError: a proposal or a depth that its traits exclude.
         """
-        if self.max_depth is not None and plan.depth > self.max_depth:
+        deepest, proposals = self.max_depth, self.traits.proposals
+        if deepest is not None and plan.depth > deepest:
             raise UserError(
-                f"decode: a draft of depth {plan.depth}, but this drafter predicts {self.max_depth} tokens; "
-                f"set decode.depth={self.max_depth} or less, or train with drafter.depth={plan.depth}"
+                f"decode: a draft of depth {plan.depth}, but this drafter predicts {deepest} tokens; "
+                f"set decode.depth={deepest} or less, or train with drafter.depth={plan.depth}"
             )
-        if plan.depth and plan.proposal not in ("auto", *self.proposals):
+        if plan.depth and plan.proposal not in ("auto", *proposals):
             raise UserError(
                 f"decode.proposal={plan.proposal}: this drafter has no distribution to draw from; "
-                f"set decode.proposal={' or '.join(self.proposals)}"
+                f"set decode.proposal={' or '.join(proposals)}"
             )
 
     def remark(self, plan: Plan) -> str:

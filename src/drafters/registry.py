@@ -70,14 +70,6 @@ def nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, An
         yield name, part["drafter"], part["settings"]
 
 
-def current_settings(kind: type[Drafter], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a checkpoint without those that only older versions had, in drafters inside it, too."""
-    kept = {name: value for name, value in settings.items() if name not in kind.former_settings}
-    for name, part, options in nested(kept):
-        kept[name] = {"drafter": part, "settings": current_settings(drafter_class(part), options)}
-    return kept
-
-
 def short_name(drafter: Drafter) -> str:
     """The inverse of `drafter_class`."""
     where = f"{type(drafter).__module__}:{type(drafter).__qualname__}"

@@ -237,7 +237,7 @@ def score(
             drafter,
             HeldOut(ids, rollouts=rollouts),
             [
-                Setting(sampler, plan.resolved(sampler.temperature, drafter.proposals), batch_size)
+                Setting(sampler, plan.resolved(sampler.temperature, drafter.traits.proposals), batch_size)
                 for sampler in samplers
                 for plan in plans
             ],

@@ -49,7 +49,7 @@ def reduced(request, tiny_target, make_drafter):
 
 def test_decoding_computes_the_laws_that_training_taught(reduced):
     target, drafter = reduced
-    if "sampled" not in drafter.proposals:
+    if "sampled" not in drafter.traits.proposals:
         pytest.skip("has no law")
     q = assert_faces_agree(drafter, target, random_texts()).propose(SAMPLED).q
     outside = torch.ones(V, dtype=torch.bool)

@@ -48,7 +48,7 @@ from drafters.drafting.two_drafters import TwoDrafters
 
 def lawful(pair):
     """A pair whose drafter has laws to draw from."""
-    if "sampled" not in pair[1].proposals:
+    if "sampled" not in pair[1].traits.proposals:
         pytest.skip("has no law")
     return pair
 
@@ -253,7 +253,7 @@ def test_a_text_may_come_in_any_pieces(pair):
 
 def test_proposing_changes_no_settled_slot_of_the_targets_cache(pair):
     target, drafter = pair
-    if not drafter.reads_cache:
+    if not drafter.traits.reads_cache:
         pytest.skip("does not read it")
     follower = Follower(drafter, target, random_texts())
     written = 0
@@ -340,7 +340,7 @@ def test_a_row_does_not_depend_on_its_neighbours(pair):
 @pytest.mark.parametrize("plan", [SAMPLED, Plan(K, 3, 8, proposal="hybrid")], ids=lambda p: p.name)
 def test_a_plan_of_nodes_that_it_cannot_make_is_refused(pair, plan):
     target, drafter = pair
-    if plan.proposal in drafter.proposals:
+    if plan.proposal in drafter.traits.proposals:
         drafter.check(plan)
         return
     follower = Follower(drafter, target, random_texts(), (6, 4))
@@ -493,7 +493,7 @@ def check_golden(drafter, target, masks):
             loss = torch.nn.functional.smooth_l1_loss(states, row, reduction="none").mean(-1)
             torch.testing.assert_close(step.aux["feature"], loss)
     longest = max(len(run) for text in masks for run in text[2:].replace("0", " ").split(" "))
-    deepest = 1 if drafter.depth_invariant else K
+    deepest = 1 if drafter.traits.depth_invariant else K
     assert depths == list(range(1, min(deepest, longest) + 1))
 
 
@@ -520,7 +520,7 @@ def test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair):
     it verifies, makes the feature itself, from tokens.
     """
     target, drafter = taught(pair)
-    makes = drafter.tunes_target or drafter.drafts_in_verification
+    makes = drafter.traits.tunes_target or drafter.traits.drafts_in_verification
     texts = random_texts(rows=1, length=12)
     batch = batch_of(target, texts)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from decode.draft import PAD, Draft, DraftProbs
 from decode.generation.generate import generate
+from decode.generation.types import Traits
 from decode.plan import Plan
 from decode.rng import Key, KeyedCoin, Purpose
 from decode.sampling import Sampler
@@ -370,6 +371,8 @@ class Scripted:
 
     With `rounds`, only so many rounds draft; the others decode plainly, which is cheaper to enumerate.
     """
+
+    traits = Traits()
 
     def __init__(self, vocab: int, seed: int = 0, rounds: float = math.inf) -> None:
         self.vocab, self.seed, self.rounds = vocab, seed, rounds

@@ -41,7 +41,9 @@ def both(tiny_target, make_drafter, name, **options):
 
 def may_be_first(drafter) -> bool:
     """Whether a drafter may be the first of a union: neither a lookup nor one that drafts as it verifies."""
-    return not isinstance(drafter, TwoDrafters | FixedNodesDrafter) and not drafter.drafts_in_verification
+    return (
+        not isinstance(drafter, TwoDrafters | FixedNodesDrafter) and not drafter.traits.drafts_in_verification
+    )
 
 
 def random_texts(rows=2, length=24, seed=1) -> torch.Tensor:
@@ -76,7 +78,7 @@ def unrolled(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]
         rows = named(step.head.d2t, step.head(step.hidden).softmax(-1), target.vocab_size)
         for flat, law in zip(step.anchor.tolist(), rows, strict=True):
             laws[(flat // texts.shape[1], flat % texts.shape[1], step.depth)] = law
-    if drafter.depth_invariant:
+    if drafter.traits.depth_invariant:
         laws |= {
             (row, t - ahead, 1 + ahead): law
             for (row, t, _), law in laws.items()
@@ -95,7 +97,7 @@ def plainly(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]:
     """(row, anchor, depth) -> the law of token anchor + 1 + depth, from one pass without a cache."""
     if isinstance(drafter, Recycle):
         return recycled(drafter, target, texts)
-    if drafter.reads_cache:
+    if drafter.traits.reads_cache:
         return self_drafted(drafter, target, texts, K)
     if hasattr(drafter, "model"):
         rows = drafter.model(input_ids=texts, use_cache=False).logits.softmax(-1)
@@ -155,7 +157,7 @@ class Follower:
         self.state = drafter.new_state(len(texts))
         self.settled = [0] * len(texts)
         self.cache = None  # the target's, as the loop has it at `advance` and `propose`
-        if drafter.reads_cache:
+        if drafter.traits.reads_cache:
             self.target.start(len(texts), 64)
             self.cache = self.target.cache
         if counts:
@@ -250,12 +252,12 @@ def assert_faces_agree(drafter, target, texts, chunks=CHUNKS) -> Follower:
 
 def plans_of(drafter) -> list[Plan]:
     """Those of a sampled chain, a chosen chain and a tree that a drafter can make."""
-    return [plan for plan in (SAMPLED, CHAIN, TREE) if plan.proposal in drafter.proposals]
+    return [plan for plan in (SAMPLED, CHAIN, TREE) if plan.proposal in drafter.traits.proposals]
 
 
 def able(drafter, plan):
     """The drafter, if it can make such a plan's nodes; that it refuses the others is tested."""
-    if plan.proposal not in drafter.proposals:
+    if plan.proposal not in drafter.traits.proposals:
         pytest.skip(f"makes no {plan.proposal} nodes")
     return drafter
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from decode.draft import PAD, Draft
+from decode.generation.types import Traits
 from decode.model.cache import RowStore
 
 
@@ -24,6 +25,8 @@ class Oracle:
         right: probability that the next known token is among the proposed ones.
         branches: random nodes in a tree; 0 proposes chains.
     """
+
+    traits = Traits()
 
     def __init__(
         self, texts: Sequence[Sequence[int]], vocab: int, right: float = 0.7, branches: int = 6

@@ -10,7 +10,7 @@ import numpy as np
 from decode.evaluation.replay import Counts, Rollout, replay, why_inexact
 from decode.evaluation.survival import decoded_counts, kaplan_meier
 from decode.generation.generate import generate
-from decode.generation.types import Output, Proposer
+from decode.generation.types import Output, Proposer, ReadsTaps
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
@@ -60,7 +60,8 @@ def acceptance(
         batch_size: rollouts per batch.
         progress: called with the number of rollouts done, summed over plans.
     """
-    target.check_taps(drafter)
+    if isinstance(drafter, ReadsTaps):
+        target.check_taps(drafter.taps)
     exact = [plan for plan in plans if not why_inexact(plan, sampler, drafter)]
     done = 0
 

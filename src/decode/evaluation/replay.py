@@ -25,7 +25,7 @@ from decode.evaluation.stateful_replay import walk
 from decode.evaluation.survival import kaplan_meier
 from decode.evaluation.teacher_forced import ForcedTokens, Rollout, TeacherForcedTexts
 from decode.generation.finite import check_logits
-from decode.generation.types import Proposer, depends_on_rounds
+from decode.generation.types import Observes, Proposer, depends_on_rounds
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
@@ -82,9 +82,9 @@ def why_inexact(plan: Plan, sampler: Sampler, drafter: Proposer | None = None) -
     """Reason why acceptance cannot be replayed exactly, i.e. depends on more than the rollout; else empty."""
     stateful = drafter is not None and depends_on_rounds(drafter, plan)
     shared_depth = plan.adapt is not None and not (plan.proposal == "sampled" and not plan.rule.keeps_text)
-    if stateful and (shared_depth or getattr(drafter, "depends_on_batch", False)):
+    if drafter is not None and stateful and (shared_depth or drafter.traits.depends_on_batch):
         return "drafts depend on the rows beside them"
-    if hasattr(drafter, "observe") and plan.depth:
+    if isinstance(drafter, Observes) and plan.depth:
         return "drafts depend on what the target answers to rejected tokens"
     if plan.lossy:
         return f"rule {plan.rule.name} does not keep the target's distribution"

@@ -22,7 +22,7 @@ from decode.evaluation.scorecard import DECODED, Conditions, Replay, Row, Scorec
 from decode.evaluation.survival import decoded_counts, kaplan_meier
 from decode.evaluation.timing_ab import DecodeTimings, Prompts, time_interleaved
 from decode.generation.generate import generate
-from decode.generation.types import Output, Proposer, supported_proposals
+from decode.generation.types import Output, Proposer, Traits
 from decode.hardware import hardware
 from decode.model.target import Target
 from decode.plan import Plan
@@ -174,7 +174,7 @@ def check_replayable(plan: Plan, sampler: Sampler, drafter: Proposer | None = No
             f"decode: {plan.name} cannot be scored for a target that only an engine can decode, and engines "
             "verify chains for it; use decode=chain, and chains in score.plans"
         )
-    plan = plan.resolved(sampler.temperature, supported_proposals(drafter))
+    plan = plan.resolved(sampler.temperature, (drafter.traits if drafter else Traits()).proposals)
     if reason := why_inexact(plan, sampler, drafter):
         raise UserError(
             f"decode: {plan.name} at T={sampler.temperature:g} cannot be replayed ({reason}), and an engine "

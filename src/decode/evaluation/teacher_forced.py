@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decode.draft import PAD
 from decode.generation.finite import check_states
-from decode.generation.types import Proposer, reads_cache
+from decode.generation.types import Proposer
 from decode.model.target import Target, TargetOutput
 from decode.rng import Key
 
@@ -46,7 +46,7 @@ class SettledCache:
     """
 
     def __init__(self, target: Target, drafter: Proposer, rows: int, longest: int) -> None:
-        self._target = target if reads_cache(drafter) else None
+        self._target = target if drafter.traits.reads_cache else None
         if self._target:
             self._target.start(rows, longest + ROOM)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from decode.draft import PAD, Draft
 from decode.evaluation.teacher_forced import ForcedTokens
 from decode.generation.generate import generate
-from decode.generation.types import Proposer, Round, reads_cache
+from decode.generation.types import Proposer, Round
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
@@ -125,7 +125,7 @@ class _ProbsRecorder:
         self._call: tuple[Any, Target, Sampler, KeyedCoin, Plan] | None = None
         self.new_state, self.advance = drafter.new_state, drafter.advance
         self.select, self.append = drafter.select, drafter.append
-        self.reads_cache = reads_cache(drafter)
+        self.traits = drafter.traits
 
     def propose(self, state: Any, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
         self._call = call = state, target, sampler, coin, plan

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decode.depth_policy import DepthPolicy
 from decode.draft import PAD, Draft, DraftProbs
-from decode.generation.types import Proposer, reads_cache
+from decode.generation.types import Observes, Proposer
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin, to_device
@@ -22,7 +22,9 @@ from decode.transfer import RowInts, Settled
 
 def adapt_depth(drafter: Proposer, plan: Plan) -> Proposer:
     """Wrap the drafter if the plan has a depth policy."""
-    return drafter if plan.adapt is None else AdaptiveDepth(drafter, plan, plan.adapt)
+    if plan.adapt is None:
+        return drafter
+    return (_Observing if isinstance(drafter, Observes) else AdaptiveDepth)(drafter, plan, plan.adapt)
 
 
 @dataclass(slots=True)
@@ -48,9 +50,7 @@ class AdaptiveDepth:
 
     def __init__(self, drafter: Proposer, plan: Plan, policy: DepthPolicy) -> None:
         self.drafter, self.policy = drafter, policy
-        if hasattr(drafter, "observe"):
-            self.observe = self._observe
-        self.reads_cache = reads_cache(drafter)
+        self.traits = drafter.traits
         self.per_row = not plan.rule.keeps_text and plan.proposal != "fixed"
         self.plans = [replace(plan, depth=k, nodes=0, adapt=None) for k in range(plan.depth + 1)]
 
@@ -81,9 +81,6 @@ class AdaptiveDepth:
         self.drafter.append(state.inner, target, other.inner)
         state.counts = np.concatenate([state.counts, other.counts], 1)
 
-    def _observe(self, state: _State, answers: Sequence[Sequence[int]]) -> None:
-        self.drafter.observe(state.inner, answers)  # pyright: ignore[reportAttributeAccessIssue]
-
     def propose(self, state: _State, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
         """Draft below the root, with the length that the policy chooses."""
         del plan
@@ -113,3 +110,12 @@ class AdaptiveDepth:
         # Cut each row at its own length; the cut does not depend on the tokens removed.
         level = torch.arange(draft.tokens.shape[1], device=device)
         return replace(draft, tokens=draft.tokens.masked_fill(level >= end, PAD))
+
+
+class _Observing(AdaptiveDepth):
+    """Around a proposer that observes."""
+
+    def observe(self, state: _State, answers: Sequence[Sequence[int]]) -> None:
+        """See `Observes`."""
+        assert isinstance(self.drafter, Observes)
+        self.drafter.observe(state.inner, answers)

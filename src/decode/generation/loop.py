@@ -20,14 +20,15 @@ from decode.errors import UserError
 from decode.generation.adaptive import adapt_depth
 from decode.generation.finite import broken_slot, not_finite
 from decode.generation.types import (
+    Observes,
     Output,
     Piece,
     Proposer,
+    ReadsTaps,
     Round,
     Times,
+    Traits,
     Until,
-    reads_cache,
-    supported_proposals,
 )
 from decode.model.cache import KVCache
 from decode.model.target import Target
@@ -41,7 +42,6 @@ from decode.verification.result import VerificationResult
 from decode.verification.rule import verify
 from decode.verification.target_probs import TargetProbs, TextState
 
-Observe = Callable[[Any, Sequence[Sequence[int]]], None]  # see `Proposer`
 SHARE = 8  # rows join once this part of the batch is free, since their prompts cost a pass of their own
 
 
@@ -104,16 +104,17 @@ class Loop:
         clock: Callable[[], float] | None = None,
         batch_size: int | None = None,
     ) -> None:
-        target.check_taps(drafter)
+        if isinstance(drafter, ReadsTaps):
+            target.check_taps(drafter.taps)
         if drafter or target.abilities.own_cache:
             target.abilities.check_decode(f"target: {type(target.model).__name__}")
-        plan = plan.resolved(sampler.temperature, supported_proposals(drafter))
+        plan = plan.resolved(sampler.temperature, (drafter.traits if drafter else Traits()).proposals)
         self.target, self.prompts, self.limits, self.clock = target, prompts, limits, clock
         self.taps = target.taps
         self.names: Sequence[int | str] = range(len(prompts))
         self.drafter = adapt_depth(drafter, plan) if drafter and plan.depth else None
         self.proposer = type(drafter).__name__
-        self.observe: Observe | None = getattr(self.drafter, "observe", None)
+        self.observer = self.drafter if isinstance(self.drafter, Observes) else None
         self.sampler, self.plan, self.coin = sampler, plan, coin
         self.stop = frozenset(stop)
         self.stop_tests = [until() for _ in prompts] if until else None
@@ -195,7 +196,8 @@ class Loop:
         tokens = upload(padded, device)
         # Cache capacity: prompt, new tokens, and the slots of one draft that are read but not kept.
         slack = target.slots(1 + self.plan.nodes) if self.drafter else 1
-        if reads_cache(self.drafter):  # it may read the widest level of a tree at every depth
+        if self.drafter and self.drafter.traits.reads_cache:
+            # It may read the widest level of a tree at every depth.
             slack = max(slack, 1 + self.plan.width * (self.plan.depth - 1))
         longest = max(len(p) + n for p, n in zip(self.prompts, self.limits, strict=True))
         target.start(len(prompts), longest + slack)
@@ -216,7 +218,7 @@ class Loop:
         result = match(draft, TargetProbs(logits, self.sampler, batch.seen), coin)
         self.state = self.drafter.new_state(len(prompts)) if self.drafter else None
         running = self._settle(draft, result, broken_slot(logits, draft))
-        self._observe(logits, draft, result)
+        self._report(logits, draft, result)
         texts = [[*prompt, *new] for prompt, new in zip(prompts, self._settled, strict=True)]
         self._advance(running, tokens, forward.taps, Settled(counts, end + 1, texts, ()), result)
 
@@ -246,9 +248,9 @@ class Loop:
 
         probs = TargetProbs(logits, self.sampler, batch.seen, batch.followed)
         result = verify(self.plan.rule, draft, probs, coin)
-        answers = logits.argmax(-1) if self.observe else None
+        answers = logits.argmax(-1) if self.observer else None
         running = self._settle(draft, result, broken_slot(logits, draft), fault, answers)
-        self._observe(logits, draft, result)
+        self._report(logits, draft, result)
 
         # Keep the root and the accepted nodes in the cache. Emitted token i was drawn at slots[i], so
         # slots[0 .. accepted] are the root and the accepted path.
@@ -260,7 +262,7 @@ class Loop:
         row = torch.arange(path.shape[0], device=path.device)[:, None]
         self._advance(running, tokens, forward.taps[row, path], counts, result)
 
-    def _observe(self, logits: Tensor, draft: Draft, result: VerificationResult) -> None:
+    def _report(self, logits: Tensor, draft: Draft, result: VerificationResult) -> None:
         """Call `on_round`."""
         if self.on_round:
             self.on_round(Round(self._requests, logits, draft, result, self._emitted))
@@ -305,8 +307,8 @@ class Loop:
                 f"{self.proposer} drafted {FAULTS[number]}; decode.rule={self.plan.rule.name} would not be "
                 "lossless: correct its `propose` (docs/adding.md)"
             )
-        if self.observe and answers is not None:
-            self.observe(self.state, [line[5 + width :] for line in table])
+        if self.observer and answers is not None:
+            self.observer.observe(self.state, [line[5 + width :] for line in table])
         self._requests, self._accepted = batch.request, []
         self._settled, self._emitted = [], []  # before and after the cut at the end of a request
         running = []

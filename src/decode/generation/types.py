@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.model.target import Target
+from decode.model.target import Tap, Target
 from decode.plan import AUTO_RULES, Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
@@ -19,17 +19,39 @@ from decode.verification.result import VerificationResult
 Until = Callable[[], Callable[[int], bool]]
 
 
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What decoding, scores and training need to know of a proposer.
+
+    Attributes:
+        proposals: supported values of `Plan.proposal`.
+        depth_invariant: the prediction for depth j at anchor t is the one for depth 1 at t + j - 1, as in any
+            language model; training then yields depth 1 only.
+        depends_on_batch: drafts may depend on the other rows of the batch.
+        reads_cache: it reads the target's cache, which at `advance` and `propose` holds the settled text. It
+            may write behind the settled slots, where verification writes next, and settles nothing.
+        tunes_target: the verifier has other weights, so that its output is not the original target's.
+        drafts_in_verification: the pass that verifies a draft also computes the next one.
+    """
+
+    proposals: tuple[str, ...] = tuple(AUTO_RULES)
+    depth_invariant: bool = False
+    depends_on_batch: bool = False
+    reads_cache: bool = False
+    tunes_target: bool = False
+    drafts_in_verification: bool = False
+
+
 class Proposer(Protocol):
     """Interface of a drafter. Its decoding state is an object of its own, never kept on the module.
 
-    Optional members: a method `depends_on_rounds(plan) -> bool` if drafts may depend on where earlier
-    rounds began and not on the text alone; an attribute `depends_on_batch: bool` if they may depend on
-    the other rows of the batch; an attribute `proposals` if not all of `Plan.proposal` are supported; a
-    method `observe(state, answers)`, which after every verification is given the target's most likely
-    tokens, at the root's slot and at every node's, row by row; an attribute `reads_cache: bool` if it reads
-    the target's cache, which at `advance` and `propose` then holds the settled text. It may write behind
-    the settled slots, where verification writes next, and settles nothing.
+    What some drafters have is a protocol each: `ReadsTaps`, `Observes`, `DependsOnRounds`, `ChecksPlans`.
     """
+
+    @property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        ...
 
     def new_state(self, rows: int) -> Any:
         """Return state for `rows` new sequences."""
@@ -63,22 +85,53 @@ class Proposer(Protocol):
         ...
 
 
-def supported_proposals(drafter: Proposer | None) -> Sequence[str]:
-    """Values of `Plan.proposal` that a drafter supports."""
-    return getattr(drafter, "proposals", tuple(AUTO_RULES))
+@runtime_checkable
+class ReadsTaps(Protocol):
+    """A proposer that reads hidden states of the target."""
+
+    @property
+    def taps(self) -> Sequence[Tap]:
+        """Layer ids, or "last"; none: it reads none."""
+        ...
 
 
-def reads_cache(drafter: Proposer | None) -> bool:
-    """Whether a drafter reads the target's cache."""
-    return getattr(drafter, "reads_cache", False)
+@runtime_checkable
+class Observes(Protocol):
+    """A proposer that is told what the target answers to its drafts."""
+
+    def observe(self, state: Any, answers: Sequence[Sequence[int]]) -> None:
+        """Called after every verification.
+
+        Args:
+            state: of the rows.
+            answers: the target's most likely tokens, at the root's slot and at every node's, row by row.
+        """
+        ...
+
+
+@runtime_checkable
+class DependsOnRounds(Protocol):
+    """A proposer whose drafts may depend on where earlier rounds began, and not on the text only."""
+
+    def depends_on_rounds(self, plan: Plan) -> bool:
+        """Whether those of this plan do."""
+        ...
+
+
+@runtime_checkable
+class ChecksPlans(Protocol):
+    """A proposer that cannot draft by every plan."""
+
+    def check(self, plan: Plan) -> None:
+        """Raises UserError where it cannot draft by this one."""
+        ...
 
 
 def depends_on_rounds(drafter: Proposer, plan: Plan) -> bool:
     """Whether the drafts of this plan depend on where earlier rounds began."""
-    if plan.adapt is not None:
-        return True
-    method: Callable[[Plan], bool] | None = getattr(drafter, "depends_on_rounds", None)
-    return method is not None and method(plan)
+    return plan.adapt is not None or (
+        isinstance(drafter, DependsOnRounds) and drafter.depends_on_rounds(plan)
+    )
 
 
 @dataclass(slots=True)

@@ -60,14 +60,13 @@ class Target(CausalLM):
                 raise UserError(f"drafter.taps: {tap!r} is no layer; use 0..{n - 1} or '{LAST}'")
         self.taps = tuple(taps)
 
-    def check_taps(self, drafter: object) -> None:
-        """Check that this target records the taps that a drafter reads (its attribute `taps`).
+    def check_taps(self, taps: Sequence[Tap]) -> None:
+        """Check that this target records the taps that a drafter reads.
 
         Raises:
             UserError: it does not.
         """
-        taps = tuple(getattr(drafter, "taps", ()))
-        if taps and taps != self.taps:
+        if taps and tuple(taps) != self.taps:
             raise UserError(
                 f"the drafter reads hidden states {list(taps)} and the target records {list(self.taps)}; "
                 "call target.tap(drafter.taps) before decoding"

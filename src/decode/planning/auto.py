@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from decode.errors import UserError
 from decode.evaluation.acceptance import Acceptance, acceptance
 from decode.evaluation.bootstrap import interval
 from decode.evaluation.replay import Counts, Rollout
-from decode.generation.types import Proposer
+from decode.generation.types import ChecksPlans, Proposer
 from decode.model.target import Target
 from decode.plan import Plan, plan_of
 from decode.planning.cost_model import PLAIN, Costs, Throughput, fastest, throughputs
@@ -48,12 +48,11 @@ class Forecast(NamedTuple):
 
 def supported_plans(drafter: Proposer, plans: Sequence[Plan]) -> list[Plan]:
     """The plans that this drafter supports."""
-    check: Callable[[Plan], None] | None = getattr(drafter, "check", None)
     supported = []
     for plan in plans:
         try:
-            if check:
-                check(plan)
+            if isinstance(drafter, ChecksPlans):
+                drafter.check(plan)
         except UserError:
             continue
         supported.append(plan)

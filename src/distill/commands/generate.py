@@ -68,7 +68,7 @@ def answer(options: GenerateOptions) -> float:
         if compare_plain:
             plain = plain_generator.generate([ids])
             line += plain_comparison(speed(last.output, last.times), speed(plain.outputs[0], plain.times))
-    line += "; lossless to the tuned target" if drafter is not None and drafter.tunes_target else ""
+    line += "; lossless to the tuned target" if drafter is not None and drafter.traits.tunes_target else ""
     print(line, file=sys.stderr, flush=True)
     return last.output.tau
 

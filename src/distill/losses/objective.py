@@ -107,7 +107,7 @@ class Objective:
         Raises:
             UserError: a depth-invariant drafter, and weights from the alphas of several depths.
         """
-        if drafter.depth_invariant and isinstance(self.weights, RowWeights):
+        if drafter.traits.depth_invariant and isinstance(self.weights, RowWeights):
             raise UserError(
                 "weights: this drafter's depths are one and the same row shifted, so there is no streak to "
                 "weigh; set weights=constant"

@@ -217,7 +217,7 @@ def _best(what: str, among: Sequence[tuple[Scored, Row]], by: Callable[[Row], fl
 def _runs_target(one: Scored) -> bool:
     """Whether the drafter's passes are the target's own."""
     name = one.card.checkpoint.drafter
-    return name in CLASSES and drafter_class(name).reads_cache
+    return name in CLASSES and drafter_class(name).traits.reads_cache
 
 
 def _tau(row: Row) -> float:

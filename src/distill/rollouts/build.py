@@ -112,7 +112,7 @@ def helping_plan(options: AnswerOptions, drafter: Drafter) -> Plan | Auto:
         UserError: the plan is lossy, or the drafter does not support it.
     """
     decode = options.decode
-    if drafter.tunes_target:
+    if drafter.traits.tunes_target:
         raise UserError("rollout: a drafter that has tuned its target would change the answers it helps with")
     if options.rollout.decode == "auto" or isinstance(decode, Auto):
         return HELPING

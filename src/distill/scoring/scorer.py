@@ -187,7 +187,7 @@ class Scorer:
         if self.control == "shuffled_taps":
             ShuffledTaps(target, self.ids, self.seed)
         self.prepare()
-        answers = self._answers(target) if drafter.tunes_target else self.rollouts
+        answers = self._answers(target) if drafter.traits.tunes_target else self.rollouts
         with ExitStack() as stack:
             stack.enter_context(threads(options.threads))
             progress_bar = stack.enter_context(bar(1, f"scoring step {step}", "batches", leave=False))
@@ -234,7 +234,7 @@ class Scorer:
 
     def _checkpoint(self, target: Target, drafter: Drafter, step: int) -> Checkpoint:
         """What was scored."""
-        tuned = drafter.tunes_target
+        tuned = drafter.traits.tunes_target
         return Checkpoint(
             drafter=short_name(drafter),
             step=step,
@@ -280,7 +280,7 @@ class Scorer:
         """Rows of the headline's sampler and batch size, with other drafts that the drafter supports."""
         sampler = self.samplers[0]
         plans = supported_plans(drafter, self.alternatives)
-        resolved = [plan.resolved(sampler.temperature, drafter.proposals) for plan in plans]
+        resolved = [plan.resolved(sampler.temperature, drafter.traits.proposals) for plan in plans]
         return [Setting(sampler, plan, self.options.batch_sizes[0]) for plan in resolved]
 
     def _settings(
@@ -310,7 +310,7 @@ class Scorer:
                                 curve=curve,
                             )
                         )
-                    plan = plan.resolved(sampler.temperature, drafter.proposals)
+                    plan = plan.resolved(sampler.temperature, drafter.traits.proposals)
                     settings.append(Setting(sampler, plan, batch))
         return list(dict.fromkeys(settings)), choices
 

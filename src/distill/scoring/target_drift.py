@@ -81,7 +81,7 @@ def only_untuned(drafter: Drafter, what: str) -> None:
     Raises:
         UserError: it has a tuned target.
     """
-    if drafter.tunes_target:
+    if drafter.traits.tunes_target:
         raise UserError(
             f"{what}: this drafter decodes with a target of its own, so its text and speed are not to be "
             "compared with the original's; use foredraft score"

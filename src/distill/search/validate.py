@@ -26,7 +26,7 @@ def family_jobs(
     overrides = {name: families.family_overrides(context, name, given[name]) for name in selected}
     runs = {name: families.family_options(context, words) for name, words in overrides.items()}
     for name, run in runs.items():
-        if resolve_name(run.drafter.factory.rpartition(".")[0]).tunes_target:
+        if resolve_name(run.drafter.factory.rpartition(".")[0]).traits.tunes_target:
             raise UserError(
                 f"drafter.families: {name} tunes the target, so its output is that of another model"
             )

@@ -216,7 +216,7 @@ class EngineScorer:
         model = str(source_of(str(target.model.name_or_path))[0])  # of a GGUF file the folder it became
         try:
             saved = as_saved(drafter)
-            if drafter.tunes_target:
+            if drafter.traits.tunes_target:
                 model = str(folder / "target")
                 Path(model).mkdir()
                 formats.write_layout(saved, target, "hf").write(Path(model))

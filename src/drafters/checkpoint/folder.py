@@ -19,7 +19,7 @@ from drafters.export import weight_files as files
 from drafters.export.layout import Layout, Saved
 from drafters.families import lora_files as adapters
 from drafters.hub.untrusted_files import Shape, header, read_json
-from drafters.registry import current_settings, drafter_class
+from drafters.registry import drafter_class
 
 FORMAT = 1
 # Exceptions that reading a damaged file may raise.
@@ -125,8 +125,6 @@ def read_saved(folder: Path, config: dict[str, Any], target: Target) -> Saved:
     foreign = None if is_native(config) else table.find_reader(config)
     try:
         if foreign is None:
-            kind = drafter_class(config["drafter"])
-            config = config | {"settings": current_settings(kind, config["settings"])}
             _look_at(folder, config, header(folder / layout.FILES[1]), target)
             weights = load_file(folder / layout.FILES[1]) | adapters.read_adapters(folder)
             return Saved(config["drafter"], config["settings"], weights, config.get("confidence", False))

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from decode.draft import Draft
 from decode.errors import UserError
+from decode.generation.types import Traits
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
@@ -40,7 +41,7 @@ class SelfDrafter(Drafter):
     drafter does not call it.
     """
 
-    reads_cache = True
+    traits = Traits(reads_cache=True)
 
     @override
     @classmethod

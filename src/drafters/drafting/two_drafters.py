@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from torch import Tensor, nn
 from typing_extensions import override
 
 from decode.errors import UserError
-from decode.generation.types import depends_on_rounds
+from decode.generation.types import Traits, depends_on_rounds
 from decode.model.target import Target
 from decode.plan import Plan
 from drafters.base import Batch, Drafter, DraftStep, ParamGroup, Progress, Text
@@ -35,7 +36,7 @@ class TwoDrafters(Drafter, Generic[Second]):
         UserError: a drafter that is made of two itself, or that drafts in verification.
     """
 
-    tunes_target = True  # of the class, since its first drafter may
+    traits = Traits(tunes_target=True)  # of the class, since its first drafter may
     trained_part: ClassVar[str] = "first"
     needs: ClassVar[str] = ""
     first: Any
@@ -49,7 +50,7 @@ class TwoDrafters(Drafter, Generic[Second]):
                 raise UserError(
                     f"drafter.{name}={short_name(part)}: it is made of two drafters; choose one that is not"
                 )
-            if part.drafts_in_verification:
+            if part.traits.drafts_in_verification:
                 raise UserError(
                     f"drafter.{name}={short_name(part)}: it drafts in the pass that verifies its own draft, "
                     "and not one that is made of two; choose another"
@@ -59,13 +60,17 @@ class TwoDrafters(Drafter, Generic[Second]):
             "second": {"drafter": short_name(second), "settings": second.settings},
             **options,
         }
-        self.taps, self.proposals, self.max_depth = first.taps, first.proposals, first.max_depth
-        self.tunes_target = first.tunes_target
-        self.confidence, self.reads_cache = first.confidence, first.reads_cache
+        self.taps, self.confidence = first.taps, first.confidence
         trained = self.trained
-        self.depth_invariant, self.aux_weights = trained.depth_invariant, trained.aux_weights
+        self.traits = replace(first.traits, depth_invariant=trained.traits.depth_invariant)
+        self.aux_weights = trained.aux_weights
         self.warm_starts_from = short_name(trained)
         self._counted = set(self._loaded)  # counts of a checkpoint belong to its weights
+
+    @property
+    @override
+    def max_depth(self) -> int | None:
+        return self.first.max_depth
 
     @property
     def trained(self) -> Drafter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -131,10 +131,10 @@ class BlockDrafter(TokenBiasDrafter):
             raise UserError(
                 f"drafter: anchors={anchors} must be at least 0, and taps={list(taps)} one or more"
             )
-        self.taps, self.depth, self.max_depth = tuple(taps), depth, depth
+        self.taps, self.depth = tuple(taps), depth
         self.anchors, self.steps, self.causal = anchors, steps, causal
         if steps > 1:
-            self.proposals = ("fixed",)
+            self.traits = replace(self.traits, proposals=("fixed",))
         self.shape = shape = LayerShape(**sizes)
         hidden_size, eps = shape.hidden_size, shape.eps
         self.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope)
@@ -193,6 +193,12 @@ class BlockDrafter(TokenBiasDrafter):
     def head(self, target: Target) -> Head:
         """The target's head over the draft vocabulary, with the token bias if there is one."""
         return self.biased_head(target.head)
+
+    @property
+    @override
+    def max_depth(self) -> int:
+        """A block has so many predictions."""
+        return self.depth
 
     # -- training ----------------------------------------------------------------------------
 

@@ -43,7 +43,8 @@ class FeatureHeadsDrafter(Drafter):
     depth: int
 
     @property
-    def max_depth(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    @override
+    def max_depth(self) -> int:
         """One head per depth."""
         return self.depth
 

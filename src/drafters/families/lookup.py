@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from decode.draft import PAD, Draft
 from decode.errors import UserError
+from decode.generation.types import Traits
 from decode.model.target import Target
 from decode.plan import Path, Plan
 from decode.rng import Coin, KeyedCoin, to_device
@@ -204,7 +205,7 @@ class TextDrafter(Drafter):
 class FixedNodesDrafter(TextDrafter):
     """Chooses the nodes of each row on the host; there is no distribution to sample from."""
 
-    proposals = ("fixed",)
+    traits = Traits(proposals=("fixed",))
 
     @abstractmethod
     def nodes(self, history: Any, plan: Plan) -> list[Node]:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from decode.draft import Draft
 from decode.errors import UserError
+from decode.generation.types import Traits
 from decode.model.target import Tap, Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
@@ -63,7 +64,7 @@ class Boosted(TwoDrafters[Drafter]):
 
     trained_part = "second"
     needs = "is no dynamic tree of fixed nodes (decode=dynamic decode.proposal=fixed)"
-    tunes_target = False
+    traits = Traits()
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Boosted(TwoDrafters[Drafter]):
             _check(name, part)
         self.first.requires_grad_(False).eval()
         self.taps = tuple(dict.fromkeys(tap for part in parts for tap in part.taps))
-        self.reads_cache = any(part.reads_cache for part in parts)
+        self.traits = replace(self.traits, reads_cache=any(part.traits.reads_cache for part in parts))
 
     @override
     @classmethod
@@ -116,7 +117,7 @@ class Boosted(TwoDrafters[Drafter]):
         text = batch.tokens.flatten()
         for step in self.second.unroll(batch._replace(taps=self._own(self.second, batch.taps)), target):
             depth, anchor = step.depth, step.anchor
-            if self.first.depth_invariant:
+            if self.first.traits.depth_invariant:
                 depth, anchor = 1, anchor + (depth - 1)
             guess = chosen[depth][anchor] if depth in chosen else torch.full_like(anchor, -1)
             hit = guess == text[step.anchor + (1 + step.depth)]
@@ -233,7 +234,7 @@ def _check(name: str, part: Drafter) -> None:
     kind = f"drafter.{name}={short_name(part)}"
     if type(part).unroll is Drafter.unroll:
         raise UserError(f"{kind}: it predicts nothing in training; choose a drafter that is trained")
-    if part.tunes_target:
+    if part.traits.tunes_target:
         raise UserError(
             f"{kind}: it drafts for a tuned copy of the target, not beside another; choose another"
         )

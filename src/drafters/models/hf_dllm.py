@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -104,10 +105,10 @@ class Dllm(HFModelDrafter, TextDrafter):
             raise UserError(f"drafter.steps={steps}: at most one for each of drafter.depth={depth} masks")
         if prefix not in ("none", "causal"):
             raise UserError(f"drafter.prefix={prefix}: choose none or causal")
-        self.depth, self.max_depth, self.shift = depth, depth, shift
+        self.depth, self.shift = depth, shift
         self.steps, self.anchors = steps, anchors
         if steps > 1:
-            self.proposals = ("fixed",)
+            self.traits = replace(self.traits, proposals=("fixed",))
         self.keeps_prefix = prefix == "causal"
         self.model: Any = build(config, masked=True) if model is None else model
         self.model.eval()
@@ -116,6 +117,12 @@ class Dllm(HFModelDrafter, TextDrafter):
                 f"drafter.prefix=causal: in a {type(self.model).__name__} text sees the masks, so nothing of "
                 "it can be kept; set drafter.prefix=none"
             )
+
+    @property
+    @override
+    def max_depth(self) -> int:
+        """More masks were not trained."""
+        return self.depth
 
     @override
     @classmethod

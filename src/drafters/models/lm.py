@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from decode.draft import Draft
 from decode.errors import UserError
+from decode.generation.types import Traits
 from decode.model.causal_lm import CausalLM
 from decode.model.head import Head
 from decode.model.load import load_model
@@ -99,7 +100,7 @@ class DraftLM(HFModelDrafter):
         UserError: the configuration is not one of a causal LM.
     """
 
-    depth_invariant = True  # a prediction depends on the previous text only, drafted or not
+    traits = Traits(depth_invariant=True)  # a prediction depends on the previous text only, drafted or not
     tokenizer: Tensor | None
     draft_ids: Tensor
     t2d: Tensor

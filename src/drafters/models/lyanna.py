@@ -6,7 +6,7 @@ There is no public code or full recipe; docs/drafters/lyanna.md lists what is th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -117,6 +117,8 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         self.depth, self.anchors, self.feature_noise, self.warmup = depth, anchors, feature_noise, warmup
         self.feature_weight, self.base_weight = feature_weight, base_weight
         self.reuse = Reuse(**reuse)
+        # Old states are verified without new ones in all rows or in none.
+        self.traits = replace(self.traits, depends_on_batch=self.reuse.mode == "immediate")
         add, shape = root_token == "add", LayerShape(**sizes)
         hidden_size = shape.hidden_size
         self.in_proj = Linear(hidden_size * (1 + add), hidden_size, bias=False)
@@ -169,11 +171,6 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
             f"drafter.reuse.mode={mode}: states are not reused by {plan.name}; it needs fixed nodes in a "
             "dynamic tree (decode=dynamic decode.proposal=fixed), or drafter.reuse.drawn=true for hybrid ones"
         )
-
-    @property
-    def depends_on_batch(self) -> bool:
-        """Whether it depends on the other rows of its batch: old states are verified alone in all or none."""
-        return self.reuse.mode == "immediate"
 
     @property
     @override

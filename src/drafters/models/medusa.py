@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from decode.draft import Draft
 from decode.errors import UserError
+from decode.generation.types import Traits
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
@@ -141,7 +142,7 @@ class Medusa2(Medusa):
         UserError: see `Medusa`; a number out of range.
     """
 
-    tunes_target = True
+    traits = Traits(tunes_target=True)
 
     def __init__(
         self, lora: dict[str, Any], heads: float, warmup: float, lora_lr: float, **options: Any

@@ -43,11 +43,16 @@ class PEagle(Eagle3):
     def __init__(self, depth: int, **options: Any) -> None:
         super().__init__(depth=depth, norm_output=False, **options)
         del self.settings["norm_output"]
-        self.max_depth = depth
         size = len(self.norm.weight)
         # Small, as residual of the first layer; not 0, where the gradient of a norm is largest.
         self.mask_token = nn.Parameter(0.02 * torch.randn(size))
         self.mask_hidden = nn.Parameter(0.02 * torch.randn(size))
+
+    @property
+    @override
+    def max_depth(self) -> int:
+        """Masks of later depths were not trained."""
+        return self.depth
 
     @override
     def drafted_projection(self, shares: Tensor, rows: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from decode.draft import Draft
 from decode.errors import UserError
+from decode.generation.types import Traits
 from decode.model.causal_lm import CausalLM
 from decode.model.target import Target
 from decode.plan import Plan
@@ -64,7 +65,7 @@ class Prompt(TokenBiasDrafter):
         UserError: an option out of range.
     """
 
-    drafts_in_verification = True
+    traits = Traits(drafts_in_verification=True)
 
     def __init__(
         self,
@@ -101,7 +102,8 @@ class Prompt(TokenBiasDrafter):
         return drafter
 
     @property
-    def max_depth(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    @override
+    def max_depth(self) -> int:
         """There are prompts for so many depths."""
         return self.depth
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ class Skip(SelfDrafter):
         UserError: an option out of range, or an exit behind other layers than the first.
     """
 
-    depth_invariant = True  # of what is trained
+    traits = replace(SelfDrafter.traits, depth_invariant=True)  # of what is trained
 
     def __init__(
         self, hidden_size: int, cost: float, sublayers: str | None = None, exit: str = "none"

@@ -63,7 +63,6 @@ class Suffix(LookupDrafter):
         UserError: an option out of range.
     """
 
-    former_settings = ("matches", "growth", "factor")
     corpus: Tensor  # (n,)
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Self
 
 from torch.nn import functional as F
@@ -36,7 +37,7 @@ class Tidar(Prompt):
         UserError: see `Prompt`; a number out of range.
     """
 
-    tunes_target = True
+    traits = replace(Prompt.traits, tunes_target=True)
 
     def __init__(self, lora: dict[str, Any], drafts: float, lora_lr: float, **options: Any) -> None:
         super().__init__(**options)

@@ -79,7 +79,6 @@ class Union(TwoDrafters[LookupDrafter]):
         UserError: drafters that cannot be combined, or an option out of range.
     """
 
-    former_settings = ("second_nodes",)
     needs = "needs fixed nodes in a chain or a dynamic tree (decode.proposal=fixed)"
 
     def __init__(

@@ -16,7 +16,7 @@ from decode.evaluation.audit import CHANCE, audit, num_batches
 from decode.evaluation.sampling_tests import BINS, TILTS, SamplingTests, _chi_square
 from decode.evaluation.scorecard import as_json
 from decode.generation.generate import generate
-from decode.generation.types import Round
+from decode.generation.types import Round, Traits
 from decode.plan import Plan
 from decode.rng import Key, Purpose
 from decode.sampling import Sampler
@@ -154,6 +154,8 @@ def test_p_values_are_uniform_even_for_peaked_rows():
 
 class Bigram:
     """Drafts from a table of what the target says after each token alone, as `plan` wishes."""
+
+    traits = Traits()
 
     def __init__(self, target, spoil=lambda draft: draft):
         ids = torch.arange(VOCAB)[:, None]

@@ -10,6 +10,7 @@ from exact import Grown
 
 from decode.evaluation.replay import Rollout, replay, why_inexact
 from decode.generation.generate import generate
+from decode.generation.types import Traits
 from decode.plan import Plan
 from decode.sampling import Sampler
 
@@ -26,6 +27,8 @@ class Forgetful(Grown):
 
 class Counting:
     """Drafts differently in every round of a request: replay from all places could not know."""
+
+    traits = Traits()
 
     def depends_on_rounds(self, plan):
         return True

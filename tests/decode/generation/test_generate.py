@@ -7,6 +7,7 @@ from scripted import Oracle, Watch, greedy
 from decode.draft import PAD, Draft
 from decode.errors import UserError
 from decode.generation.generate import generate
+from decode.generation.types import Traits
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
@@ -87,6 +88,8 @@ def test_a_rejected_end_token_ends_nothing(target, answers):
 
 class Fixed:
     """Always proposes the same chain."""
+
+    traits = Traits()
 
     def __init__(self, chain):
         self.chain, self.calls = chain, 0

@@ -38,7 +38,7 @@ class Seen:
 
     def __init__(self, drafter):
         self.drafter, self.drafts, self.modes = drafter, [], []
-        self.new_state, self.select = drafter.new_state, drafter.select
+        self.new_state, self.select, self.traits = drafter.new_state, drafter.select, drafter.traits
 
     def advance(self, *args):
         self.modes.append(torch.is_inference_mode_enabled())

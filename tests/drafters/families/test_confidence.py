@@ -62,7 +62,7 @@ def confidences(drafter, target, texts) -> dict[tuple[int, int, int], float]:
         if step.depth and not step.training_only:
             for flat, logit in zip(step.anchor.tolist(), drafter.confidence(step.hidden), strict=True):
                 found[flat // texts.shape[1], flat % texts.shape[1], step.depth] = float(logit.sigmoid())
-    if drafter.depth_invariant:
+    if drafter.traits.depth_invariant:
         found |= {
             (row, t - ahead, 1 + ahead): chance
             for (row, t, _), chance in found.items()
@@ -95,7 +95,7 @@ def test_a_head_changes_no_law_and_no_draft(pair):
 @pytest.mark.covering
 def test_teaching_a_head_reaches_no_other_weight(pair, weighting):
     target, drafter = stateful(pair)
-    if drafter.depth_invariant:
+    if drafter.traits.depth_invariant:
         weighting = constant
     objective, texts, grown = Objective(kl, weighting), random_texts(), []
     trained = {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
@@ -117,7 +117,7 @@ def test_teaching_a_head_reaches_no_other_weight(pair, weighting):
 
 def test_a_head_is_asked_of_the_states_that_training_taught_and_ends_chains_by_them(pair):
     target, drafter = lend(pair)
-    plan = replace(SAMPLED if "sampled" in drafter.proposals else CHAIN, min_confidence=0.2)
+    plan = replace(SAMPLED if "sampled" in drafter.traits.proposals else CHAIN, min_confidence=0.2)
     follower, told = Follower(drafter, target, random_texts()), []
     head, lengths = drafter.confidence, set()
     asks = getattr(drafter, "first", drafter)  # of a union

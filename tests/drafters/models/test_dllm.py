@@ -201,7 +201,7 @@ def test_no_mask_is_filled_with_a_mask(target, tmp_path):
 @pytest.mark.parametrize("plan", [SAMPLED, DRAWN], ids=lambda p: p.name)
 def test_tokens_drawn_in_several_passes_are_refused(target, tmp_path, plan):
     drafter = drafter_for(target, filler(tmp_path / "model"), steps=2)
-    assert drafter.proposals == ("fixed",)
+    assert drafter.traits.proposals == ("fixed",)
     drafter.check(CHAIN)
     drafter.check(TREE)
     with pytest.raises(UserError, match=r"drafter\.steps=2 .* not be lossless.*set decode\.proposal=fixed"):

@@ -142,7 +142,7 @@ def test_other_drafters_leave_the_target_alone(pair):
     target, drafter = pair
     texts, verifier = random_texts(), drafter.verifier(target)
     same = torch.equal(verifier.read(texts).last, target.read(texts).last)
-    assert same is not drafter.tunes_target
+    assert same is not drafter.traits.tunes_target
     assert (verifier.fingerprint() == target.fingerprint()) is same
 
 

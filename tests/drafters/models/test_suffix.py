@@ -339,19 +339,6 @@ def test_an_option_out_of_range_is_refused(name):
         Suffix(**OPTIONS | {name: -1})
 
 
-def test_a_checkpoint_from_before_the_blend_opens_and_drafts(target, tmp_path):
-    hub.save(fitted([[1, 2, 3]]), target, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["settings"] |= {"longest": 16, "matches": 16, "growth": 2.0, "factor": 4.0}
-    for name in ("own_weight", "escape", *STORE):
-        del config["settings"][name]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    loaded = hub.load(tmp_path, target)
-    assert isinstance(loaded, Suffix)
-    assert loaded.settings == OPTIONS | STORE | {"longest": 16, "size": 4}
-    assert list(drafts(loaded, target, [9, 1], Plan(2))) == [(2,), (2, 3)]
-
-
 # -- work and law ----------------------------------------------------------------------------------
 
 

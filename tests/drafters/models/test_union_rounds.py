@@ -216,19 +216,6 @@ def test_options_out_of_range_are_refused(tiny_target, make_drafter):
         Union(make_drafter("eagle", tiny_target()), Ngram(1, 3), first_weight=1.5)
 
 
-def test_an_older_checkpoint_is_opened(tiny_target, make_drafter, tmp_path):
-    target, union = united(tiny_target, make_drafter, 0.5, 1)
-    hub.save(union, target, tmp_path)
-    loaded = hub.load(tmp_path, target)
-    assert (loaded.second_alone, loaded.first_depth) == (0.5, 1)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["settings"]["second_alone"], config["settings"]["first_depth"]
-    config["settings"]["second_nodes"] = 4
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    loaded = hub.load(tmp_path, target)
-    assert (loaded.second_alone, loaded.first_depth) == (1.5, 1)
-
-
 def test_a_text_is_as_it_was_once_tokens_are_taken_off_again():
     dice = random.Random(5)
     text = Ngram(1, 3).new_state(1)[0]
