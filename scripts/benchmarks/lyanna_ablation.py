@@ -250,6 +250,7 @@ class _CountedDrafter:
     def __init__(self, drafter: Drafter) -> None:
         self._drafter, self.drafts, self.products = drafter, 0, 0
         self.new_state, self.advance, self.select = drafter.new_state, drafter.advance, drafter.select
+        self.traits = drafter.traits
 
     def propose(self, *args: Any) -> Any:
         product = Head.product

@@ -48,6 +48,7 @@ from distill.training.trainer import build_optimizer, build_trainer, fit
 from distill.utils.phase_log import PhaseLog
 from distill.utils.progress import bar, say, switch
 from distill.utils.run_folder import checkpoints
+from drafters import optional
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 from drafters.registry import short_name
@@ -99,7 +100,7 @@ def train(
         drafter = build_drafter(options.drafter, target)
         exporting.check(options.export, drafter, target)
         if options.gradient_checkpointing:
-            drafter.checkpoint_gradients()
+            optional.checkpoint_gradients(drafter)
         objective = Objective(
             options.objective, options.weights, options.logits_rows, _kernels(options, trainer, budget)
         )
@@ -238,7 +239,7 @@ def _on_policy(options: TrainOptions, target: Target, drafter: Drafter) -> OnPol
     on_policy = OnPolicy(options.on_policy.share, options.on_policy.cut, *limits)
     if not on_policy.share:
         return None
-    drafter.as_target(target)  # raises if the drafter cannot generate by itself
+    optional.as_target(drafter, target)  # raises if the drafter cannot generate by itself
     return on_policy
 
 

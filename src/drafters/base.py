@@ -156,7 +156,6 @@ class Drafter(nn.Module, ABC):
         aux_weights: weight of each auxiliary loss; see `aux_weights_at` for schedules.
         traits: what it can do, see `Traits`; a constructor may replace the class's own.
         confidence: head that predicts from a state whether its token will be accepted; None: no head.
-        warm_starts_from: short name of another drafter whose checkpoints may initialise this one, or "".
         origin: set when the drafter is saved or loaded.
         int8: whether its weights are rounded to int8.
         sizes_vocabulary: `fit` chooses the size of the draft vocabulary, too, in place of `draft_vocab_size`.
@@ -166,7 +165,6 @@ class Drafter(nn.Module, ABC):
     aux_weights: Mapping[str, float] = {}
     traits = Traits()
     confidence: Confidence | None
-    warm_starts_from: str = ""
     origin: Origin | None = None
     int8 = False
     sizes_vocabulary = False
@@ -194,16 +192,6 @@ class Drafter(nn.Module, ABC):
         del target
         return cls(**settings)
 
-    @property
-    def unsaved_names(self) -> frozenset[str]:
-        """Names in `state_dict` of another model's frozen weights, which checkpoints leave out."""
-        return frozenset()
-
-    def save_separately(self, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-        """Write tensors that have their own file format into the checkpoint folder; return the others."""
-        del folder
-        return tensors
-
     # -- training ----------------------------------------------------------------------------
 
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
@@ -220,46 +208,9 @@ class Drafter(nn.Module, ABC):
         del progress
         return self.aux_weights
 
-    def convert_weights(self, weights: dict[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Convert saved weights of this class with other `settings` for a warm start.
-
-        Raises:
-            UserError: they cannot be converted.
-        """
-        del settings
-        return weights
-
-    def adopt_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Rename weights of the drafter that it `warm_starts_from`."""
-        return weights
-
     def param_groups(self) -> list[ParamGroup]:
         """All trainable parameters, by learning rate."""
         return [ParamGroup([weight for weight in self.parameters() if weight.requires_grad])]
-
-    def shardable_modules(self) -> Iterable[nn.Module]:
-        """Modules whose weights only their own forward pass reads, and that every unroll runs.
-
-        FSDP2 and ZeRO-3 gather these one by one, and all other weights at once.
-        """
-        return ()
-
-    def checkpoint_gradients(self) -> None:
-        """Recompute activations in the backward pass instead of storing them (arXiv:1604.06174).
-
-        Raises:
-            UserError: the drafter has no layers that could be run again.
-        """
-        raise UserError("gradient_checkpointing: this drafter has no layers to recompute; leave it false")
-
-    def as_target(self, target: Target) -> Target:
-        """A frozen copy that generates text on its own, in the target's dtype, for on-policy training.
-
-        Raises:
-            UserError: the drafter needs the target's hidden states.
-        """
-        del target
-        raise UserError("on_policy: this drafter writes no text without the target; set on_policy.share=0")
 
     @property
     def state_size(self) -> int | None:
@@ -389,11 +340,6 @@ class Drafter(nn.Module, ABC):
                 f"set decode.proposal={' or '.join(proposals)}"
             )
 
-    def remark(self, plan: Plan) -> str:
-        """A line on settings of this drafter that have no effect under a resolved plan; "" if all have."""
-        del plan
-        return ""
-
     def confidence_of(self, newest: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
         """The confidence head applied to `newest()`, (B, W, D) states of the last level, for `expand`."""
         head = self.confidence
@@ -432,11 +378,6 @@ class Drafter(nn.Module, ABC):
         be dropped for the token that was drawn. Every round checks ids and q (`draft_check`), and the audit
         tests that tokens are draws from q.
         """
-
-    def kv_bytes_per_token(self, state: Any) -> int:
-        """Bytes of keys and values per settled token in `state`; fewer where a window has dropped some."""
-        del state
-        return 0
 
 
 class Confidence(nn.Module):

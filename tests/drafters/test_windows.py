@@ -36,6 +36,7 @@ from faces import (
 )
 
 from decode.errors import UserError
+from drafters import optional
 from drafters.layers import unroll_attention as attention
 from drafters.layers.decoder_layer import LayerShape
 
@@ -164,7 +165,7 @@ def test_a_long_text_keeps_no_more_than_twice_the_window(tiny_target, make_draft
     for number, counts in enumerate([(3, 1, 2), (20, 2, 30), *[(1, 3, 2)] * 8]):
         follower.advance([counts[row] for row in rows])
         store = follower.state.store
-        whole = whole or drafter.kv_bytes_per_token(follower.state)
+        whole = whole or optional.kv_bytes_per_token(drafter, follower.state)
         assert max(store.lengths) <= 2 * (W + S)
         assert list(store.read) == follower.settled
         draft = follower.propose(SAMPLED)
@@ -175,7 +176,7 @@ def test_a_long_text_keeps_no_more_than_twice_the_window(tiny_target, make_draft
         if number == 5:
             rows = [2, 0]
             follower.select(rows)
-    assert drafter.kv_bytes_per_token(follower.state) < whole / 3
+    assert optional.kv_bytes_per_token(drafter, follower.state) < whole / 3
 
 
 def test_the_memory_of_a_long_prompt_is_given_back(tiny_target, make_drafter):

@@ -15,6 +15,7 @@ from distill.losses.objective import Objective
 from distill.losses.row_scores import Kernels
 from distill.losses.weights import decay
 from distill.utils.heap import keep_freed_memory
+from drafters import optional
 from drafters.base import Batch, Text
 from drafters.models.eagle3 import Eagle3
 
@@ -43,7 +44,7 @@ def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]
     drafter.to(device)
     drafter.lm_head.requires_grad_(case["train_head"])
     if case["gradient_checkpointing"]:
-        drafter.checkpoint_gradients()
+        optional.checkpoint_gradients(drafter)
     kernels = Kernels() if case["compiled"] else None
     objective = Objective(kl, partial(decay, rate=case["decay"]), kernels=kernels)
     keep_freed_memory()  # as `distill.training.trainer.fit` does

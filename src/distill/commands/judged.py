@@ -16,6 +16,7 @@ from distill.options import GenerateOptions
 from distill.scoring.script_judge import ScriptJudge
 from distill.text_generation import TextGenerator
 from distill.utils.redact import printable
+from drafters import optional
 from drafters.base import Drafter
 
 
@@ -90,7 +91,7 @@ def _writer(drafter: Drafter, target: Target) -> Target:
         UserError: it is none.
     """
     try:
-        return drafter.as_target(target)
+        return optional.as_target(drafter, target)
     except UserError:
         raise UserError(
             "judge.script: this drafter writes no steps without the target; give a checkpoint of drafter=lm"

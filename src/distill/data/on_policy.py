@@ -21,6 +21,7 @@ from decode.model.head import Head
 from decode.model.target import Target
 from decode.sampling import Sampler
 from distill.data.batches import MicroBatch
+from drafters import optional
 from drafters.base import Drafter, supervised_anchors
 
 ROWS = 128  # positions whose distributions are in memory at once
@@ -67,7 +68,7 @@ class OnPolicy:
         if not any(chosen):
             return list(micros)
         with torch.autocast(target.device.type, enabled=False):  # in the precision of decoding
-            student = drafter.as_target(target)
+            student = optional.as_target(drafter, target)
             return [self._mixed(m, c, student, target) for m, c in zip(micros, chosen, strict=True)]
 
     def chosen(self, micro: MicroBatch) -> list[int]:

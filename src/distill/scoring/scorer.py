@@ -33,6 +33,7 @@ from distill.scoring.tap_control import ShuffledTaps
 from distill.scoring.target_drift import target_drift
 from distill.utils.progress import bar, say
 from distill.utils.provenance import commit, digest
+from drafters import optional
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 from drafters.registry import short_name
@@ -199,7 +200,7 @@ class Scorer:
             judge = stack.enter_context(self.judge) if self.judge else None
             settings, choices = self._settings(target, drafter, answers)
             settings = list(dict.fromkeys([*settings, *self._alternatives(drafter)]))
-            for remark in (drafter.remark(setting.plan) for setting in settings):
+            for remark in (optional.remark(drafter, setting.plan) for setting in settings):
                 if remark not in self._remarks:
                     say(remark)
                     self._remarks.add(remark)
@@ -274,7 +275,7 @@ class Scorer:
         state, cache = drafter.new_state(1), SettledCache(target, drafter, *prompt.shape)
         cache.settle(prompt, [prompt.shape[1]])
         drafter.advance(state, target, prompt, target.read(prompt).taps, [prompt.shape[1]], prompt[:, -1])
-        return drafter.kv_bytes_per_token(state)
+        return optional.kv_bytes_per_token(drafter, state)
 
     def _alternatives(self, drafter: Drafter) -> list[Setting]:
         """Rows of the headline's sampler and batch size, with other drafts that the drafter supports."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from drafters import optional
 from drafters.base import Drafter
 
 
@@ -116,7 +117,7 @@ class UnusedParameters:
 
 def maybe_unused_parameters(drafter: Drafter) -> list[nn.Parameter]:
     """Trainable parameters outside the blocks that every unroll runs; short answers may not use them."""
-    always_used = {id(w) for part in drafter.shardable_modules() for w in part.parameters()}
+    always_used = {id(w) for part in optional.shardable_modules(drafter) for w in part.parameters()}
     return [w for w in drafter.parameters() if w.requires_grad and id(w) not in always_used]
 
 

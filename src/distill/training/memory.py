@@ -25,7 +25,7 @@ from distill.training.module import DistillModule
 from distill.training.strategies import shards_weights
 from distill.utils.progress import say
 from distill.utils.run_folder import checkpoints
-from drafters.base import Drafter
+from drafters import optional
 
 GIB, MIB = 2**30, 2**20
 PROCESS = Path("/proc/self")
@@ -190,7 +190,7 @@ def _same_step(trainer: L.Trainer, module: DistillModule, sizes: Sizes) -> list[
         advice.append(
             f"batch_size={batch // parts} trainer.accumulate_grad_batches={accumulate} (the same step)"
         )
-    can_checkpoint = type(module.drafter).checkpoint_gradients is not Drafter.checkpoint_gradients
+    can_checkpoint = isinstance(module.drafter, optional.Recomputes)
     if can_checkpoint and not sizes.gradient_checkpointing:
         advice.append("gradient_checkpointing=true (the same step, slower)")
     rows = module.objective.rows(module.target.head)

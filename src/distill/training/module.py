@@ -24,6 +24,7 @@ from distill.training.grad_norm import Gradients, UnusedParameters, maybe_unused
 from distill.training.nonfinite import NonFiniteGuard
 from distill.training.optim import hidden_matrices, warm_up_and_decay
 from distill.training.time_budget import Budget
+from drafters import optional
 from drafters.base import Batch, Drafter, supervised_anchors
 
 DEPTHS = 33  # rows per depth in the table of sums, depth 0 first; no drafter unrolls deeper
@@ -81,7 +82,7 @@ class DistillModule(L.LightningModule):
         self._guard = NonFiniteGuard()
         self._gradients = Gradients(drafter)
         self.loss = math.nan  # of the newest optimizer step, over micro-batches and ranks
-        self.strict_loading = not drafter.unsaved_names  # see `on_save_checkpoint`
+        self.strict_loading = not optional.unsaved_names(drafter)  # see `on_save_checkpoint`
 
     @property
     def target(self) -> Target:
@@ -94,7 +95,7 @@ class DistillModule(L.LightningModule):
         if self.device_mesh is None:
             return
         mesh = self.device_mesh["data_parallel"]
-        for block in self.drafter.shardable_modules():
+        for block in optional.shardable_modules(self.drafter):
             fully_shard(block, mesh=mesh)
         fully_shard(self, mesh=mesh)
         register_fsdp_forward_method(self, "training_step")
@@ -246,7 +247,7 @@ class DistillModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave out frozen weights that belong to another model."""
         checkpoint["base"] = self.drafter.settings.get("base")
-        for name in self.drafter.unsaved_names:
+        for name in optional.unsaved_names(self.drafter):
             checkpoint.get("state_dict", {}).pop(f"drafter.{name}", None)
 
     @override

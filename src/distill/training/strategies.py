@@ -27,6 +27,7 @@ from decode.errors import UserError
 from decode.model.placement.sharded import GROUP_TIMEOUT
 from distill.training.module import DistillModule
 from distill.training.optim import CombinedOptimizer
+from drafters import optional
 from drafters.base import Drafter
 
 
@@ -174,7 +175,9 @@ class DeepSpeed(DeepSpeedStrategy):
             from deepspeed.runtime.zero import register_external_parameter
 
             assert isinstance(model, DistillModule)
-            block_weights = {id(w) for block in model.drafter.shardable_modules() for w in block.parameters()}
+            block_weights = {
+                id(w) for block in optional.shardable_modules(model.drafter) for w in block.parameters()
+            }
             for weight in model.parameters():
                 if id(weight) not in block_weights:  # gathered during the whole training step
                     register_external_parameter(model, weight)
@@ -286,7 +289,7 @@ def _gather_zero_weights(drafter: Drafter) -> dict[str, Tensor]:
     weights = dict(drafter.state_dict())  # includes buffers, and all names of shared weights
     gathered: dict[int, Tensor] = {}  # by id, so that a shared weight is gathered once
     for name, value in drafter.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.nn.Parameter) or name in drafter.unsaved_names:
+        if not isinstance(value, torch.nn.Parameter) or name in optional.unsaved_names(drafter):
             continue
         if id(value) not in gathered:
             master = safe_get_full_fp32_param(value) if value.requires_grad else None

@@ -16,6 +16,7 @@ from decode.errors import UserError
 from decode.model.identity.fingerprint import check_current, module_fingerprint
 from decode.model.load import load_tokenizer
 from decode.model.target import Target
+from drafters import optional
 from drafters.base import Drafter, Origin
 from drafters.checkpoint import validate as untrusted
 from drafters.checkpoint.folder import (
@@ -35,6 +36,7 @@ from drafters.export.layout import Saved
 from drafters.families import lora_files as adapters
 from drafters.hub import download
 from drafters.hub.untrusted_files import is_hub_id, shape_of
+from drafters.optional import AdoptsWeights, ConvertsWeights, SavesApart
 from drafters.registry import drafter_class, short_name
 
 FILES = (*layout.FILES, *adapters.FILES, *files.PATTERNS)
@@ -84,9 +86,12 @@ def save(
         target_name: name of the target in config.json.
         weights: unsharded weights, if the drafter's are sharded; None: the drafter's.
     """
-    left_out, weights = drafter.unsaved_names | _tied(drafter).keys(), weights or drafter.state_dict()
+    weights = weights or drafter.state_dict()
+    left_out = optional.unsaved_names(drafter) | _tied(drafter).keys()
     whole = {k: v.detach().cpu().contiguous() for k, v in weights.items() if k not in left_out}
-    save_file(drafter.save_separately(whole, folder), folder / "model.safetensors")
+    if isinstance(drafter, SavesApart):
+        whole = drafter.save_separately(whole, folder)
+    save_file(whole, folder / "model.safetensors")
     made_for = target if isinstance(target, Origin) else origin_of(drafter, target, target_name)
     drafter.origin = drafter.origin or made_for
     config = {
@@ -170,14 +175,15 @@ def load_as_saved(folder: Path, target: Target) -> Drafter:
 
 def as_saved(drafter: Drafter) -> Saved:
     """Settings and weights of a drafter, for export."""
-    weights = {k: v.detach() for k, v in drafter.state_dict().items() if k not in drafter.unsaved_names}
+    left_out = optional.unsaved_names(drafter)
+    weights = {k: v.detach() for k, v in drafter.state_dict().items() if k not in left_out}
     return Saved(short_name(drafter), drafter.settings, weights, drafter.confidence is not None)
 
 
 def weights_on_file(folder: Path, drafter: Drafter, target: Target) -> dict[str, Tensor] | None:
     """Weights of a checkpoint in their dtype on file; None if their names differ from the drafter's."""
     saved = read_saved(folder, read_config(folder), target).weights
-    names = drafter.state_dict().keys() - drafter.unsaved_names - _tied(drafter).keys()
+    names = drafter.state_dict().keys() - optional.unsaved_names(drafter) - _tied(drafter).keys()
     return saved if saved.keys() == names else None
 
 
@@ -210,7 +216,7 @@ def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
 
     Args:
         drafter: new; changed in place.
-        folder: of a drafter of the same class, or of the one in `warm_starts_from`; see `load`.
+        folder: of a drafter of the same class, or of the one in `AdoptsWeights`; see `load`.
         target: of the new drafter.
 
     Returns:
@@ -221,12 +227,13 @@ def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
     """
     config, kind = read_config(folder), short_name(drafter)
     saved = read_saved(folder, config, target)
-    if saved.drafter not in (kind, drafter.warm_starts_from):
+    adopts = isinstance(drafter, AdoptsWeights) and saved.drafter == drafter.warm_starts_from
+    if saved.drafter != kind and not adopts:
         raise UserError(f"drafter.init_from={folder}: drafter {saved.drafter!r}, not {kind!r}")
     tensors = _named_twice(drafter, saved.weights)
-    if saved.drafter != kind:
+    if isinstance(drafter, AdoptsWeights) and saved.drafter != kind:
         tensors = drafter.adopt_weights(tensors)
-    else:
+    elif isinstance(drafter, ConvertsWeights):
         try:
             tensors = drafter.convert_weights(tensors, saved.settings)
         except UserError as error:
@@ -237,7 +244,8 @@ def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
         saved_ids = tensors.get(f"{name}.d2t".removeprefix("."))
         if isinstance(module, Drafter) and module.sizes_vocabulary and saved_ids is not None:
             module.resize_vocabulary(len(saved_ids))  # its tokens belong to its weights
-    state = {name: value for name, value in drafter.state_dict().items() if name not in drafter.unsaved_names}
+    left_out = optional.unsaved_names(drafter)
+    state = {name: value for name, value in drafter.state_dict().items() if name not in left_out}
     matching = {
         name: tensors[name]
         for name, value in state.items()

@@ -13,6 +13,7 @@ from decode.errors import UserError
 from decode.generation.types import Traits, depends_on_rounds
 from decode.model.target import Target
 from decode.plan import Plan
+from drafters import optional
 from drafters.base import Batch, Drafter, DraftStep, ParamGroup, Progress, Text
 from drafters.registry import drafter_class, short_name
 
@@ -112,15 +113,16 @@ class TwoDrafters(Drafter, Generic[Second]):
     def aux_weights_at(self, progress: float) -> Mapping[str, float]:
         return self.trained.aux_weights_at(progress)
 
-    @override
     def convert_weights(self, weights: dict[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+        """See `optional.ConvertsWeights`."""
         part, kind, stem = settings[self.trained_part], short_name(self.trained), f"{self.trained_part}."
         if part["drafter"] != kind:
             raise UserError(f"its {self.trained_part} drafter is {part['drafter']!r}, not {kind!r}")
         theirs = {name.removeprefix(stem): w for name, w in weights.items() if name.startswith(stem)}
-        return weights | self.adopt_weights(self.trained.convert_weights(theirs, part["settings"]))
+        if isinstance(self.trained, optional.ConvertsWeights):
+            theirs = self.trained.convert_weights(theirs, part["settings"])
+        return weights | self.adopt_weights(theirs)
 
-    @override
     def adopt_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Those of a checkpoint of the trained drafter alone; another one that was loaded keeps its own."""
         shapes = {name: weight.shape for name, weight in weights.items()}
@@ -139,17 +141,17 @@ class TwoDrafters(Drafter, Generic[Second]):
     def param_groups(self) -> list[ParamGroup]:
         return self.trained.param_groups()
 
-    @override
     def shardable_modules(self) -> Iterable[nn.Module]:
-        return self.trained.shardable_modules()
+        """See `optional.Shardable`."""
+        return optional.shardable_modules(self.trained)
 
-    @override
     def checkpoint_gradients(self) -> None:
-        self.trained.checkpoint_gradients()
+        """See `optional.Recomputes`."""
+        optional.checkpoint_gradients(self.trained)
 
-    @override
     def as_target(self, target: Target) -> Target:
-        return self.trained.as_target(target)
+        """See `optional.WritesText`."""
+        return optional.as_target(self.trained, target)
 
     @property
     @override
@@ -198,9 +200,9 @@ class TwoDrafters(Drafter, Generic[Second]):
         except UserError as error:
             raise UserError(str(error).replace("drafter.", f"drafter.{name}.")) from None
 
-    @override
     def remark(self, plan: Plan) -> str:
-        said = [self.first.remark(plan)]
+        """See `optional.Remarks`."""
+        said = [optional.remark(self.first, plan)]
         if plan.depth and not self.combines(plan):
             second = short_name(self.second)
             said.append(f"drafter.second={second}: adds nothing to {plan.name}, which {self.needs}")
@@ -210,10 +212,9 @@ class TwoDrafters(Drafter, Generic[Second]):
     def verifier(self, target: Target) -> Target:
         return self.first.verifier(target)
 
-    @override
     def kv_bytes_per_token(self, state: Any) -> int:
         """The first's; `state` is an object whose `first` is that drafter's state."""
-        return self.first.kv_bytes_per_token(state.first)
+        return optional.kv_bytes_per_token(self.first, state.first)
 
 
 def built(part: Mapping[str, Any] | Drafter) -> Drafter:

@@ -202,8 +202,8 @@ class BlockDrafter(TokenBiasDrafter):
 
     # -- training ----------------------------------------------------------------------------
 
-    @override
     def checkpoint_gradients(self) -> None:
+        """See `optional.Recomputes`."""
         self.checkpointing = True
 
     @override
@@ -380,8 +380,8 @@ class BlockDrafter(TokenBiasDrafter):
         state.newest = feature[torch.arange(len(end), device=device), end]
         state.root = root
 
-    @override
     def kv_bytes_per_token(self, state: BlockState) -> int:
+        """See `optional.KeepsKeys`."""
         return state.store.bytes_per_token
 
     @override

@@ -103,8 +103,8 @@ class HFModelDrafter(Drafter):
         return any(DOWN in name for name, _ in self.named_parameters())
 
     @property
-    @override
     def unsaved_names(self) -> frozenset[str]:
+        """See `optional.SavesApart`."""
         if not (self.settings["base"] and self.adapted):
             return frozenset()
         return frozenset(n for n in self.state_dict() if n.startswith(STEM) and not n.endswith((DOWN, UP)))
@@ -114,16 +114,16 @@ class HFModelDrafter(Drafter):
     def trains(self) -> bool:
         return any(weight.requires_grad for weight in self.parameters())
 
-    @override
     def shardable_modules(self) -> Iterable[nn.Module]:
+        """See `optional.Shardable`."""
         return decoder_layers(self.model)
 
-    @override
     def checkpoint_gradients(self) -> None:
+        """See `optional.Recomputes`."""
         checkpoint_layers(CausalLM(self.model))
 
-    @override
     def save_separately(self, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+        """See `optional.SavesApart`."""
         if not self.unsaved_names:
             return tensors
         pairs, rest = split_adapters(tensors)
@@ -147,7 +147,6 @@ class HFModelDrafter(Drafter):
     def _model_state(self) -> dict[str, Tensor]:
         return {name: value for name, value in self.state_dict().items() if name.startswith(STEM)}
 
-    @override
     def convert_weights(self, weights: dict[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
         """Continue adapters on the same base model, or merge them if all weights train."""
         lora, base, settings_here = settings.get("lora"), settings.get("base"), self.settings

@@ -139,8 +139,8 @@ class RecurrentDrafter(Drafter):
 
     # -- training ----------------------------------------------------------------------------
 
-    @override
     def checkpoint_gradients(self) -> None:
+        """See `optional.Recomputes`."""
         self.checkpointing = True
 
     @override
@@ -215,8 +215,8 @@ class RecurrentDrafter(Drafter):
         state.store.keep(counts)
         state.newest = x.gather(1, end[..., None].expand(-1, -1, x.shape[-1]))
 
-    @override
     def kv_bytes_per_token(self, state: RecurrentState) -> int:
+        """See `optional.KeepsKeys`."""
         return state.store.bytes_per_token
 
     def input_maker(self, target: Target) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:

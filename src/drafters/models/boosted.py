@@ -21,6 +21,7 @@ from decode.model.target import Tap, Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
+from drafters import optional
 from drafters.base import Batch, Drafter, DraftStep
 from drafters.drafting.merge import mix_trees
 from drafters.drafting.two_drafters import PARTS, TwoDrafters, built, check_rounds
@@ -211,8 +212,8 @@ class Boosted(TwoDrafters[Drafter]):
 
     @override
     def kv_bytes_per_token(self, state: BoostedState) -> int:
-        first, second = (getattr(self, name).kv_bytes_per_token(getattr(state, name)) for name in PARTS)
-        return first + second
+        parts = [(self.first, state.first), (self.second, state.second)]
+        return sum(optional.kv_bytes_per_token(*part) for part in parts)
 
     def _own(self, part: Drafter, taps: Tensor) -> Tensor:
         """(B, T, L, D) taps of both -> those of one."""

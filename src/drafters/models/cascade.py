@@ -24,6 +24,7 @@ from decode.plan import Path, Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from decode.transfer import upload
+from drafters import optional
 from drafters.base import Drafter
 from drafters.drafting.deferred import Deferred
 from drafters.drafting.read_ahead import ReadAhead, ReadNodes, ReadsAhead, guessed
@@ -105,7 +106,7 @@ class Cascade(TwoDrafters[LookupDrafter]):
 
     @override
     def remark(self, plan: Plan) -> str:
-        said = [self.first.remark(plan)]
+        said = [optional.remark(self.first, plan)]
         if plan.has_siblings and not self.trees:
             said.append(
                 f"drafter.second={short_name(self.second)}: adds nothing to {plan.name}, which is no single "

@@ -243,8 +243,8 @@ class Dllm(HFModelDrafter, TextDrafter):
         else:
             super().advance(state, target, tokens, taps, counts, root)
 
-    @override
     def kv_bytes_per_token(self, state: list[IndexedText] | MaskedPrefix) -> int:
+        """See `optional.KeepsKeys`."""
         return state.lm.cache.store.bytes_per_token if isinstance(state, MaskedPrefix) else 0
 
     @override

@@ -270,8 +270,8 @@ class DraftLM(HFModelDrafter):
         bias = None if head.bias is None else head.bias[self.draft_ids]
         return replace(head, weight=head.weight[self.draft_ids], bias=bias, d2t=self.d2t)
 
-    @override
     def as_target(self, target: Target) -> Target:
+        """See `optional.WritesText`."""
         if self.mapping is not None:
             raise UserError(
                 "on_policy: this draft model writes tokens of another vocabulary; set on_policy.share=0"
@@ -378,8 +378,8 @@ class DraftLM(HFModelDrafter):
         last = state.lm.forward(known_tokens(state.lm, own), reach, scratch, offsets=offsets)
         return Reading(last, self._logits(state.lm, last, target))
 
-    @override
     def kv_bytes_per_token(self, state: LMState) -> int:
+        """See `optional.KeepsKeys`."""
         return state.lm.cache.store.bytes_per_token
 
 

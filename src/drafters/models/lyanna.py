@@ -162,8 +162,8 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         """Whether a draft depends on where the round before began."""
         return self.reuse.applies_to(plan)
 
-    @override
     def remark(self, plan: Plan) -> str:
+        """See `optional.Remarks`."""
         mode = self.reuse.mode
         if mode == "none" or not plan.depth or self.reuse.applies_to(plan):
             return ""

@@ -172,8 +172,8 @@ class Medusa2(Medusa):
         for step in self._unroll(features, batch, target):
             yield step._replace(weight=self.heads)
 
-    @override
     def checkpoint_gradients(self) -> None:
+        """See `optional.Recomputes`."""
         self.lora.checkpointing = True
 
     @override

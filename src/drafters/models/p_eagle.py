@@ -48,6 +48,10 @@ class PEagle(Eagle3):
         self.mask_token = nn.Parameter(0.02 * torch.randn(size))
         self.mask_hidden = nn.Parameter(0.02 * torch.randn(size))
 
+    def adopt_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """EAGLE-3's have the same names."""
+        return weights
+
     @property
     @override
     def max_depth(self) -> int:

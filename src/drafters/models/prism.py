@@ -48,7 +48,6 @@ class Prism(Eagle):
         drafter.load_state_dict(drafter.adopt_weights(drafter.state_dict()))
         return drafter
 
-    @override
     def adopt_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy EAGLE's weights into every module."""
         copies = {

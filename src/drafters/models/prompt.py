@@ -158,8 +158,8 @@ class Prompt(TokenBiasDrafter):
             states = ahead[is_supervised.to(device), depth - 1]
             yield DraftStep(teaching.with_bias_input(states, anchor, depth), anchor, depth, head, {}, weight)
 
-    @override
     def checkpoint_gradients(self) -> None:
+        """See `optional.Recomputes`."""
         self.checkpointing = True
 
     # -- decoding ----------------------------------------------------------------------------

@@ -178,7 +178,6 @@ class Sparse(SelfDrafter):
 
         return read
 
-    @override
     def kv_bytes_per_token(self, state: SparseState) -> int:
         """Of the copies that a round drafts from, per settled token."""
         assert state.lengths is not None

@@ -31,6 +31,7 @@ from decode.model.load import load_target
 from decode.model.target import LAST
 from decode.plan import Plan
 from decode.sampling import Sampler
+from drafters import optional
 from drafters.export import formats as table
 from drafters.models.boosted import Boosted
 from drafters.models.lm import DraftLM
@@ -238,8 +239,8 @@ def test_another_plan_is_the_firsts_own_and_says_so(tiny_target, make_drafter, n
     assert run.outputs[0].tokens == alone.outputs[0].tokens
     assert run.outputs[0].emitted == alone.outputs[0].emitted
     drafter.check(plan)
-    assert "drafter.second=eagle: adds nothing to" in drafter.remark(plan)
-    assert not drafter.remark(TREE)
+    assert "drafter.second=eagle: adds nothing to" in optional.remark(drafter, plan)
+    assert not optional.remark(drafter, TREE)
 
 
 def test_a_second_with_fewer_levels_drafts_those(tiny_target, make_drafter):

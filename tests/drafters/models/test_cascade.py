@@ -21,6 +21,7 @@ from decode.generation.generate import generate
 from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
+from drafters import optional
 from drafters.checkpoint import io as hub
 from drafters.drafting.read_ahead import ReadNodes
 from drafters.export import formats as table
@@ -484,10 +485,10 @@ def test_what_a_tree_leaves_out_is_said(target, make_drafter):
         drafter = cascade(make_drafter, target, trees=trees, **options)
         for plan in (Plan(3, 2, 5), Plan(2, proposal="sampled", drafts=2)):
             drafter.check(plan)
-            remark = drafter.remark(plan)
+            remark = optional.remark(drafter, plan)
             assert (f"drafter.second=ngram: adds nothing to {plan.name}" in remark) != trees
             assert (f"drafter.first_depth=2: changes nothing in {plan.name}" in remark) == bool(options)
-        assert not drafter.remark(Plan(3)) + drafter.remark(Plan(3, proposal="sampled"))
+        assert not optional.remark(drafter, Plan(3)) + optional.remark(drafter, Plan(3, proposal="sampled"))
 
 
 def test_a_saved_one_comes_back_and_an_engine_is_given_the_first(target, make_drafter, tmp_path):

@@ -57,6 +57,7 @@ from decode.sampling import Sampler
 from distill.losses import divergences
 from distill.losses.objective import Objective
 from distill.losses.weights import DPace, Streak, constant
+from drafters import optional
 from drafters.base import DraftStep
 from drafters.checkpoint import io as hub
 
@@ -233,7 +234,9 @@ def test_keys_and_values_are_kept_of_the_text_alone(target, tmp_path):
         follower.advance(counts)
         follower.propose(SAMPLED)
         assert list(follower.state.lm.lengths) == [n + 1 for n in follower.settled]
-    assert drafter.kv_bytes_per_token(follower.state) == 2 * 2 * 16 * 4  # layers, keys and values, D, fp32
+    assert (
+        optional.kv_bytes_per_token(drafter, follower.state) == 2 * 2 * 16 * 4
+    )  # layers, keys and values, D, fp32
 
 
 @pytest.mark.parametrize("shift", [0, 1])

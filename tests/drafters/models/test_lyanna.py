@@ -21,6 +21,7 @@ from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
+from drafters import optional
 from drafters.families.state_reuse import Reuse
 from drafters.families.token_bias import ParallelLogits
 
@@ -490,9 +491,11 @@ def test_it_comes_back_from_its_folder_with_its_hot_tokens_and_its_mode(tiny_tar
 def test_a_plan_without_reuse_is_remarked_on(tiny_target, make_drafter, mode):
     _, drafter = lyanna(tiny_target, make_drafter, mode)
     for plan in (TREE, HYBRID, Plan()):
-        assert not drafter.remark(plan)
+        assert not optional.remark(drafter, plan)
     for plan in (SAMPLED, Plan(K), Plan(tree=SMALL, proposal="sampled")):
-        assert ("it needs fixed nodes in a dynamic tree" in drafter.remark(plan)) == (mode == "tree_merge")
-        assert (drafter.remark(plan) != "") == (mode == "tree_merge")
+        assert ("it needs fixed nodes in a dynamic tree" in optional.remark(drafter, plan)) == (
+            mode == "tree_merge"
+        )
+        assert (optional.remark(drafter, plan) != "") == (mode == "tree_merge")
     drafter.reuse = Reuse(**REUSE | {"mode": mode, "drawn": False})
-    assert ("drafter.reuse.drawn=true" in drafter.remark(HYBRID)) == (mode == "tree_merge")
+    assert ("drafter.reuse.drawn=true" in optional.remark(drafter, HYBRID)) == (mode == "tree_merge")

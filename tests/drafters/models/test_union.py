@@ -29,6 +29,7 @@ from decode.generation.generate import generate
 from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
+from drafters import optional
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 from drafters.export import formats as table
@@ -137,8 +138,8 @@ def test_another_plan_is_the_firsts_own_and_says_so(tiny_target, make_drafter, p
     assert draft.outputs[0].emitted == alone.outputs[0].emitted
     assert draft.outputs[0].tokens == alone.outputs[0].tokens
     union.check(plan)
-    assert "drafter.second=ngram: adds nothing to" in union.remark(plan)
-    assert not union.remark(TREE) + union.remark(CHAIN)
+    assert "drafter.second=ngram: adds nothing to" in optional.remark(union, plan)
+    assert not optional.remark(union, TREE) + optional.remark(union, CHAIN)
 
 
 def test_the_target_as_its_own_drafter_is_accepted_whole(tmp_path):

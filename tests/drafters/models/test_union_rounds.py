@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from functools import partial
 
@@ -16,7 +15,6 @@ from decode.generation.generate import generate
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from drafters.checkpoint import io as hub
 from drafters.drafting.deferred import Deferred
 from drafters.models import union as union_module
 from drafters.models.ngram import Ngram

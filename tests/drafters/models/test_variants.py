@@ -12,6 +12,7 @@ from benchmarks.lyanna_ablation import head_products
 from decode.errors import UserError
 from decode.plan import Plan
 from decode.sampling import Sampler
+from drafters import optional
 from drafters.base import Batch
 from drafters.checkpoint import io as hub
 from drafters.layers import unroll_attention as unrolled
@@ -271,7 +272,7 @@ def test_more_modules_cost_weights_and_nothing_else(tiny_target, make_drafter):
     held = []
     for drafter in (eagle, prism):
         follower = Follower(drafter, target, random_texts(), (5, 3))
-        held.append(drafter.kv_bytes_per_token(follower.state))
+        held.append(optional.kv_bytes_per_token(drafter, follower.state))
     assert held[0] == held[1] > 0
 
 
