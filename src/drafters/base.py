@@ -15,16 +15,14 @@ from typing_extensions import override
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.generation.types import Traits
-from decode.kernels.int8_linear import round_rows
-from decode.kernels.packed_linear import Linear
-from decode.model.head import Head, HeadRows
+from decode.model.head import Head
 from decode.model.target import Tap, Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.row_state import append_rows, select_rows
 from decode.sampling import Sampler
 from decode.transfer import RowInts
-from drafters.vocabulary import FEWEST, TokenCounts
+from drafters.vocabulary import DraftVocabulary, TokenCounts
 
 
 class Batch(NamedTuple):
@@ -138,27 +136,21 @@ class Origin(NamedTuple):
     exports: tuple[str, ...] = ()
 
 
-class Drafter(nn.Module, ABC):
+class Drafter(DraftVocabulary, ABC):
     """Base class. A new drafter is a file in drafters/models, a yaml in conf/drafter, a registry line.
 
     Constructors take plain values, which are kept in `settings` and written to config.json;
     `for_target` fills in sizes that follow from the target.
 
     Args:
-        draft_vocab_size: V', number of tokens that it may propose (FR-Spec, arXiv:2502.14856); None: all.
-            It is trained over these and the other tokens that the target writes, and in evaluation mode its
-            distributions are those of these tokens.
+        draft_vocab_size: see `DraftVocabulary`.
 
     Attributes:
-        d2t: (V',) ids of a reduced draft vocabulary, ascending; -1 until `fit` has chosen them.
-        scored: (V_t,) ids of the tokens that training scores, ascending; None: all.
         taps: hidden states that the drafter reads: layer ids (inputs of decoder layers) or "last".
         aux_weights: weight of each auxiliary loss; see `aux_weights_at` for schedules.
         traits: what it can do, see `Traits`; a constructor may replace the class's own.
         confidence: head that predicts from a state whether its token will be accepted; None: no head.
         origin: set when the drafter is saved or loaded.
-        int8: whether its weights are rounded to int8.
-        sizes_vocabulary: `fit` chooses the size of the draft vocabulary, too, in place of `draft_vocab_size`.
     """
 
     taps: tuple[Tap, ...] = ()
@@ -166,20 +158,11 @@ class Drafter(nn.Module, ABC):
     traits = Traits()
     confidence: Confidence | None
     origin: Origin | None = None
-    int8 = False
-    sizes_vocabulary = False
     settings: dict[str, Any]
-    d2t: Tensor | None
-    scored: Tensor | None
 
     def __init__(self, draft_vocab_size: int | None = None) -> None:
-        super().__init__()
+        super().__init__(draft_vocab_size)
         self.register_module("confidence", None)
-        if draft_vocab_size is not None and draft_vocab_size < 1:
-            raise UserError(f"drafter.draft_vocab_size={draft_vocab_size}: give at least 1")
-        self.register_buffer("d2t", None if draft_vocab_size is None else torch.full((draft_vocab_size,), -1))
-        self.register_buffer("scored", None, persistent=False)
-        self._head_rows = HeadRows()
 
     @classmethod
     @abstractmethod
@@ -232,32 +215,6 @@ class Drafter(nn.Module, ABC):
 
     # -- counting, before training -------------------------------------------------------------
 
-    def output_head(self, head: Head) -> Head:
-        """A head over the draft vocabulary alone, rounded if the drafter is; in training over `scored`.
-
-        A head that trains keeps its rows.
-        """
-        if not self.training:
-            return self._head_rows.of(head, self.d2t, self.int8)
-        return head if head.weight.requires_grad else self._head_rows.of(head, self.scored)
-
-    def round_to_int8(self) -> None:
-        """Round the weights of all products to int8, and in decoding also the output head.
-
-        Training and decoding face stay one model. For a loaded drafter: its checkpoint stays as it is.
-
-        Raises:
-            UserError: it has no such weights.
-        """
-        layers = [module for module in self.modules() if isinstance(module, Linear)]
-        if not layers:
-            raise UserError("score.quantize=int8: this drafter has no layers to round; leave it none")
-        for layer in layers:
-            round_rows(layer.weight)
-        for module in self.modules():
-            if isinstance(module, Drafter):
-                module.int8 = True
-
     def fit(self, texts: Iterable[Text], target: Target, progress: Progress | None = None) -> str:
         """Fit what takes no gradient (counts, vocabularies) before the first training step.
 
@@ -274,37 +231,6 @@ class Drafter(nn.Module, ABC):
         """
         del progress
         return self.choose_tokens(TokenCounts.of(texts, target), target)
-
-    @torch.no_grad()
-    def choose_tokens(self, counts: TokenCounts, target: Target) -> str:
-        """Choose the draft vocabulary, and what else follows from the counts alone; see `fit`."""
-        del target
-        assert self.d2t is not None
-        new = ""
-        if self.sizes_vocabulary:
-            size, coverage = counts.enough(self.fewest_tokens)
-            self.resize_vocabulary(size)
-            new = f", and about {coverage:.2%} of new ones"
-        self.d2t.copy_(counts.most_frequent(len(self.d2t)))
-        self.choose_scored(counts)
-        return f"{len(self.d2t)} {counts.share(self.d2t.cpu())}{new}"
-
-    def choose_scored(self, counts: TokenCounts) -> None:
-        """Choose the tokens that training scores: what the answers call for, and the draft vocabulary."""
-        assert self.d2t is not None
-        scored = counts.scored(len(self.d2t))
-        self.scored = None if scored is None else torch.cat([scored.to(self.d2t), self.d2t]).unique()
-
-    @property
-    def fewest_tokens(self) -> int:
-        """Minimum size of a draft vocabulary that `fit` chooses."""
-        return FEWEST
-
-    def resize_vocabulary(self, size: int) -> None:
-        """Give the draft vocabulary another size, before its tokens are chosen or loaded."""
-        assert self.d2t is not None
-        self.d2t = self.d2t.new_full((size,), -1)
-        self.settings["draft_vocab_size"] = size
 
     @property
     def needs_fit(self) -> bool:

@@ -69,7 +69,7 @@ KILLS = {
 
 def test_a_resumed_run_chooses_a_draft_vocabulary_of_the_same_size(bench, tmp_path, monkeypatch):
     """`fit` runs again, before the trainer's state is read."""
-    for name, value in {"vocabulary.LARGE": 16, "vocabulary.STEP": 1, "base.FEWEST": 1}.items():
+    for name, value in {"vocabulary.LARGE": 16, "vocabulary.STEP": 1, "vocabulary.FEWEST": 1}.items():
         monkeypatch.setattr(f"drafters.{name}", value)
     options = {"drafter__draft_vocab_size": "auto", "score__every": 2}
     said = bench.run(tmp_path / "straight", **options)

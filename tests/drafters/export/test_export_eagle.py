@@ -223,7 +223,7 @@ def test_tokens_that_are_not_drafted_here_are_by_an_engine(tiny_target, make_dra
 def test_a_vocabulary_whose_size_was_chosen_is_written_as_any_other(
     tiny_target, make_drafter, name, to, monkeypatch
 ):
-    monkeypatch.setattr("drafters.base.FEWEST", 1)
+    monkeypatch.setattr("drafters.vocabulary.FEWEST", 1)
     monkeypatch.setattr("drafters.vocabulary.STEP", 1)
     monkeypatch.setattr("drafters.vocabulary.SPARED", 0.3)
     target = tiny_target(vocab=V, layers=8, hidden=16, dtype=torch.float32)
