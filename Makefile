@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install style check test docs-test proofs long-proofs engines newest gpu docs clean
+.PHONY: help install style check test zoo lab docs-test proofs long-proofs engines newest gpu docs clean
 
 help:  ## List these targets
 	@grep -E '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | awk -F':.*?## ' '{printf "  %-11s %s\n", $$1, $$2}'
@@ -20,6 +20,12 @@ check:  ## Lint, format, types, import contracts (part of CI)
 
 test:  ## Run the tests (part of CI)
 	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile
+
+zoo:  ## Run the tests of drafters/zoo and decode/lossy (part of CI where they or what they import changed)
+	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile -m "zoo and not proof"
+
+lab:  ## Run the tests of scripts/lab (part of CI where its files changed)
+	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile -m "lab and not proof and not docs"
 
 docs-test:  ## Run every documented command at a tiny size; open the site and reports in a browser (8 minutes)
 	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile -m docs

@@ -26,6 +26,7 @@ OUTSIDE = {
     "data/pocket/README.md": "pocket.md",
     "data/pocket-draft/README.md": "pocket_draft.md",
 }
+RESULTS = "scripts/lab/results"  # in the repository; its pages and plots are at results/
 DRAFTERS = "drafters/*.md"  # in the menu: all of them
 OPTION = re.compile(r"^(\w+): *([^#\n]*?) *(?:# *(.*))?$", re.M)  # a top-level line of a drafter's yaml
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
@@ -81,7 +82,12 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     for name in drafters(Path(root)):
         if files.get_file_from_path(uri := f"drafters/{name}.md") is None:
             files.append(File.generated(config, uri, content=drafter_page(Path(root), name)))
-    for source, uri in OUTSIDE.items():
+    results = {
+        (source := path.relative_to(root).as_posix()): among_pages(source)
+        for path in sorted(Path(root, RESULTS).rglob("*"))
+        if path.suffix in (".md", ".svg")
+    }
+    for source, uri in (OUTSIDE | results).items():
         path = posixpath.join(root, source)
         listed = "/" not in source
         level = InclusionLevel.INCLUDED if listed else InclusionLevel.NOT_IN_NAV
@@ -89,14 +95,22 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     return files
 
 
+def among_pages(path: str) -> str:
+    """Path among the pages of a path in the repository."""
+    if path.startswith(f"{RESULTS}/"):
+        return path.removeprefix("scripts/lab/")
+    return OUTSIDE.get(path, path.removeprefix("docs/"))
+
+
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     """Turn the links of a document into those of its page."""
     there = {uri: source for source, uri in OUTSIDE.items()}
-    source = there.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    here = page.file.src_uri
+    outside = f"scripts/lab/{here}" if here.startswith("results/") else f"docs/{here}"
+    source = there.get(here, outside)
 
     def become(link: re.Match[str]) -> str:
         wanted = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[1]))
-        uri = OUTSIDE.get(wanted, wanted.removeprefix("docs/"))
-        return posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".")
+        return posixpath.relpath(among_pages(wanted), posixpath.dirname(here) or ".")
 
     return LINK.sub(become, markdown)

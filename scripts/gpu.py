@@ -31,7 +31,7 @@ class Step(NamedTuple):
 def steps(accelerator: str, overrides: list[str]) -> list[Step]:
     """Everything, in order: later commands read the checkpoint of the training run."""
     device, out = f"trainer.accelerator={accelerator}", "outputs/gpu"
-    benchmark = [sys.executable, "scripts/benchmark.py"]
+    benchmark = [sys.executable, "scripts/lab/benchmark.py"]
     short = ["experiment=quick"] if accelerator == "cpu" else []
     checkpoint = [f"checkpoint={BEST}", device, *overrides]
     tests = [Step("tests marked gpu", [sys.executable, "-m", "pytest", "-q", "-m", "gpu"])]

@@ -1,4 +1,6 @@
-"""Run the tests marked `proof`; a run without a failure, at a commit, writes its part of docs/proofs.md.
+"""Run the proofs, and the tests of the zoo and the laboratory.
+
+A run without a failure, at a commit, writes its part of docs/proofs.md.
 
 Everything that pytest prints is in outputs/proofs.log. A run of given files writes no page.
 """
@@ -48,7 +50,8 @@ def main(files: list[str], long: bool) -> int:
 
 def run_tests(files: list[str], long: bool) -> int:
     """Run the proofs; keeps pytest's output and its report in outputs/."""
-    chosen = "proof" if files else "proof and long" if long else "proof and not long"
+    chosen = "proof and long" if long else "(proof or zoo or lab) and not long"
+    chosen = "proof or zoo or lab" if files else chosen
     command = [sys.executable, "-m", "pytest", "-m", chosen, "-v", "--durations=0", "-p", "no:cacheprovider"]
     command += ["-n", "2", "--dist", "worksteal" if long else "loadfile", f"--junitxml={REPORT}", *files]
     LOG.parent.mkdir(exist_ok=True)

@@ -13,7 +13,7 @@ import huggingface_hub
 import hypothesis
 import pytest
 import torch
-from ci_cases import mark_proofs
+from ci_cases import mark_proofs, mark_tiers
 from faces import both, random_rollouts
 from fake_hub import FakeHub
 from hydra import compose, initialize_config_dir
@@ -58,7 +58,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """CI runs a covering part of the cases; the rest are proofs."""
+    """CI runs the core, and a covering part of its cases; the rest are proofs."""
+    mark_tiers(items)
     mark_proofs(items)
 
 
@@ -101,7 +102,7 @@ def _remembering(load: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     known: dict[tuple, Any] = {}
 
     def remembered(source: Any, config_path: str) -> Any:
-        file = Path(source.path, source._normalize_file_name(config_path))
+        file = Path(source.path, source._normalize_file_name(config_path).lstrip("/"))
         key = source.provider, file, file.stat().st_mtime_ns if file.is_file() else 0
         if key not in known:
             known[key] = load(source, config_path)

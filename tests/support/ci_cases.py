@@ -1,7 +1,8 @@
-"""Which cases of a parametrized test run in CI: markers `covering` and `ci`; the rest become `proof`.
+"""Which tests run in CI: those of the core, of parametrized ones the cases of `covering` and `ci`.
 
-Both are read while pytest collects, before `-m` selects. Cases that are named on pytest's command line
-are looked at alone, so a single case always runs.
+Tests of the zoo and of the laboratory get the marker of their tier, the cases that are left out get `proof`.
+This is done while pytest collects, before `-m` selects. Of cases that are named on pytest's command line only
+those named are considered, so a single case always runs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,21 @@ from itertools import combinations
 
 import pytest
 
+from drafters.registry import ZOO
+
+ZOO_TESTS = ("tests/drafters/zoo", "tests/decode/lossy")
+
+
+def mark_tiers(items: Iterable[pytest.Item]) -> None:
+    """Mark what tests a drafter of the zoo, or the laboratory."""
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        folder = item.path.parent.relative_to(item.config.rootpath).as_posix()
+        if folder in ZOO_TESTS or params.get("drafter_name") in ZOO:
+            item.add_marker(pytest.mark.zoo)
+        if folder == "tests/lab":
+            item.add_marker(pytest.mark.lab)
+
 
 def mark_proofs(items: Iterable[pytest.Item]) -> None:
     """Mark as `proof` the cases that `covering` and `ci` leave out of CI."""
@@ -21,7 +37,9 @@ def mark_proofs(items: Iterable[pytest.Item]) -> None:
             cases[item.nodeid.partition("[")[0]].append(item)
     for group in cases.values():
         if marker := group[0].get_closest_marker("covering"):
-            chosen = cover(group, marker.args, **marker.kwargs)
+            zoo = [item for item in group if item.get_closest_marker("zoo")]
+            tiers = [item for item in group if item not in zoo], zoo
+            chosen = [item for tier in tiers for item in cover(tier, marker.args, **marker.kwargs)]
         elif marker := group[0].get_closest_marker("ci"):
             chosen = [item for item in group if item.callspec.id in marker.args]
             if len(group) > 1 and len(chosen) < len(marker.args):

@@ -229,7 +229,7 @@ class Places:
             (r"<its environment>", lambda: "spec"),
             (r"/ckpt/step_\*", lambda: str(self.target)),
             (r"\$depth", lambda: "2"),
-            (r"=(?=docs/results/\S+\.json)", lambda: f"={ROOT}/"),
+            (r"=(?=scripts/lab/results/\S+\.json)", lambda: f"={ROOT}/"),
             (r" \.\.\.(?= --)", lambda: ""),  # more of the same kind
             (r"row=gsm8k-17", lambda: "row=p1"),
             (r"http://host:8000", lambda: self.server or "http://127.0.0.1:8000"),
@@ -278,7 +278,7 @@ def program(text: str) -> list[str]:
     for place, word in enumerate(words):
         before = words[place - 1] if place else "-m"
         installed = word == "foredraft" and (before == "-m" or "=" in before)  # or behind a variable
-        if installed or word == "train.py" or re.fullmatch(r"scripts/\w+\.py", word):
+        if installed or word == "train.py" or re.fullmatch(r"scripts/(lab/)?\w+\.py", word):
             return words[place:]
     return []
 
@@ -290,9 +290,9 @@ def configuration(argv: list[str]) -> tuple[str, list[str]]:
         return COMMANDS[given[0]].config, given[1:]
     if script == "train.py":
         return "config", given
-    if script == "scripts/benchmark.py":
-        return f"benchmark_{given[0]}", given[1:]
-    named = re.search(r'main\(.*"(\w+)"\)', (ROOT / script).read_text())
+    if script == "scripts/lab/benchmark.py":
+        return f"lab/{given[0]}", given[1:]
+    named = re.search(r'main\(.*"([\w/]+)"\)', (ROOT / script).read_text())
     return (named[1] if named else ""), given
 
 
@@ -326,7 +326,7 @@ def sized(text: str, places: Places) -> list[str]:
         more += ["decode.repeats=1", "decode.prompts=1"]
     if said.get("drafter") == "auto":
         more += ["drafter.minutes=0.8", "drafter.families=[eagle,bigram]", *AUTO]
-    if name == "benchmark_auto":  # whose runs are told the same
+    if name == "lab/auto":  # whose runs are told the same
         tiny = [f"{k}={v}" for k, v in SIZES.items() if has("config", k)]
         more += ["minutes=0.8", "families=[eagle,bigram]", f"overrides={json.dumps([*tiny, *AUTO])}"]
     if said.get("drafter") in COMPARED:
@@ -347,7 +347,7 @@ def sized(text: str, places: Places) -> list[str]:
 def _given_models(name: str, said: dict[str, str]) -> list[str]:
     """Which drafters of a command are models as they are, whose vocabulary is to be the tiny target's."""
     places = [place for place in ("drafter", "drafter.first") if said.get(place) in ("hf_dllm", "lm_given")]
-    return ["drafter"] if name == "benchmark_decode" else places
+    return ["drafter"] if name == "lab/decode" else places
 
 
 def _tiny_run(places: Places) -> list[str]:

@@ -18,7 +18,7 @@ from drafters.base import Batch, Text
 from drafters.drafting.two_drafters import TwoDrafters
 from drafters.families.block import BlockDrafter
 from drafters.families.lookup import FixedNodesDrafter
-from drafters.models.recycle import RECENT, Recycle
+from drafters.zoo.recycle import RECENT, Recycle
 
 K = 3
 V = 40

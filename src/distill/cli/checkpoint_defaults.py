@@ -99,9 +99,9 @@ def _settings(config_dir: Path, name: str) -> tuple[dict[str, Any], set[str]]:
     groups = set[str]()
     for entry in settings["defaults"]:
         if isinstance(entry, dict):
-            groups |= entry.keys()
+            groups |= {group.lstrip("/") for group in entry}
         elif entry != "_self_":
-            more, others = _settings(config_dir, entry)
+            more, others = _settings(config_dir, entry.lstrip("/"))
             settings, groups = more | settings, groups | others
     return settings, groups
 

@@ -28,7 +28,7 @@ from distill.utils.phase_log import FILE, Phase, read_phases
 from distill.utils.run_folder import checkpoints
 
 GIB = 2**30
-# Read, check and count one prompt: 0.83 ms of CPU and what planning adds (scripts/benchmark.py scale)
+# Read, check and count one prompt: 0.83 ms of CPU and what planning adds (scripts/lab/benchmark.py scale)
 PROMPT_SECONDS = 1.0e-3
 PROMPT_BYTES = 700  # that a process holds for one
 ARROW_BYTES = 5  # of a row's token in the memory-mapped copy: an id and its mask

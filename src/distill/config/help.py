@@ -10,8 +10,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 WIDTH = 100
-GROUP = re.compile(r"  - (\w+): (\S+)\s*(?:# (.*))?$")
-BASE = re.compile(r"^  - (\w+)$", re.MULTILINE)
+GLOBAL = "# @package _global_\n"  # of a yaml in a folder whose settings are at the top
+GROUP = re.compile(r"  - /?(\w+): (\S+)\s*(?:# (.*))?$")
+BASE = re.compile(r"^  - /?([\w/]+)$", re.MULTILINE)
 INNER = re.compile(r"  - /\w+@(\w+): (\S+)\s*(?:# (.*))?$", re.MULTILINE)  # a choice inside a choice
 OPTION = re.compile(r"(\w+):\s*([^#]*?)\s*(?:# (.*))?$")
 SETTING = re.compile(r"( *)(\w+):\s*([^#]*?)\s*(?:# (.*))?$")
@@ -47,7 +48,8 @@ def help_text(config_dir: Path, config_name: str, given: Mapping[str, str]) -> s
     """
     text = (config_dir / f"{config_name}.yaml").read_text()
     about = {name: comment for name, _, comment in _groups((config_dir / "config.yaml").read_text())}
-    lines = [line.removeprefix("# ") for line in text.split("defaults:")[0].splitlines()]
+    comments = text.removeprefix(GLOBAL).split("defaults:")[0]
+    lines = [line.removeprefix("# ") for line in comments.splitlines()]
     lines = ["usage: " + lines[0], *lines[1:]]
     groups = [*_groups(text), *(group for base in _bases(config_dir, text) for group in _groups(base))]
     if groups:
@@ -80,7 +82,7 @@ def _settings(group: Path, choice: str) -> list[tuple[str, str, str]]:
     """Dotted name, value and comment of each setting of a choice, and of those that it is based on."""
     text = (group / f"{choice}.yaml").read_text()
     settings = {s[0]: s for base in BASE.findall(text) if base != "_self_" for s in _settings(group, base)}
-    place = [] if text.startswith("# @package _global_") else [group.name]
+    place = [] if text.startswith(GLOBAL) else [group.name]
     for key, value, about in INNER.findall(text):
         name = ".".join([*place, key])
         settings[name] = (name, value, about)

@@ -23,7 +23,7 @@ class Saved(NamedTuple):
     """Settings and weights of a drafter.
 
     Attributes:
-        drafter: short name, as in `registry.CLASSES`.
+        drafter: short name, as in `registry.KNOWN`.
         settings: arguments of its constructor.
         weights: by the drafter's names.
         confidence: whether it has a confidence head, which engines read of a DSpark alone.

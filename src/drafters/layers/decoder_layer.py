@@ -30,7 +30,7 @@ class LayerShape:
         intermediate_size: width of the SwiGLU MLP.
         eps: of the RMS norms.
         rope_theta: base of the rotary wavelengths.
-        rope: scaling of the rotary positions, see `drafters.layers.rope`; None in older checkpoints.
+        rope: scaling of the rotary positions, see `drafters.layers.rope`; None: no scaling.
         window: W, a query at place t sees the keys at i with t - W < i <= t; None: all up to t.
         sinks: S, it also sees those at i < S (StreamingLLM, arXiv:2309.17453).
 

@@ -54,7 +54,7 @@ class Eagle(RecurrentDrafter):
         depth: int,
         feature_noise: float,
         feature_weight: float,
-        detach: bool = False,  # defaults of older checkpoints
+        detach: bool = False,
         bias: bool = True,
         draft_vocab_size: int | None = None,
         **sizes: Any,

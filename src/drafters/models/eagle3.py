@@ -61,7 +61,7 @@ class Eagle3(RecurrentDrafter):
         norm_before_fc: bool,
         fc_norm: bool,
         norm_output: bool,
-        anchors: int = 0,  # defaults of older and of imported checkpoints
+        anchors: int = 0,  # defaults of imported checkpoints
         depth_weight: float = 1.0,
         rate: float = 1.0,
         **sizes: Any,

@@ -16,7 +16,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -33,7 +32,6 @@ from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from decode.transfer import RowInts, new_tokens, upload
 from drafters.base import Batch, DraftStep, supervised_anchors
-from drafters.drafting.read_ahead import Reading
 from drafters.drafting.tree import expand
 from drafters.families.hf_build import build, cut_target, portable_config
 from drafters.families.hf_model import (
@@ -297,37 +295,20 @@ class DraftLM(HFModelDrafter):
         counts: Sequence[int],
         root: Tensor,
     ) -> None:
-        self.read_settled(state, target, tokens, counts, root, root[:, None][:, :0])
-
-    def read_settled(
-        self,
-        state: LMState,
-        target: Target,
-        tokens: Tensor,
-        counts: Sequence[int],
-        root: Tensor,
-        guesses: Tensor,
-        reach: Tensor | None = None,
-    ) -> Reading:
-        """`advance`, with (B, G) guesses of what it will draft read behind the root, see `ReadsAhead`.
-
-        They take the first scratch slots. With a tokenizer of its own there are none.
-        """
         lm = state.lm
-        if self.mapping is None:
-            text, end = unread_text(lm, tokens, counts, root)
-        else:
-            text, end = self._reencoded(state, new_tokens(tokens, counts, root, first=not lm.lengths[0]))
-        count = guesses.shape[1]
-        at = end.on(root.device)[:, None] + torch.arange(count + 1, device=root.device)  # (B, 1 + G)
-        if count:
-            text = F.pad(text, (0, count)).scatter(1, at[:, 1:], known_tokens(lm, guesses))
-        last = lm.read_text(text) if reach is None else lm.forward(text, _seen(text, at[:, 1:], reach))
+        text, end = self.unread(state, tokens, counts, root)
+        last = lm.read_text(text)
         lm.keep(end.plus(1))
-        last = last.gather(1, at[..., None].expand(-1, -1, last.shape[-1]))  # (B, 1 + G, D')
-        logits = self._logits(lm, last, target)
-        state.last, state.logits = last[:, 0], logits[:, 0]
-        return Reading(last[:, 1:], logits[:, 1:])
+        state.last = last[torch.arange(len(last), device=last.device), end.on(last.device)]
+        state.logits = self.logits(lm, state.last, target)
+
+    def unread(
+        self, state: LMState, tokens: Tensor, counts: Sequence[int], root: Tensor
+    ) -> tuple[Tensor, RowInts]:
+        """(B, M) settled tokens and the root that it has not read, right-padded, and where each row ends."""
+        if self.mapping is None:
+            return unread_text(state.lm, tokens, counts, root)
+        return self._reencoded(state, new_tokens(tokens, counts, root, first=not state.lm.lengths[0]))
 
     def _reencoded(self, state: LMState, grown: Sequence[Sequence[int]]) -> tuple[Tensor, RowInts]:
         """What the model has to read, (B, M) right-padded, and where each row ends there.
@@ -340,7 +321,7 @@ class DraftLM(HFModelDrafter):
         rest = [text.ids[n:] for text, n in zip(state.texts, kept, strict=True)]
         return known_tokens(state.lm, _padded(rest, state.lm.device)), RowInts([len(ids) - 1 for ids in rest])
 
-    def _logits(self, lm: CausalLM, last: Tensor, target: Target) -> Tensor:
+    def logits(self, lm: CausalLM, last: Tensor, target: Target) -> Tensor:
         """(..., D') -> (..., V) logits, or (..., V') of the shared tokens."""
         if self.d2t is None:
             return fit_vocabulary(lm.head(last), target)
@@ -357,39 +338,17 @@ class DraftLM(HFModelDrafter):
         def step(token: Tensor, parent: Tensor) -> Tensor:
             nonlocal last, scratch, reach
             reach = level_visibility(reach, parent, scratch)
-            last, logits = self.read_drafted(state, target, token, scratch, reach)
+            own = token if self.mapping is None else self.t2d[token]
+            last = state.lm.forward(known_tokens(state.lm, own), reach, scratch)
             scratch += token.shape[1]
-            return logits
+            return self.logits(state.lm, last, target)
 
         shared = None if self.d2t is None else Vocabulary(self.d2t, target.vocab_size)
         return expand(state.logits, step, sampler, coin, plan, shared, self.confidence_of(lambda: last))
 
-    def read_drafted(
-        self,
-        state: LMState,
-        target: Target,
-        tokens: Tensor,
-        scratch: int,
-        reach: Tensor | None = None,
-        offsets: Tensor | None = None,
-    ) -> Reading:
-        """Read (B, n) drafted tokens, behind `scratch` slots of others, see `ReadsAhead`."""
-        own = tokens if self.mapping is None else self.t2d[tokens]
-        last = state.lm.forward(known_tokens(state.lm, own), reach, scratch, offsets=offsets)
-        return Reading(last, self._logits(state.lm, last, target))
-
     def kv_bytes_per_token(self, state: LMState) -> int:
         """See `optional.KeepsKeys`."""
         return state.lm.cache.store.bytes_per_token
-
-
-def _seen(text: Tensor, at: Tensor, reach: Tensor) -> Tensor:
-    """(B, n, n) bool: which of (B, n) tokens each sees; those at (B, G) see one another by `reach`."""
-    rows, width = text.shape
-    block = torch.ones(width, width, dtype=torch.bool, device=text.device).tril().repeat(rows, 1, 1)
-    row = torch.arange(rows, device=text.device)[:, None, None]
-    block[row, at[:, :, None], at[:, None]] = reach
-    return block
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device, fill: int = 0, width: int = 0) -> Tensor:

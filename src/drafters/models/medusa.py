@@ -59,7 +59,7 @@ class Medusa(TokenBiasDrafter, FeatureHeadsDrafter):
         depth: int,
         layers: int,
         own_head: bool,
-        token_info: str = "none",  # default of older checkpoints
+        token_info: str = "none",
         info_rank: int = 1,
         hot_tokens: int = 1,
         bias: bool = False,

@@ -13,8 +13,8 @@ from decode.generation.loop import Loop
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from drafters.models.cascade import Cascade
 from drafters.models.union import Union
+from drafters.zoo.cascade import Cascade
 
 VOCAB = 24
 PROMPTS = [[5, 9, 2, 7, 3, 5, 9, 2], [4, 6, 10], [17, 4, 21, 6, 12, 17, 4]]

@@ -33,7 +33,7 @@ PROMPTS = ["prompts=jsonl", "prompts.path='a b.jsonl'"]
     ("name", "given", "found"),
     [
         ("score_checkpoint", [], ["target=/a/target", *PROMPTS]),
-        ("benchmark_context", [], ["target=/a/target", *PROMPTS]),
+        ("lab/context", [], ["target=/a/target", *PROMPTS]),
         ("generate", [], ["target=/a/target"]),
         ("score_checkpoint", ["target=/mine"], PROMPTS),
         ("score_checkpoint", ["target.path=/mine", "prompts.path=/mine"], []),

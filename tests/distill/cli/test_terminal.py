@@ -156,7 +156,7 @@ def test_a_drawn_table_fits_and_says_the_same(width):
 
 def test_help_lists_every_group_with_a_line_and_every_name_in_it():
     text = command(lambda: main(lambda cfg, folder: 0.0, CONF), ["train.py", "--help"]).out
-    for group in [p for p in CONF.iterdir() if p.is_dir()]:
+    for group in [p for p in CONF.iterdir() if p.is_dir() and p.name != "lab"]:
         (line,) = [line for line in text.splitlines() if line.startswith(f"  {group.name}: ")]
         assert re.search(r"\(\w.*\)$", line), line
         assert {p.stem for p in group.glob("*.yaml")} <= set(re.findall(r"\w+", text))

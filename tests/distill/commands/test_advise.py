@@ -1,4 +1,4 @@
-"""foredraft advise and scripts/benchmark.py regret: what they say, and that it holds together."""
+"""foredraft advise and scripts/lab/benchmark.py regret: what they say, and that it holds together."""
 
 import json
 import re
@@ -188,7 +188,7 @@ def test_trees_have_room_for_their_nodes_and_are_no_deeper_than_chains():
 def test_regret_races_the_choice_with_the_two_fastest(bench, tmp_path):
     argv = [*given(bench, tmp_path, f"checkpoint={bench[1]}"), "score.prompts=4", "score.repeats=3"]
     argv += ["batch_sizes=[2]", "adapt=false"]
-    done = command(lambda: main(regrets, CONF, "benchmark_regret"), ["benchmark.py", *argv]).succeeded()
+    done = command(lambda: main(regrets, CONF, "lab/regret"), ["benchmark.py", *argv]).succeeded()
     card = json.loads((tmp_path / "out.json").read_text())
     (row,) = card["rows"]
     swept = {one["decode"]: one["measured"] for one in row["sweep"]}

@@ -27,8 +27,6 @@ COMMANDS = {
     "score_checkpoint": o.ScoreCommandOptions,
     "verify_served": o.VerifyOptions,
 }
-# Their configurations are read by scripts/, beside what is in `benchmarks.common.Inputs`.
-SCRIPTS = ("benchmark_", "check_speculators", "train_target")
 REQUIRED = {
     "export": ["checkpoint=c", "to=vllm"],
     "generate": ["prompt=x"],
@@ -39,7 +37,7 @@ REQUIRED = {
 
 def test_every_command_is_here():
     names = {path.stem for path in CONF.glob("*.yaml")} - {"command"}  # a base of the others
-    assert {name for name in names if not name.startswith(SCRIPTS)} == COMMANDS.keys()
+    assert names == COMMANDS.keys()
 
 
 @pytest.mark.parametrize("name", COMMANDS)

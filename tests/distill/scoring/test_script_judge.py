@@ -121,14 +121,14 @@ def test_any_program_can_judge(tmp_path):
     [("so 5", 1.0), ("1,005.0", 0.0), ("5.0 apples", 1.0), ("none", 0.0), ("5, not 6", 0.0)],
 )
 def test_the_judge_of_numbers_compares_the_last(answer, score):
-    with ScriptJudge(str(ROOT / "scripts/judges/exact_number.py"), "score.judge") as asked:
+    with ScriptJudge(str(ROOT / "scripts/lab/judges/exact_number.py"), "score.judge") as asked:
         assert asked(judge_record(ANSWERED, answer)) == score
 
 
 def test_the_judge_of_numbers_says_so_where_there_is_nothing_to_compare_with():
     record = '{"id": "p", "answer": "1", "reference": null}\n'
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts/judges/exact_number.py"],
+        [sys.executable, ROOT / "scripts/lab/judges/exact_number.py"],
         input=record,
         capture_output=True,
         text=True,

@@ -1,1 +1,0 @@
-"""scripts/benchmark.py drafters: every drafter by its recipe, and one table of all scorecards."""

@@ -1,0 +1,183 @@
+"""Timings beyond a scorecard's, as scripts/lab/benchmark.py asks for them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from benchmarks.common import conditions, encode, load_drafter, load_inputs, machine, span
+from benchmarks.near_ties import Differences
+from benchmarks.vs_transformers import Contender, hugging_face, ours, race
+from decode.errors import UserError
+from decode.model.load import stop_tokens
+from decode.model.target import Target
+from decode.plan import Plan, plan_of
+from decode.sampling import Sampler
+from distill.config.build import build_drafter
+from distill.config.read import read_options
+from distill.config.validate import refused
+from distill.options import DrafterOptions
+from distill.report.tables import grid
+from distill.utils.atomic_files import write_json
+from distill.utils.progress import bar, say
+from drafters.checkpoint.folder import first_line
+from drafters.models.lm import DraftLM
+from drafters.registry import short_name
+
+BUNDLED = "data/pocket-draft"  # the default of drafter.path
+
+
+def decoders(cfg: DictConfig, folder: Path) -> float:
+    """Race our loop against Hugging Face's on the held-out prompts; a table, and `out` as JSON.
+
+    Args:
+        cfg: composed from conf/lab/decode.yaml.
+        folder: unused; nothing is written but `out`.
+
+    Returns:
+        Speed of our chain with the draft model over assisted generation with the same; without a draft model
+        that of our plain decoding over `generate`.
+
+    Raises:
+        UserError: bad input.
+    """
+    del folder
+    options = cfg.score
+    target, chat, _, held = load_inputs(cfg)
+    with refused():
+        draft = _draft_model(cfg.drafter, target)
+        contenders = _contenders(cfg, target, draft)
+    prompts = encode(chat, held[: options.prompts])
+    with conditions(cfg, target) as found:
+        if cfg.compiled:
+            contenders[2:2] = _compiled(cfg, target, prompts)
+        with bar(len(prompts) * options.repeats, "racing", "prompts") as shown:
+            results = race(
+                contenders,
+                prompts,
+                max_new_tokens=options.max_new_tokens,
+                repeats=options.repeats,
+                progress=shown.update,
+            )
+    differences = Differences(target, prompts, results[0].texts)
+    rows = [result.row | _differing(cfg, differences, result.texts) for result in results]
+    card = {
+        "what": "decode",
+        "timed": "whole calls, the pass over the prompt included, batch 1",
+        "rows": rows,
+        "depth": cfg.depth,
+        "ends": cfg.ends,
+        "prompts": len(prompts),
+        "draft_model": cfg.drafter.path if draft else None,
+        **found,
+    }
+    write_json(Path(cfg.out), card)
+    print(_table(card))
+    speed = {row["name"]: row["tokens_per_second"] for row in rows}
+    if draft:
+        return speed["ours-lm-chain"] / speed["hf-assisted"]
+    return speed["ours-plain"] / speed["hf-generate"]
+
+
+def _draft_model(cfg: DictConfig, target: Target) -> DraftLM | None:
+    """The draft model; none where no path was given and the bundled one is of another vocabulary."""
+    try:
+        draft = build_drafter(read_options(DrafterOptions, cfg), target)
+    except UserError as error:
+        if cfg.get("path") != BUNDLED:
+            raise
+        say(f"without assisted generation and our chain with a draft model: {error}")
+        return None
+    if not isinstance(draft, DraftLM) or draft.mapping is not None:
+        raise UserError(
+            "benchmark: Hugging Face can use drafter=lm_given too, of the target's vocabulary; give others "
+            "as checkpoint="
+        )
+    return draft.to(target.device, target.dtype).eval().requires_grad_(False)
+
+
+def _law(cfg: DictConfig, target: Target) -> dict[str, Any]:
+    """What all contenders have to obey."""
+    return {"sampler": Sampler(cfg.temperature), "stop": stop_tokens(target) if cfg.ends else []}
+
+
+def _contenders(cfg: DictConfig, target: Target, draft: DraftLM | None) -> list[Contender]:
+    """Plain decoding first: the others are compared with it."""
+    chain = Plan(depth=cfg.depth, proposal="sampled" if cfg.temperature else "fixed")
+    plans = {str(name): plan_of(shape) for name, shape in cfg.plans.items()}
+    law = _law(cfg, target)
+    contenders = [
+        Contender("ours-plain", ours(target, None, Plan(), **law, seed=cfg.seed)),
+        Contender("hf-generate", hugging_face(target, **law)),
+        Contender("hf-prompt-lookup", hugging_face(target, **law, depth=cfg.depth)),
+    ]
+    if draft:
+        assisted = hugging_face(target, **law, assistant=draft.model, depth=cfg.depth)
+        contenders.insert(2, Contender("hf-assisted", assisted))
+        contenders.append(Contender("ours-lm-chain", ours(target, draft, chain, **law, seed=cfg.seed)))
+    if cfg.checkpoint:
+        trained = load_drafter(cfg.checkpoint, target)
+        for name, plan in plans.items():
+            decode = ours(trained.verifier(target), trained, plan, **law, taps=trained.taps, seed=cfg.seed)
+            contenders.append(Contender(f"ours-{short_name(trained)}-{name}", decode))
+    return contenders
+
+
+def _compiled(cfg: DictConfig, target: Target, prompts: Sequence[Sequence[int]]) -> list[Contender]:
+    """Hugging Face's compiled loop, after a run over all prompts; nothing where it cannot be compiled.
+
+    To be called with as many threads as are timed, for which the compiler writes its code.
+    """
+    room = min(max(map(len, prompts)) + cfg.score.max_new_tokens, target.max_positions or sys.maxsize)
+    decode, begin = hugging_face(target, **_law(cfg, target), static=room), time.perf_counter()
+    try:
+        for prompt in prompts:  # all, since a sliding window that fills up compiles again
+            decode(prompt, cfg.score.max_new_tokens)
+    except RuntimeError as error:  # of the compiler, all of whose errors are such: no g++, say
+        say(f"without the compiled loop: {first_line(error)}")
+        return []
+    seconds = time.perf_counter() - begin
+    say(f"compiled Hugging Face's plain loop and ran it once in {seconds:.0f} s, which are not timed")
+    return [Contender("hf-compiled", decode)]
+
+
+def _differing(cfg: DictConfig, differences: Differences, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    if cfg.temperature:  # everybody draws on their own
+        return {"differ": None, "near_ties": None, "largest_gap": None}
+    return differences(texts)
+
+
+def differing_column(row: dict[str, Any]) -> str:
+    """The column of texts that differ: `3 (2 near ties)`."""
+    if row["differ"] is None:
+        return "-"
+    if not row["differ"] or row["near_ties"] is None:
+        return str(row["differ"])
+    return f"{row['differ']} ({row['near_ties']} near tie{'s' * (row['near_ties'] != 1)})"
+
+
+def _table(card: dict[str, Any]) -> str:
+    lines = [
+        [
+            row["name"],
+            f"{row['tokens_per_second']:.1f}",
+            span(row["spread"], 1),
+            f"{row['ratio']:.2f}x",
+            span(row["ratio_spread"], 2),
+            f"{row['tau']:.2f}",
+            differing_column(row),
+        ]
+        for row in card["rows"]
+    ]
+    head = ["decoder", "tokens/s", "min..max", "ratio", "min..max", "tau", "differ"]
+    return (
+        f"{grid(head, lines)}\n"
+        f"T={card['temperature']:g}, {card['dtype']}, draft of {card['depth']}, {card['prompts']} prompts, "
+        f"up to {card['max_new_tokens']} tokens, {card['repeats']} repeats; {card['timed']}\n"
+        f"{machine(card)}"
+    )

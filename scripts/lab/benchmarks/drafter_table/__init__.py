@@ -1,0 +1,1 @@
+"""scripts/lab/benchmark.py drafters: every drafter by its recipe, and one table of all scorecards."""

@@ -1,0 +1,432 @@
+"""Prompts in the verifying pass: no token sees them, none is kept, and their outputs are the next draft."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from exact import EXACT, check_lossless
+from faces import CHAIN, SAMPLED, TREE, V, assert_faces_agree, batch_of, both, random_texts
+from workbench import final
+
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.generation.generate import generate
+from decode.generation.loop import Loop
+from decode.model.fused_forward import Fused
+from decode.model.load import load_target
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.rng import KeyedCoin
+from decode.sampling import Sampler
+from distill.losses import divergences, weights
+from distill.losses.objective import Objective
+from distill.training.optim import hidden_matrices
+from drafters.models.ngram import Ngram
+from drafters.models.union import Union
+from drafters.zoo.prompted_target import PromptedTarget
+
+PARENTS = torch.tensor([[-1, -1, 0, 2, 1], [-1, 0, 0, 1, 1]])
+TEXTS = [[5, 9, 2, 7, 3], [4, 6]]
+GREEDY = Sampler(0.0)
+
+
+@pytest.fixture(
+    params=[
+        *("prompt", "prompt with ensembles", "tidar"),
+        pytest.param("tidar with ensembles", marks=pytest.mark.proof),
+    ]
+)
+def make(request, make_drafter):
+    """Make, for a target, a drafter whose drafts come out of the pass that verifies."""
+    name, *more = request.param.split()
+    return partial(make_drafter, name, ensemble=3 if more else 1)
+
+
+@pytest.fixture
+def pair(tiny_target, make):
+    target = tiny_target(vocab=V, layers=3, hidden=16)
+    return target, make(target)
+
+
+def drafts():
+    tokens = torch.tensor([[12, 13, 14, 15, 16], [17, 18, 19, 20, 21]])
+    return {"tree": Draft(tokens, PARENTS, depth=3), "chain": Draft.chain(tokens[:, :3])}
+
+
+def read_ahead(target, draft):
+    """What a target makes of a draft behind texts of unlike lengths."""
+    target.start(2, 40)
+    tokens = torch.tensor([TEXTS[0], TEXTS[1] + [0] * 3])
+    target.extend(tokens)
+    target.keep([5, 2])
+    return target.extend(torch.tensor([[22], [23]]), draft)
+
+
+# -- the target's own distributions stay what they are -----------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_what_the_target_says_of_a_draft_is_what_it_says_without_prompts(tiny_target, make, window, shape):
+    """By the fused pass and, where windows slide, by transformers' code."""
+    target = tiny_target(vocab=V, layers=3, hidden=16, window=window)
+    verifier = make(target).verifier(target)
+    draft = drafts()[shape]
+    plain = Target(verifier.model)  # of the same weights
+    got, want = read_ahead(verifier, draft), read_ahead(plain, draft)
+    torch.testing.assert_close(got.last, want.last, rtol=0, atol=EXACT)
+    for one in (verifier, plain):
+        one.keep([3, 2], torch.tensor([[0, 1, 3], [0, 1, 2]]))
+    after = torch.tensor([[7, 8], [9, 10]])
+    torch.testing.assert_close(verifier.extend(after).last, plain.extend(after).last, rtol=0, atol=EXACT)
+
+
+def test_what_it_says_of_texts_is_what_it_says_without_prompts(pair):
+    target, drafter = pair
+    verifier, texts = drafter.verifier(target), random_texts()
+    assert torch.equal(verifier.read(texts).last, Target(verifier.model).read(texts).last)
+
+
+# -- what prompts say ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+def test_prompts_behind_a_draft_say_what_they_say_behind_the_text(tiny_target, make, window, shape):
+    """Behind every node that of the text that leads to it."""
+    target = tiny_target(vocab=V, layers=3, hidden=16, window=window)
+    verifier, draft = make(target).verifier(target), drafts()[shape]
+    got = read_ahead(verifier, draft).taps  # (B, S, K, D)
+    tokens = torch.cat([torch.tensor([[22], [23]]), draft.tokens], 1)
+    for row, text in enumerate(TEXTS):
+        for slot, seen in enumerate(draft.ancestors().expand(2, -1, -1)[row]):
+            path = torch.tensor([text + tokens[row, seen].tolist()])
+            want = verifier.read(path).taps[0, -1]
+            torch.testing.assert_close(got[row, slot], want, rtol=0, atol=EXACT)
+
+
+def test_prompts_behind_a_prefill_are_read_once_and_not_kept(pair):
+    target, drafter = pair
+    verifier = drafter.verifier(target)
+    verifier.start(2, 40)
+    tokens = torch.tensor([TEXTS[0], TEXTS[1] + [0] * 3])
+    assert verifier.extend(tokens).taps.shape[2] == 0
+    verifier.keep([5, 2])
+    ahead = verifier.look_ahead()
+    assert verifier.lengths == [5, 2]
+    for row, text in enumerate(TEXTS):
+        want = verifier.read(torch.tensor([text])).taps[0, -1]
+        torch.testing.assert_close(ahead[row], want, rtol=0, atol=EXACT)
+
+
+def test_long_texts_are_read_with_their_prompts_a_part_at_a_time(pair, monkeypatch):
+    target, drafter = pair
+    verifier, texts = drafter.verifier(target), random_texts()
+    whole = verifier.read(texts).taps
+    monkeypatch.setattr("drafters.zoo.prompted_target.READ_TOGETHER", 7)
+    torch.testing.assert_close(verifier.read(texts).taps, whole, rtol=0, atol=EXACT)
+
+
+# -- several prompts of each depth -------------------------------------------------------------------
+
+
+@pytest.fixture
+def ensemble(tiny_target, make_drafter):
+    target = tiny_target(vocab=V, layers=3, hidden=16)
+    return target, make_drafter("prompt", target, ensemble=3)
+
+
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+def test_an_ensemble_is_the_mean_of_members_that_know_nothing_of_one_another(ensemble, shape):
+    """In what is read behind drafts, behind a prefill and in training."""
+    target, drafter = ensemble
+    verifier, members = drafter.verifier(target), []
+    for number in range(3):
+        members.append(PromptedTarget(target, verifier.prompts[:, number, None]))
+
+    def mean(read):
+        return torch.stack([read(member) for member in members]).mean(0)
+
+    def taps(reader):
+        return read_ahead(reader, drafts()[shape]).taps
+
+    def ahead(reader):
+        read_ahead(reader, drafts()[shape])
+        reader.keep([1, 1])
+        return reader.look_ahead()
+
+    for read in (taps, ahead, lambda reader: reader.read(random_texts()).taps):
+        got = read(verifier)
+        torch.testing.assert_close(got, mean(read), rtol=0, atol=EXACT)
+        assert (got - read(members[0])).abs().max() > 1e-3, "members differ"
+
+
+def test_the_mean_of_head_inputs_has_the_mean_logits(ensemble):
+    target, drafter = ensemble
+    verifier, texts = drafter.verifier(target), random_texts()
+    members = [PromptedTarget(target, verifier.prompts[:, number, None]) for number in range(3)]
+    logits = torch.stack([target.head(member.read(texts).taps) for member in members])
+    got = target.head(verifier.read(texts).taps)
+    torch.testing.assert_close(got, logits.mean(0), rtol=0, atol=EXACT)
+
+
+def test_drafts_of_ensembles_are_what_training_taught(tiny_target, make_drafter):
+    target, drafter = both(tiny_target, make_drafter, "prompt", ensemble=2)
+    assert_faces_agree(drafter, target, random_texts())
+
+
+@pytest.mark.parametrize("plan", [CHAIN, TREE, SAMPLED], ids=lambda plan: plan.name)
+def test_decoding_with_ensembles_is_lossless(tiny_target, make_drafter, plan):
+    target = tiny_target()
+    drafter = make_drafter("prompt", target, ensemble=2)
+    check_lossless(drafter.verifier(target), drafter, plan, Sampler(1.0), rows=[0])
+
+
+def test_one_prompt_a_depth_is_read_as_before_there_were_ensembles(tiny_target, make_drafter):
+    """Bit for bit, and a checkpoint without the option has one."""
+    target = tiny_target(vocab=V, layers=3, hidden=16)
+    drafter = make_drafter("prompt", target)
+    older = type(drafter)(**{name: v for name, v in drafter.settings.items() if name != "ensemble"})
+    older.to(torch.float64).load_state_dict(drafter.state_dict())
+    verifier, draft = older.verifier(target), drafts()["chain"]
+    got = read_ahead(verifier, draft)
+    ids = torch.arange(V, V + 3)
+    slots = torch.cat([torch.tensor([[22], [23]]), draft.tokens, ids.repeat(2, 4)], 1)  # (B, 4 + 4 * 3)
+    block = torch.zeros(16, 16, dtype=torch.bool)
+    for slot in range(4):
+        block[slot, : slot + 1] = True
+        for prompt in range(3):
+            line = block[4 + 3 * slot + prompt]
+            line[: slot + 1] = True
+            line[4 + 3 * slot : 5 + 3 * slot + prompt] = True
+    last = verifier.forward(slots, block.expand(2, -1, -1))
+    assert torch.equal(got.last, last[:, :4])
+    assert torch.equal(got.taps, last[:, 4:].unflatten(1, (4, 3)))
+    verifier.keep([1, 1])
+    assert torch.equal(verifier.look_ahead(), verifier.forward(ids.repeat(2, 1)))
+
+
+# -- what a round costs ----------------------------------------------------------------------------
+
+
+def read_sizes(target, monkeypatch) -> list[int]:
+    """Slots of every pass from now on."""
+    sizes, forward = [], target.forward
+
+    def counted(tokens, *more, **named):
+        sizes.append(tokens.shape[1])
+        return forward(tokens, *more, **named)
+
+    monkeypatch.setattr(target, "forward", counted)
+    return sizes
+
+
+@pytest.mark.parametrize("plan", [Plan(depth=2), Plan(depth=2, width=2, nodes=5)], ids=lambda p: p.name)
+def test_a_round_is_one_pass_over_a_drafts_slots_and_their_prompts(pair, plan, monkeypatch):
+    target, drafter = pair
+    verifier = drafter.verifier(target)
+    sizes = read_sizes(verifier, monkeypatch)
+    run = generate(verifier, drafter, [TEXTS[0]], max_new_tokens=12, sampler=GREEDY, plan=plan)
+    rounds, prompts = len(run.outputs[0].emitted), 3 * drafter.ensemble
+    slots = (1 + plan.nodes) * (1 + prompts)
+    assert sizes == [len(TEXTS[0]), prompts, *[slots] * rounds]
+    assert verifier.slots(1 + plan.nodes) == slots
+    assert verifier.cache.store.capacity == len(TEXTS[0]) + 12 + slots, "it did not grow"
+
+
+def test_plain_decoding_reads_no_prompts(pair, monkeypatch):
+    target, drafter = pair
+    verifier = drafter.verifier(target)
+    sizes = read_sizes(verifier, monkeypatch)
+    generate(verifier, None, [TEXTS[0]], max_new_tokens=4, sampler=GREEDY)
+    assert sizes == [5, 1, 1, 1]
+
+
+def test_rounds_without_a_draft_do_not_lose_the_next_one(pair):
+    """As where rounds of several plans are timed in turns: prompts that were not read are read late."""
+    target, drafter = pair
+    verifier, plan = drafter.verifier(target), Plan(depth=2, width=2, nodes=4)
+    parts = [30, 30], GREEDY, plan, KeyedCoin(1, range(2)), (), None
+    loop, drafted = Loop(verifier, drafter, TEXTS, *parts), []
+    loop.on_round = lambda seen: drafted.append(seen.draft)
+    loop.admit()
+    for turn in range(4):
+        loop.plan = Plan() if turn % 2 else plan
+        state = loop.state.ahead
+        for row, output in enumerate(loop.outputs):
+            text = TEXTS[row] + output.tokens[:-1]
+            want = verifier.read(torch.tensor([text])).taps[0, -1]
+            torch.testing.assert_close(state[row], want, rtol=0, atol=EXACT)
+        loop.round()
+    assert [draft.depth for draft in drafted] == [0, 2, 0, 2, 0]
+
+
+def test_rows_that_join_decode_as_alone(pair):
+    target, drafter = pair
+    verifier = drafter.verifier(target)
+    prompts = [[5, 9, 2, 7, 3], [4, 6], [17, 4, 21], [3, 3]]
+    options = {"max_new_tokens": 10, "sampler": GREEDY, "plan": Plan(depth=2, width=2, nodes=4)}
+    batched = generate(verifier, drafter, prompts, batch_size=2, **options).outputs
+    for prompt, output in zip(prompts, batched, strict=True):
+        alone = generate(verifier, drafter, [prompt], **options).outputs[0]
+        assert (output.tokens, output.emitted) == (alone.tokens, alone.emitted)
+
+
+# -- one model in two places -------------------------------------------------------------------------
+
+
+def test_weights_are_shared_and_so_is_what_was_made_of_them(tiny_target, make_drafter):
+    target = tiny_target(vocab=V, layers=3, hidden=16)
+    drafter = make_drafter("prompt", target)
+    verifier = drafter.verifier(target)
+    assert isinstance(verifier, PromptedTarget)
+    assert verifier.model is target.model
+    assert verifier.fingerprint() == target.fingerprint()
+    fused = Fused.of(target.base, target.layers, target.config)
+    assert fused is not None
+    assert Fused.of(verifier.base, verifier.layers, verifier.config) is fused
+
+
+def test_the_original_target_is_refused_where_it_would_verify(pair):
+    target, drafter = pair
+    with pytest.raises(UserError, match=r"decode with that"):
+        generate(target, drafter, [[1, 2]], max_new_tokens=4, sampler=GREEDY, plan=Plan(depth=2))
+
+
+def test_a_target_whose_layers_read_tokens_is_refused(tiny_target, make, monkeypatch):
+    """As Gemma 3n's, which have embeddings of their own."""
+    target = tiny_target(vocab=V, layers=3, hidden=16)
+    forward = target.base.forward
+
+    def with_more(input_ids=None, **named):
+        out = forward(input_ids=input_ids, **named)
+        out.last_hidden_state = out.last_hidden_state + (0 if input_ids is None else input_ids[..., None])
+        return out
+
+    monkeypatch.setattr(target.base, "forward", with_more)
+    with pytest.raises(UserError, match="read more than embeddings"):
+        make(target)
+
+
+def test_two_targets_are_not_put_into_one_another(pair):
+    target, drafter = pair
+    with pytest.raises(ValueError, match="twice"):
+        drafter.verifier(drafter.verifier(target))
+
+
+def test_a_union_is_refused(pair):
+    _, drafter = pair
+    with pytest.raises(UserError, match=r"drafter\.first="):
+        Union(drafter, Ngram(1, 3))
+
+
+@pytest.mark.parametrize("changes", [{"depth": 0}, {"ensemble": 0}, {"anchors": -1}], ids=str)
+def test_numbers_out_of_range_are_refused(tiny_target, make, changes):
+    with pytest.raises(UserError, match=f"{next(iter(changes))}="):
+        make(tiny_target(vocab=V, layers=3, hidden=16), **changes)
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def test_a_sample_of_anchors_stands_for_all(pair):
+    target, drafter = pair
+    batch = batch_of(target, random_texts(rows=3))
+    every = {step.depth: step for step in drafter.eval().unroll(batch, target)}
+    drafter.train().anchors = 4
+    for step in drafter.unroll(batch._replace(seed=5), target):
+        if not step.depth:
+            continue
+        whole = every[step.depth]
+        where = torch.searchsorted(whole.anchor, step.anchor)
+        torch.testing.assert_close(step.hidden, whole.hidden[where], rtol=0, atol=EXACT)
+        assert len(step.anchor) <= 12
+        assert step.weight == pytest.approx(len(every[1].anchor) / 12)
+
+
+def test_gradients_are_those_of_a_pass_that_keeps_everything(pair):
+    """With layers that are computed again for the backward pass."""
+    target, drafter = pair
+    batch, found = batch_of(target, random_texts()), []
+    for again in (False, True):
+        drafter.zero_grad()
+        if again:
+            fresh = type(drafter)(**drafter.settings).to(torch.float64).eval()
+            fresh.load_state_dict(drafter.state_dict())
+            fresh.checkpoint_gradients()
+        else:
+            fresh = drafter
+        loss = sum(step.head(step.hidden).log_softmax(-1)[:, 0].sum() for step in fresh.unroll(batch, target))
+        loss.backward()
+        found.append([weight.grad.clone() for weight in fresh.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+
+
+def test_prompts_are_no_hidden_weights(pair):
+    """Which Muon would train."""
+    _, drafter = pair
+    assert not any(weight is drafter.prompts.weight for weight in hidden_matrices(drafter))
+
+
+def test_a_target_in_a_slow_dtype_is_read_in_fp32(tiny_target, make_drafter, monkeypatch):
+    monkeypatch.setattr("drafters.families.tuned_target.product_dtype", lambda dtype, device: torch.float32)
+    target = tiny_target(vocab=V, layers=3, hidden=16, dtype=torch.bfloat16)
+    drafter = make_drafter("prompt", target).float()
+    steps = list(drafter.unroll(batch_of(target, random_texts()), target))
+    assert all(step.hidden.dtype == torch.float32 for step in steps)
+    assert drafter.verifier(target).read(random_texts()).taps.dtype == torch.bfloat16
+
+
+def test_a_run_is_scored_on_the_targets_own_answers(bench):
+    done = bench.train("drafter=prompt", "score.temperatures=[0.0,1.0]").succeeded()
+    original = load_target(str(bench.target))
+    held = (bench.root / "outputs" / "heldout").rglob("manifest.json")
+    assert {json.loads(path.read_text())["plan"]["target"] for path in held} == {original.fingerprint()}
+    for step in ("3", "6"):
+        card = json.loads((done.folder / "checkpoints" / step / "score.json").read_text())
+        assert (card["lossless_to"], card["target_drift"]) == ("target", None)
+        assert card["audit_passed"]
+        assert card["replay_agrees"]
+    weights = final(done.folder)
+    assert set(weights) == {"prompts.weight"}
+
+
+# -- what the parts of a loss weigh -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafts", [0.25, 3.0])
+def test_the_prompts_of_tidar_count_drafts_times_beside_the_tuned_target(tiny_target, make_drafter, drafts):
+    """loss = divergence of the tuned target + drafts * that of the prompts, as its class says."""
+    target = tiny_target(vocab=V, layers=3, hidden=16)
+    batch, objective = batch_of(target, random_texts()), Objective(divergences.kl, weights.constant)
+
+    def losses(drafter) -> tuple[float, float]:
+        """Of the whole, and of the tuned target alone."""
+        steps = list(drafter.unroll(batch, target))
+        parts = steps, [step for step in steps if step.depth == 0]
+        whole, alone = (float(objective(part, batch.last, target.head, {})[0].detach()) for part in parts)
+        return whole, alone
+
+    whole, tuned = losses(make_drafter("tidar", target, drafts=1.0))
+    weighted, same = losses(make_drafter("tidar", target, drafts=drafts))
+    assert same == tuned > 0
+    assert whole - tuned > 0
+    assert weighted - tuned == pytest.approx(drafts * (whole - tuned), rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "drafts"), [("prompt", 1.0), ("tidar", 3.0)])
+def test_of_a_sample_each_anchor_stands_for_those_left_out(tiny_target, make_drafter, name, drafts):
+    target = tiny_target(vocab=V, layers=3, hidden=16)
+    options = {"drafts": drafts} if name == "tidar" else {}
+    drafter, batch = (
+        make_drafter(name, target, anchors=2, **options).train(),
+        batch_of(target, random_texts()),
+    )
+    anchors, sampled = batch.tokens[:, 1:].numel() - len(batch.tokens), 2 * len(batch.tokens)
+    steps = [step for step in drafter.unroll(batch, target) if step.depth]
+    assert [len(step.anchor) for step in steps[:1]] == [sampled]
+    assert {step.weight for step in steps} == {drafts * anchors / sampled}

@@ -1,0 +1,253 @@
+"""The race of training steps: what is counted, who takes turns, what it writes and refuses."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from workbench import CONF, command
+
+from benchmark import run
+from benchmarks.train_step.flops import products
+from benchmarks.train_step.ours import build
+from benchmarks.train_step.race import RECIPE, THEIRS, _case, turns
+from benchmarks.train_step.workers import HERE, Contender, Worker, rates
+from decode.errors import UserError
+from distill.config.compose import compose
+
+SHAPE = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 8,
+    "layers": 1,
+    "window": None,
+    "taps": 3,
+    "vocab_size": 64,
+    "draft_vocab_size": 16,
+    "depth": 2,
+}
+# A python that ignores what it is told to run, and answers as a worker would.
+STUB = """#!{python}
+import json, sys
+case = json.loads(sys.stdin.readline())
+print(json.dumps({{"peak_mib": 7.5, "torch": "stub"}}), flush=True)
+for number, line in enumerate(sys.stdin):
+    {misbehave}
+    with open({log!r}, "a") as log:
+        log.write(f"{{sum(case['loss_mask'])}} {{json.loads(line)['steps']}}\\n")
+    print(json.dumps({{"cpu_seconds": 2.0}}), flush=True)
+"""
+TINY = [f"shape.{k}={'null' if v is None else v}" for k, v in SHAPE.items()]
+QUICK = ["tokens=24", "turn=4", "steps=2", "repeats=3", "gemm=16", "compiled=false"]
+
+
+def stub(folder, misbehave="pass"):
+    path = folder / "python"
+    path.write_text(STUB.format(python=sys.executable, log=str(folder / "log"), misbehave=misbehave))
+    path.chmod(0o755)
+    return path
+
+
+def benchmark(folder, *more):
+    return command(run, ["benchmark.py", "train", *TINY, *QUICK, f"out={folder / 'train.json'}", *more])
+
+
+@pytest.mark.proof
+def test_a_race_writes_a_row_for_everybody(tmp_path):
+    done = benchmark(tmp_path, f"speculators={stub(tmp_path)}").succeeded()
+    card = json.loads((tmp_path / "train.json").read_text())
+    rows = {row["name"]: row for row in card["rows"]}
+    shares = ("all", "half", "all_bf16", "half_bf16")
+    assert list(rows) == [f"{side}_{share}" for share in shares for side in ("ours", "speculators")]
+    for share in shares:
+        mine, theirs = rows[f"ours_{share}"], rows[f"speculators_{share}"]
+        assert theirs["tokens_per_cpu_second"] == 2 * 24 / 2.0  # steps x tokens / the stub's seconds
+        assert theirs["peak_mib"] == 7.5
+        assert theirs["ratio"] == 1.0
+        assert mine["spread"][0] <= mine["tokens_per_cpu_second"] <= mine["spread"][1]
+        assert mine["ratio"] == pytest.approx(mine["tokens_per_cpu_second"] / 24)
+        assert mine["mflop"] == theirs["mflop"] > 0
+        work = mine["tokens_per_cpu_second"] * mine["mflop"] * 1e6
+        ceilings = {dtype: work / (rate * 1e9) for dtype, rate in card["gemm_gflops"].items()}
+        assert mine["ceiling_share"] == pytest.approx(ceilings)
+        assert set(ceilings) == {"float32", "bfloat16"}
+    assert rows["ours_half"]["mflop"] < rows["ours_all"]["mflop"]
+    assert card["torch"] == {"ours": torch.__version__, "speculators": "stub"}
+    assert "ours_half" in done.out
+    # All of the stub's cases took every turn, with their own masks.
+    asked = (tmp_path / "log").read_text().split("\n")[:-1]
+    assert sorted(asked) == sorted(["24 2", "12 2"] * 2 * 3)
+
+
+@pytest.mark.parametrize(("given", "rate"), [([], 6e-3), (["optimizer.optimizer.lr=1e-3"], 1e-3)], ids=str)
+def test_both_sides_step_with_the_rate_of_a_run_of_this_size(given, rate):
+    cfg = compose([*TINY, *given], CONF, "lab/train")
+    assert _case(cfg, [1])["optimizer"]["lr"] == rate
+
+
+def test_everybody_takes_turns_and_the_first_place_goes_round():
+    order = []
+
+    def worker(name):
+        return SimpleNamespace(
+            contender=SimpleNamespace(name=name, work=10.0),
+            ask=lambda what: order.append((name, what["steps"])) or {"cpu_seconds": 4.0},
+        )
+
+    found = rates([worker(name) for name in "abc"], steps=2, repeats=3, advanced=lambda: None)
+    assert [name for name, _ in order] == list("abcbcacab")
+    assert {steps for _, steps in order} == {2}
+    assert found == {name: [5.0] * 3 for name in "abc"}
+
+
+BUILDER = """
+import torch
+kept = []
+def build(case):
+    print("hello")  # not a reply
+    def prepare(loss_mask):
+        kept.append(torch.ones(case["before"], 2**18))
+        def step():
+            torch.ones(case["within"] * len(loss_mask) // 100, 2**18)
+            return case["loss"]
+        return step
+    return prepare
+"""
+
+
+@pytest.fixture
+def builder(tmp_path):
+    path = tmp_path / "builder.py"
+    path.write_text(BUILDER)
+
+    def contender(before=0, within=1, loss=0.0):
+        case = {"seed": 0, "peak": True, "device": "cpu", "loss_mask": [1] * 100}
+        case |= {"before": before, "within": within, "loss": loss}
+        return Contender("it", path, case, 1.0)
+
+    return contender
+
+
+@pytest.mark.parametrize(("before", "within"), [(0, 40), (60, 40), (60, 0)])
+@pytest.mark.ci("60-40")
+def test_the_peak_is_what_a_step_takes_above_what_stands_before_it(builder, before, within):
+    with Worker(builder(before, within)) as worker:
+        peak = worker.ask(worker.contender.case)["peak_mib"]
+        assert worker.ask({"steps": 3})["cpu_seconds"] > 0
+    assert peak == pytest.approx(within, abs=4)
+
+
+@pytest.mark.proof
+def test_a_loss_that_is_no_number_ends_the_race(builder):
+    with Worker(builder(loss=float("nan"))) as worker, pytest.raises(UserError, match="the loss is nan"):
+        worker.ask(worker.contender.case)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("train_head", [False, True])
+@pytest.mark.parametrize("turn", [None, 8, 32])
+def test_products_are_those_that_a_step_makes(layers, train_head, turn):
+    """Short texts: what attention makes beyond its share (hidden scores, scores again) is little.
+
+    So is what it does make, but by no product: the scores of an anchor's own keys.
+    """
+    shape = SHAPE | {"hidden_size": 128, "intermediate_size": 256, "layers": layers}
+    mask = turns(64, turn) if turn else [1] * 64
+    case = {
+        "shape": shape,
+        "train_head": train_head,
+        "gradient_checkpointing": False,
+        "compiled": False,
+        "precision": "float32",
+        "device": "cpu",
+        "optimizer": {"lr": 1e-3},
+    }
+    step = build(RECIPE | case)(mask)
+    with FlopCounterMode(display=False) as counter:
+        step()
+    needed = products(shape, mask, train_head)
+    assert counter.get_total_flops() == pytest.approx(needed, rel=0.05)
+
+
+def test_half_of_the_positions_are_supervised_in_turns():
+    assert turns(8, 2) == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert sum(turns(512, 64)) == 256
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", ["null", "512"])
+def test_memory_is_linear_in_the_length_of_a_text(tmp_path, window):
+    """From 4k to 16k tokens: not more than four times as much, but for what rounds up."""
+
+    def peak(tokens):
+        sizes = [f"memory.tokens={tokens}", f"shape.window={window}", "compiled=false"]
+        sizes += ["memory.shape.vocab_size=512", "memory.shape.draft_vocab_size=512", "memory.shape.depth=3"]
+        benchmark(tmp_path, "case=memory", "trainer.accelerator=gpu", *sizes).succeeded()
+        return json.loads((tmp_path / "train.json").read_text())["rows"][0]["peak_mib"]
+
+    assert peak(16384) <= 4.1 * peak(4096)
+
+
+@pytest.mark.proof
+def test_one_step_at_the_sizes_of_memory(tmp_path):
+    sizes = ["shape.vocab_size=512", "shape.draft_vocab_size=512", "shape.depth=3", "tokens=400"]
+    benchmark(tmp_path, "case=memory", *(f"memory.{size}" for size in sizes)).succeeded()
+    card = json.loads((tmp_path / "train.json").read_text())
+    assert card["shape"] == SHAPE | {"vocab_size": 512, "draft_vocab_size": 512, "depth": 3}
+    assert card["train_head"]
+    assert card["tokens"] == 400
+    (row,) = card["rows"]
+    assert row["block_mib"] == 400 * 512 * 4 / 2**20
+    assert row["peak_mib"] > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "speculators: an environment of its own is needed; python -m venv"),
+        (["speculators=/nowhere/python"], "speculators=/nowhere/python: no such python"),
+        pytest.param(
+            [f"speculators={sys.executable}"], "No module named 'speculators'", marks=pytest.mark.proof
+        ),
+        (["case=pace"], "case=pace: choose speed or memory"),
+        (["tokens=2"], "tokens=2: must be at least 3"),
+        (["repeats=0"], "repeats=0: must be at least 1"),
+        (["shape.depth=0"], "shape.depth=0: must be at least 1"),
+        (["shape.draft_vocab_size=65"], "shape.draft_vocab_size=65: the target has shape.vocab_size=64"),
+        (["trainer.accelerator=gpu"], "trainer.accelerator=gpu: for case=memory alone"),
+        pytest.param(
+            ["trainer.accelerator=gpu", "case=memory"],
+            "trainer.accelerator=gpu: torch finds no GPU here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+        (["optimizer=muon"], "both sides step with AdamW; leave optimizer=adamw"),
+    ],
+)
+def test_what_is_wrong_takes_one_line(tmp_path, given, said):
+    done = benchmark(tmp_path, *given)
+    done.refused(said)
+    assert not (tmp_path / "train.json").exists()
+
+
+@pytest.mark.proof
+def test_a_worker_that_ends_in_the_race_says_why(tmp_path):
+    ends = "sys.exit('out of luck')"
+    done = benchmark(tmp_path, f"speculators={stub(tmp_path, ends)}")
+    assert done.code == 2
+    assert done.err == "error: speculators_all: its process ended: out of luck\n"
+
+
+@pytest.mark.parametrize("file", [THEIRS, HERE / "worker.py"])
+def test_nothing_of_ours_runs_in_the_other_environment(file):
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    names = [n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)]
+    names += [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
+    assert names
+    assert not {name.split(".")[0] for name in names} & {"distill", "drafters", "decode"}
