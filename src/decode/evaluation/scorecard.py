@@ -17,14 +17,6 @@ from decode.evaluation.served import Served
 
 BY_ENGINE, NOT_RUN = "decoded by an engine", "not run"  # in place of a speedup, and of an audit's verdict
 SCHEMA = 4
-READABLE = (3, SCHEMA)
-# Keys of schema 3 -> of schema 4. `reuse` and `head_calls_per_round` are gone: scripts/benchmark.py lyanna.
-RENAMED = {
-    "timed": "timing",
-    "chosen_by": "selection_tau",
-    "target_moved": "target_drift",
-    "auto": "plan_choices",
-}
 # Fields of a row that only a decoder run can fill
 DECODED = (
     *("acceptance_rate", "tokens_per_second", "plain_tokens_per_second", "speedup", "overhead"),
@@ -411,7 +403,7 @@ class Scorecard:
 
     @classmethod
     def from_json(cls, values: Any, where: str | Path) -> Self:
-        """Read what `to_json` gives, or a file of schema 3.
+        """Read what `to_json` gives.
 
         Args:
             values: parsed JSON.
@@ -421,13 +413,11 @@ class Scorecard:
             UserError: no scorecard, of another version, or a field is missing or of another type.
         """
         version = values.get("schema", "none") if isinstance(values, dict) else "none"
-        if version not in READABLE:
-            reads = " and ".join(map(str, READABLE))
+        if version != SCHEMA:
             raise UserError(
-                f"{where}: a scorecard of version {version}, this one reads {reads}; "
+                f"{where}: a scorecard of version {version}, this one reads {SCHEMA}; "
                 "score the checkpoint again"
             )
-        values = values if version == SCHEMA else _renamed(values)
         parts = {"conditions": values, "checkpoint": values}
         try:
             card = build(cls, values | parts, "")
@@ -515,10 +505,3 @@ def _check_lengths(row: Row, where: str) -> None:
     for name, same in lists.items():
         if len({len(one) for one in same}) > 1:
             raise ValueError(f"{where}.{name}: lists of different lengths")
-
-
-def _renamed(value: Any) -> Any:
-    """With the keys of schema 4."""
-    if isinstance(value, dict):
-        return {RENAMED.get(name, name): _renamed(part) for name, part in value.items()}
-    return [_renamed(part) for part in value] if isinstance(value, list) else value

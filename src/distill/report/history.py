@@ -53,7 +53,7 @@ class History:
 
 
 def read(folder: Path) -> History:
-    """Read a run's folder, finished or not, of this version or an older one.
+    """Read a run's folder, finished or not.
 
     Raises:
         UserError: no run there, or a file of it that cannot be read.

@@ -86,7 +86,7 @@ class ScoreCheckpoint(L.Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.trained = state_dict["trained"]
-        self.trained_cpu = state_dict.get("trained_cpu", math.nan)  # older states do not know
+        self.trained_cpu = state_dict["trained_cpu"]
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -245,8 +245,7 @@ class ScoreCheckpoint(L.Callback):
         """Score a checkpoint, and log what speaks against it; None if the run was stopped meanwhile."""
         step, training = int(path.name), read_training(path / "score.json")
         if training.seconds is None:
-            cpu = None if math.isnan(self.trained_cpu) else self.trained_cpu
-            training = Training(step, self.trained, cpu, trainer.precision)
+            training = Training(step, self.trained, self.trained_cpu, trainer.precision)
         with torch.random.fork_rng():  # loading a drafter first initializes it at random
             card = self.stop.run_unless_stopped(lambda: scorer(path, step, early))
         if card is None:

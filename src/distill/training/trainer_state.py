@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from decode.errors import UserError
-from distill.distributed.ranks import PROCESSES_FILE, read_processes
+from distill.distributed.ranks import PROCESSES_FILE
 from distill.utils.atomic_files import sha256
 from distill.utils.progress import say
 from distill.utils.run_folder import checkpoints
@@ -54,13 +53,10 @@ def newest(run: Path) -> Path | None:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a trainer state, as a phrase that names the file; None if it is whole.
-
-    States of older versions have no hashes. The checksums inside of torch's own files are checked there.
-    """
+    """What is wrong with a trainer state, as a phrase that names the file; None if it is whole."""
     sums = folder / SUMS
     if not sums.exists():
-        return _damage_unsealed(folder)
+        return f"{sums}: missing"
     try:
         lines = [line.split("  ", 1) for line in sums.read_text().splitlines()]
         hashes = {folder / name: digest for digest, name in lines}
@@ -73,24 +69,6 @@ def damage(folder: Path) -> str | None:
             return f"{path}: missing"
         if sha256(path) != digest:
             return f"{path}: damaged (another sha256 than when it was written)"
-    return None
-
-
-def _damage_unsealed(folder: Path) -> str | None:
-    state = folder / STATE.name
-    for path in sorted(state.rglob("*.pt")) if state.is_dir() else [state]:
-        try:
-            with zipfile.ZipFile(path) as archive:
-                whole = archive.testzip() is None
-        # zipfile raises NotImplementedError where a flipped bit names an unknown compression.
-        except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError):
-            whole = False
-        if not whole:
-            return f"{path}: damaged"
-    try:
-        read_processes(folder)
-    except (FileNotFoundError, ValueError):
-        return f"{folder / PROCESSES_FILE}: damaged"
     return None
 
 
