@@ -21,7 +21,7 @@ def _cache(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("slowness", "expected"), [(20.0, torch.float32), (1.3, torch.bfloat16)])
-def test_it_is_fp32_where_half_precision_is_slow(slowness, expected, monkeypatch):
+def test_products_are_in_fp32_where_half_precision_is_slow(slowness, expected, monkeypatch):
     monkeypatch.setattr(half_products, "time_ratio", lambda half, wide: slowness)
     assert product_dtype(torch.bfloat16, CPU) == expected
 
@@ -33,7 +33,7 @@ def test_other_dtypes_and_devices_are_not_measured(monkeypatch):
     assert product_dtype(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
 
 
-def test_it_is_as_this_processor_multiplies():
+def test_measurement_fits_this_processor():
     capabilities = torch.cpu.get_capabilities()
     if not capabilities.get("avx2"):
         pytest.skip("not an x86 processor")

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from families import BASE, PROMPTS, WORKS, save
+from families import BASE, PROMPTS, WORKS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decode.draft import Draft
@@ -15,16 +15,12 @@ from decode.model.causal_lm import CausalLM
 from decode.model.fused_forward import Fused
 from decode.model.load import load_model
 
-FUSED = {
-    **{n: WORKS[n] for n in ("llama", "llama tied, biased", "qwen2", "qwen3")},
-    "mistral, window 6": WORKS["mistral, window 6"],
-    "mistral, no window": WORKS["mistral, no window"],
+SAME = ("llama", "llama tied, biased", "qwen2", "qwen3", "mistral, window 6", "mistral, no window")
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+FUSED = {name: WORKS[name] for name in SAME} | {
     "llama, mlp biased, gelu": ("llama", BASE | {"mlp_bias": True, "hidden_act": "gelu"}),
     "llama, one head a key": ("llama", BASE | {"num_key_value_heads": BASE["num_attention_heads"]}),
-    "llama, yarn": (
-        "llama",
-        BASE | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-    ),
+    "llama, yarn": ("llama", BASE | {"rope_parameters": YARN}),
 }
 ROUNDING = 2e-6  # of fp32, on rows of size one
 
@@ -45,9 +41,7 @@ def body(lm):
 
 @torch.inference_mode()
 def passes(lm):
-    """Heads' inputs and layers' inputs of a ragged prompt, a tree, a compaction and a scratch read."""
-    tokens = torch.tensor([[5, 9, 2, 7, 3, 11, 8], [4, 6, 10, 0, 0, 0, 0]])
-    lm.start(2, 16)
+    """Heads' and layers' inputs, of a ragged prompt, a tree, a compaction, a scratch read and one prompt."""
     found = []
 
     def forward(*inputs, **more):
@@ -55,7 +49,9 @@ def passes(lm):
         last = lm.forward(*inputs, **more, inputs=taps)
         found.append(torch.stack([last, taps[0], taps[1]]))
 
-    forward(tokens)
+    lm.start(2, 16)
+    forward(torch.tensor([[5, 9, 2, 7, 3, 11, 8], [4, 6, 10, 0, 0, 0, 0]]))
+    found[0] = found[0][:, :, :3]  # the rest of the second row is padding
     lm.keep([7, 3])
     nodes = torch.tensor([[12, 13, 14, 15, 16], [17, 18, 19, 20, 21]])
     parents = torch.tensor([[-1, -1, 0, 1, 2], [-1, 0, 0, 1, 3]])
@@ -66,74 +62,49 @@ def passes(lm):
     lm.keep([1])
     forward(torch.tensor([[26]]))
     forward(torch.tensor([[27, 28]]), scratch=1)
+    lm.start(1, 16)
+    forward(torch.tensor([PROMPTS[0]]))  # needs no mask
     return found
 
 
+def check_passes(found, expected, atol):
+    for got, want in zip(found, expected, strict=True):
+        want = want.double()
+        scale = want.abs().amax((-1, -2), keepdim=True).amax(1, keepdim=True)
+        torch.testing.assert_close(got.double() / scale, want / scale, rtol=0, atol=atol)
+
+
 @pytest.mark.parametrize("name", FUSED)
-def test_it_computes_what_transformers_does(name, monkeypatch):
+def test_fused_pass_computes_what_transformers_does(name, monkeypatch):
     """In fp32, against transformers' own pass in float64: two fp32 passes differ by both their roundings."""
     lm = CausalLM(frozen(name))
     fused = passes(lm)
     assert lm._fused is not None
     monkeypatch.setattr(Fused, "of", lambda *_: None)
-    reference = passes(CausalLM(frozen(name).double()))
-    for number, (got, want) in enumerate(zip(fused, reference, strict=True)):
-        if number == 0:
-            got, want = got[:, 1, :3], want[:, 1, :3]  # the rest is padding
-        scale = want.abs().amax((-1, -2), keepdim=True).amax(1, keepdim=True)
-        torch.testing.assert_close(got.double() / scale, want / scale, rtol=0, atol=ROUNDING)
+    check_passes(fused, passes(CausalLM(frozen(name).double())), ROUNDING)
 
 
-def test_a_prompt_read_at_once_needs_no_mask():
-    lm = CausalLM(frozen("llama"))
-    with torch.inference_mode():
-        lm.start(1, 16)
-        got = lm.forward(torch.tensor([PROMPTS[0]]))
-        want = lm.base(input_ids=torch.tensor([PROMPTS[0]]), use_cache=False).last_hidden_state
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
-def test_nothing_is_held_twice():
+def test_fused_weights_are_held_once():
     model = frozen("llama")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     lm = CausalLM(model)
     fused = body(lm)
     for layer, made in zip(lm.layers, fused.layers, strict=True):
         attention, mlp = layer.self_attn, layer.mlp
-        for part, whole in [
-            (attention.q_proj, made.qkv),
-            (attention.v_proj, made.qkv),
-            (mlp.up_proj, made.gate_up),
-            (mlp.down_proj, made.down),
-        ]:
+        stacked = {attention.q_proj: made.qkv, attention.v_proj: made.qkv}
+        for part, whole in (stacked | {mlp.up_proj: made.gate_up, mlp.down_proj: made.down}).items():
             assert part.weight.untyped_storage().data_ptr() == whole.weight.untyped_storage().data_ptr()
-    after = model.state_dict()
-    assert all(after[name].equal(weight) for name, weight in before.items())
+    assert all(model.state_dict()[name].equal(weight) for name, weight in before.items())
     assert body(lm) is fused
 
 
-def test_new_weights_are_seen():
-    """Loaded in place they are the same storage; a cast makes another, and a new body."""
-    model = frozen("qwen2")
-    lm = CausalLM(model)
-    first = passes(lm)[2]
-    model.load_state_dict({name: weight * 0.5 for name, weight in model.state_dict().items()})
-    halved = passes(lm)[2]
-    assert (first - halved).abs().max() > 0.1
-    before = body(lm)
-    cast = passes(CausalLM(model.bfloat16()))[2]
-    assert body(lm) is not before
-    assert cast.dtype == torch.bfloat16
-    scale = halved.abs().amax()
-    torch.testing.assert_close(cast.float() / scale, halved / scale, rtol=0, atol=0.05)
-
-
-def test_a_saved_model_is_the_same_after_it_was_fused(tmp_path):
+def test_fused_model_is_saved_as_it_was_and_loads_fused(tmp_path):
     model = frozen("qwen3")
     passes(CausalLM(model))
     model.save_pretrained(tmp_path)
-    again = load_model(str(tmp_path)).state_dict()
-    assert all(again[name].equal(weight) for name, weight in model.state_dict().items())
+    again = load_model(str(tmp_path)).requires_grad_(False)
+    assert all(again.state_dict()[name].equal(weight) for name, weight in model.state_dict().items())
+    assert body(CausalLM(again)) is not None
 
 
 def trainable(model):
@@ -168,51 +139,33 @@ def wide(model):
 @pytest.mark.parametrize(
     "change", [trainable, hooked, dispatched, adapted, eager, wide], ids=lambda f: f.__name__
 )
-def test_an_altered_model_runs_its_own_code(change):
+def test_altered_model_runs_its_own_code(change):
     model = frozen("llama")
     assert body(CausalLM(model)) is not None
     change(model)
     assert body(CausalLM(model)) is None
 
 
-@pytest.mark.parametrize("name", sorted(set(WORKS) - set(FUSED)))
-def test_another_class_runs_its_own_code(name):
-    assert body(CausalLM(frozen(name, WORKS))) is None
-
-
-def test_angles_that_depend_on_the_length_are_left_to_transformers():
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    assert body(CausalLM(frozen("x", {"x": ("llama", BASE | {"rope_parameters": rope})}))) is None
-
-
-def test_it_loads_fused(tmp_path):
-    lm = CausalLM(load_model(str(save(tmp_path / "model", *WORKS["llama"]))).requires_grad_(False))
-    lm.start(1, 8)
-    assert lm._fused is not None
+def test_other_classes_run_their_own_code():
+    """Also a Llama with angles that depend on the length."""
+    others = set(WORKS) - set(FUSED)
+    assert [name for name in others if body(CausalLM(frozen(name, WORKS))) is not None] == []
 
 
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.proof  # test_compiled_loop.py compiles in CI
-def test_a_compiled_pass_computes_what_the_fused_one_does(name, dtype, monkeypatch, tmp_path):
-    """One compiled graph for one and several rows and slots, ragged rows, trees, scratch reads and taps."""
+def test_compiled_pass_computes_what_the_fused_one_does(name, dtype, monkeypatch, tmp_path):
+    """The code is found again for the same weights, and compiled again where its file is damaged."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lm = CausalLM(frozen(name).to(dtype))
     plain = passes(lm)
     assert lm.compile() == ""
-    assert sorted(file.suffix for file in (tmp_path / "foredraft" / "compiled").iterdir()) == [
-        ".lock",
-        ".pt2",
-    ]
-    again = passes(lm)
+    files = sorted(file.suffix for file in (tmp_path / "foredraft" / "compiled").iterdir())
+    assert files == [".lock", ".pt2"]
+    found = passes(lm)
     assert body(lm).compiled is not None
-    for number, (got, want) in enumerate(zip(again, plain, strict=True)):
-        if number == 0:
-            got, want = got[:, 1, :3], want[:, 1, :3]  # the rest is padding
-        scale = want.float().abs().amax()
-        atol = ROUNDING if dtype == torch.float32 else 0.05
-        torch.testing.assert_close(got.float() / scale, want.float() / scale, rtol=0, atol=atol)
-    # The code is found again, for the same weights alone; a damaged file is written anew.
+    check_passes(found, plain, ROUNDING if dtype == torch.float32 else 0.05)
     written = []
     monkeypatch.setattr(compiled_forward, "_write", lambda _, file: written.append(file))
     same = CausalLM(frozen(name).to(dtype))
@@ -229,7 +182,7 @@ def test_a_compiled_pass_computes_what_the_fused_one_does(name, dtype, monkeypat
     assert len(written) == 2
 
 
-def test_what_cannot_be_compiled_decodes_as_it_is(monkeypatch):
+def test_model_that_cannot_be_compiled_runs_fused(monkeypatch):
     lm = CausalLM(frozen("llama"))
     plain = passes(lm)
     monkeypatch.setenv("CXX", "/nowhere/g++")

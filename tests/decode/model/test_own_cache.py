@@ -28,21 +28,19 @@ class Sums:
 
 
 class Output(dict):
-    """An output of 5.24, in which both old names are aliases of `cache`."""
+    """As a model returns it."""
 
     last_hidden_state = property(lambda self: self["last_hidden_state"])
+
+
+class Aliased(Output):
+    """An output of 5.24, in which both old names are aliases of `cache`."""
 
     def get(self, name, default=None):
         return super().get("cache" if name in OLD else name, default)
 
     def __getitem__(self, name):
         return super().__getitem__("cache" if name in OLD else name)
-
-
-class Plain(dict):
-    """An output as it was before."""
-
-    last_hidden_state = property(lambda self: self["last_hidden_state"])
 
 
 class Recurrent(nn.Module):
@@ -58,21 +56,21 @@ class Recurrent(nn.Module):
 class New(Recurrent):
     def forward(self, input_ids, cache=None, use_cache=False, **aliases):
         cache = next(iter(aliases.values()), cache)
-        return self.run(input_ids, cache, Output, "cache")
+        return self.run(input_ids, cache, Aliased, "cache")
 
 
 class Old(Recurrent):
     def forward(self, input_ids, past_key_values=None, use_cache=False):
-        return self.run(input_ids, past_key_values, Plain, "past_key_values")
+        return self.run(input_ids, past_key_values, Output, "past_key_values")
 
 
 class OldRecurrent(Recurrent):
     def forward(self, input_ids, cache_params=None, use_cache=False):
-        return self.run(input_ids, cache_params, Plain, "cache_params")
+        return self.run(input_ids, cache_params, Output, "cache_params")
 
 
 @pytest.mark.parametrize("base", [New, Old, OldRecurrent])
-def test_one_cache_is_reordered_once(base):
+def test_cache_is_reordered_once(base):
     cache = OwnCache(base(), torch.zeros(1))
     cache.read(torch.tensor([[1, 2], [3, 4], [5, 6]]))
     cache.select([2, 0, 1])
@@ -81,19 +79,20 @@ def test_one_cache_is_reordered_once(base):
     assert cache.read(torch.tensor([[0], [0]])).flatten().tolist() == [203, 307]
 
 
-def test_a_model_without_a_cache_is_refused():
-    class Stateless(nn.Module):
-        def forward(self, input_ids, use_cache=False):
-            return Plain(last_hidden_state=input_ids[..., None])
+class Stateless(nn.Module):
+    def forward(self, input_ids, use_cache=False):
+        return Output(last_hidden_state=input_ids[..., None])
 
-    class Silent(Recurrent):
-        def forward(self, input_ids, cache=None, use_cache=False):
-            return Plain(last_hidden_state=input_ids[..., None])
 
-    with pytest.raises(UserError, match="Stateless takes no cache"):
-        OwnCache(Stateless(), torch.zeros(1))
-    with pytest.raises(UserError, match="Silent returns no cache"):
-        OwnCache(Silent(), torch.zeros(1)).read(torch.tensor([[1]]))
+class Silent(nn.Module):
+    def forward(self, input_ids, cache=None, use_cache=False):
+        return Output(last_hidden_state=input_ids[..., None])
+
+
+@pytest.mark.parametrize(("base", "lacks"), [(Stateless, "takes no cache"), (Silent, "returns no cache")])
+def test_model_without_a_cache_is_refused(base, lacks):
+    with pytest.raises(UserError, match=f"{base.__name__} {lacks}"):
+        OwnCache(base(), torch.zeros(1)).read(torch.tensor([[1]]))
 
 
 class Only(MistralModel):
@@ -115,7 +114,7 @@ class OnlyValues(Only):
 
 
 @pytest.mark.parametrize("base", [OnlyCache, OnlyValues])
-def test_the_decoder_passes_its_cache_under_the_name_that_the_class_has(base, monkeypatch):
+def test_decoder_passes_its_cache_under_the_name_of_the_class(base, monkeypatch):
     monkeypatch.setattr("decode.model.causal_lm.Fused.of", lambda *parts: None)
     torch.manual_seed(0)
     model = MistralForCausalLM(MistralConfig(**BASE, sliding_window=6)).double().eval()

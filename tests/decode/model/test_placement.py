@@ -36,19 +36,24 @@ def whole(bench) -> Target:
     return load_target(str(bench.target))
 
 
-def answers(target: Target, prompts=PROMPTS) -> list[list[int]]:
-    options = {"max_new_tokens": 12, "sampler": Sampler(1.0), "seed": 3}
-    return [output.tokens for output in generate(target, None, prompts, **options).outputs]
-
-
-def drafted(target: Target) -> list[list[int]]:
-    """With trees, whose settled nodes move in the cache."""
-    torch.manual_seed(0)
-    drafter = Eagle.for_target(target, depth=1, feature_noise=0.0, feature_weight=1.0)
-    target.tap(drafter.taps)
-    plan = Plan(depth=3, width=2, nodes=6)
+def answers(target: Target, prompts=PROMPTS, drafter=None, plan=None) -> list[list[int]]:
     options = {"max_new_tokens": 12, "sampler": Sampler(1.0), "seed": 3, "plan": plan}
-    return [output.tokens for output in generate(target, drafter, PROMPTS, **options).outputs]
+    return [output.tokens for output in generate(target, drafter, prompts, **options).outputs]
+
+
+def check_same(target: Target, whole: Target) -> None:
+    """A target in parts reads, decodes and is copied as the whole one."""
+    assert torch.equal(target.read(TEXT).last, whole.read(TEXT).last)
+    assert answers(target) == answers(whole)
+    drafted = []
+    for one in (target, whole):  # with trees, whose settled nodes move in the cache
+        torch.manual_seed(0)
+        drafter = Eagle.for_target(one, depth=1, feature_noise=0.0, feature_weight=1.0)
+        one.tap(drafter.taps)
+        drafted.append(answers(one, PROMPTS, drafter, Plan(depth=3, width=2, nodes=6)))
+    assert drafted[0] == drafted[1]
+    for layers in (1, 2):
+        assert same(cut_target(target, layers).state_dict(), cut_target(whole, layers).state_dict())
 
 
 # -- sharded -------------------------------------------------------------------------------------
@@ -56,25 +61,19 @@ def drafted(target: Target) -> list[list[int]]:
 
 def check_rank(rank: int, store: Path, folder: Path) -> int:
     """What one of two processes finds of a target that they hold together."""
-    files = distributed.FileStore(str(store), 2)
-    distributed.init_process_group(
-        "gloo", store=files, rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
+    options = {"rank": rank, "world_size": 2, "timeout": timedelta(seconds=60)}
+    distributed.init_process_group("gloo", store=distributed.FileStore(str(store), 2), **options)
     whole = load_target(str(folder))
     target = load_target(str(folder), placement="sharded")
-    # Nobody reads alone: one has three times as much to read, and answers of other lengths.
+    # One process has three times as much to read, and answers of other lengths.
     for _ in range(3 if rank else 1):
         assert torch.equal(target.read(TEXT).last, whole.read(TEXT).last)
         assert answers(target, PROMPTS[rank:]) == answers(whole, PROMPTS[rank:])
         target.idle(0.01)
     target.join()
     if not rank:
-        assert drafted(target) == drafted(whole)
         leave_within(target)
-        assert torch.equal(target.read(TEXT).last, whole.read(TEXT).last)
-        assert same(
-            cut_target(target, 1).state_dict(), cut_target(whole, 1).state_dict()
-        )  # as who scores adapters does
+        check_same(target, whole)  # as a process that scores adapters does
     target.join()
     target.join()  # nobody reads in between
     assert target.fingerprint() == whole.fingerprint()
@@ -87,7 +86,7 @@ def check_rank(rank: int, store: Path, folder: Path) -> int:
 
 
 def leave_within(target: Target) -> None:
-    """A signal whose handler raises, between two layers: the pass is gone through all the same."""
+    """A signal whose handler raises between two layers interrupts after the pass."""
 
     class Left(BaseException):
         pass
@@ -104,34 +103,31 @@ def leave_within(target: Target) -> None:
     assert signal.getsignal(signal.SIGTERM) is leave
 
 
-def test_processes_that_hold_a_target_together_read_what_they_like(bench, tmp_path):
+def test_processes_that_share_a_target_read_independently(bench, tmp_path):
     other = spawn(lambda: check_rank(1, tmp_path / "store", bench.target))
     assert fork(lambda: check_rank(0, tmp_path / "store", bench.target)) == 0
     assert os.waitpid(other, 0)[1] == 0
 
 
 def both(bench: Bench, *more: str) -> tuple[Path, Path]:
-    """Run folders of two processes with a target each, and with one together; ~option leaves one out."""
+    """Run folders of two processes with a target each, and with one together; `option=` leaves one out."""
     folders = []
-    named = {option.lstrip("~").partition("=")[0] for option in more}
+    named = {option.partition("=")[0] for option in more}
     command = [option for option in bench.command if option.partition("=")[0] not in named]
-    command += [option for option in more if option[0] != "~"]
+    command += [option for option in more if not option.endswith("=")]
     command += ["trainer.devices=2", "trainer.max_steps=2", "score.every=2", "target.dtype=float32"]
     for placement in ("replicated", "sharded"):
         where = [f"target.placement={placement}", f"output_dir={bench.root / placement}"]
-        done = ranks(2, [*command, *where])
-        assert [outcome.code for outcome in done] == [0, 0], done[0].err + done[1].err
+        done = [outcome.succeeded() for outcome in ranks(2, [*command, *where])]
         folders.append(done[0].folder)
     return folders[0], folders[1]
 
 
 def compare(whole: Path, sharded: Path) -> None:
     """Rollouts, weights and scores are the same to the last bit."""
-    mine, theirs = ([*run.parents[1].glob("rollouts/*/*.parquet")] for run in (whole, sharded))
-    assert [p.name for p in sorted(mine)] == [p.name for p in sorted(theirs)]
-    assert all(
-        pq.read_table(a).equals(pq.read_table(b)) for a, b in zip(sorted(mine), sorted(theirs), strict=True)
-    )
+    mine, theirs = (sorted(run.parents[1].glob("rollouts/*/*.parquet")) for run in (whole, sharded))
+    assert [p.name for p in mine] == [p.name for p in theirs]
+    assert all(pq.read_table(a).equals(pq.read_table(b)) for a, b in zip(mine, theirs, strict=True))
     for checkpoint in (p for p in (whole / "checkpoints").iterdir() if p.name.isdigit()):
         other = sharded / "checkpoints" / checkpoint.name
         assert tau(checkpoint) == tau(other)
@@ -140,66 +136,45 @@ def compare(whole: Path, sharded: Path) -> None:
             assert same(weights(checkpoint), weights(other))
 
 
-def test_a_run_with_a_target_in_parts_is_the_run_with_whole_ones(bench):
+def test_run_with_a_sharded_target_is_the_run_with_whole_ones(bench):
     whole, sharded = both(bench, "trainer=ddp", "taps=online", "score.replay_prompts=4")
     compare(whole, sharded)
     sizes = [(run / "checkpoints/2/trainer/state.ckpt").stat().st_size for run in (whole, sharded)]
-    assert abs(sizes[0] - sizes[1]) < 1000, "a layer of the target alone has 36 KB"
+    assert abs(sizes[0] - sizes[1]) < 1000, "one layer of the target has 36 KB"
+
+
+LM = "trainer=ddp drafter=lm drafter.depth= drafter.layers=1"
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize(
     "options",
     [
-        ("trainer=fsdp", "taps=memory"),
-        ("trainer=deepspeed_3", "taps=cache"),
-        (
-            "taps_gb=1e-5",
-            "trainer=ddp",
-            "taps=memory",
-        ),  # a process reads rows while another has all of its own
-        ("trainer=ddp", "rollout.refresh_every=2", "taps=online"),
-        (
-            "trainer=ddp",
-            "drafter=lm",
-            "~drafter.depth",
-            "drafter.layers=1",
-            "on_policy.share=0.5",
-            "taps=memory",
-        ),
-        (
-            "trainer=ddp",
-            "drafter=lm",
-            "~drafter.depth",
-            "drafter.layers=1",
-            "drafter.lora={r: 2, alpha: 4}",
-            "taps=online",
-        ),
-        ("trainer=ddp", "drafter=ngram", "~drafter.depth"),
+        "trainer=fsdp taps=memory",
+        "trainer=deepspeed_3 taps=cache",
+        "trainer=ddp taps=memory taps_gb=1e-5",  # a process reads rows while another has all of its own
+        "trainer=ddp taps=online rollout.refresh_every=2",
+        f"{LM} taps=memory on_policy.share=0.5",
+        f"{LM} taps=online drafter.lora={{r:2,alpha:4}}",
+        "trainer=ddp drafter=ngram drafter.depth=",
     ],
-    ids=lambda options: " ".join(options[:2]),
 )
-def test_whatever_trains_it_and_wherever_it_is_read(bench, tmp_path, options):
-    bench = Bench(tmp_path)
-    compare(*both(bench, *options))
+def test_sharded_target_serves_every_trainer_and_reader(tmp_path, options):
+    compare(*both(Bench(tmp_path), *options.split()))
 
 
 # -- device_map ----------------------------------------------------------------------------------
 
 
-def test_layers_that_lie_on_disk_say_the_same(bench, whole):
+def test_layers_on_disk_read_the_same(bench, whole):
     spread = load_target(str(bench.target), placement="device_map", max_memory={"cpu": "110KB"})
     assert [next(layer.parameters()).device.type for layer in spread.layers] == ["cpu", "meta"]
     assert spread.fingerprint() == whole.fingerprint()
-    assert torch.equal(spread.read(TEXT).last, whole.read(TEXT).last)
-    assert answers(spread) == answers(whole)
-    assert drafted(spread) == drafted(whole)
-    twin, copied = cut_target(spread, 2).state_dict(), cut_target(whole, 2).state_dict()
-    assert all(torch.equal(twin[name], copied[name]) for name in copied)
+    check_same(spread, whole)
 
 
 @pytest.mark.proof
-def test_a_run_with_layers_on_disk_is_the_run_without(bench, tmp_path):
+def test_run_with_layers_on_disk_is_the_run_without(bench, tmp_path):
     options = {"trainer__max_steps": 2, "score__every": 2, "target__dtype": "float32", "taps": "online"}
     spread = {"target__placement": "device_map", "target__max_memory": {"cpu": 1}}
     bench.run(tmp_path / "whole", **options, output_dir=str(tmp_path / "a"))
@@ -246,26 +221,6 @@ def fill(store: RowStore, dice: torch.Generator) -> None:
     store.keep([5 - row % 3 for row in range(rows)])
 
 
-def test_rows_are_appended_where_others_have_ended():
-    """Into the memory that was allocated for these, and with what they had settled elsewhere."""
-    dice = torch.Generator().manual_seed(2)
-    store, more = RowStore(5, 4, 16), RowStore(5, 2, 5)
-    for one in (store, more):
-        fill(one, dice)
-    kept, joined = store._data[:, :, [0, 3], :5].clone(), more._data[:, :, :, :5].clone()
-    place = store._data.data_ptr()
-    store.select([0, 3])
-    store.append(more)
-    assert store._data.data_ptr() == place
-    assert store.lengths == [5, 5, 5, 4]
-    assert torch.equal(store._data[:, :, :2, :5], kept)
-    assert torch.equal(store._data[:, :, 2:, :5], joined)
-    store.select([])
-    store.append(more)
-    assert store.lengths == more.lengths
-    assert torch.equal(store._data[:, :, :, :5], joined)
-
-
 @pytest.fixture(scope="module")
 def empty() -> Target:
     """Without memory: 8 layers of 40 KiB, embedding and head of 8 KiB each, and a norm."""
@@ -310,27 +265,17 @@ def test_layers_on_the_host_compute_on_the_gpu(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "line"),
+    ("placement", "options", "line"),
     [
-        (["target.placement=split"], "target.placement=split: choose replicated or sharded or device_map"),
-        (["target.placement=sharded"], "target.placement=sharded: needs train.py with several processes"),
-        (
-            ["target.placement=device_map", "trainer=ddp", "trainer.devices=2"],
-            "target.placement=device_map: is for one process",
-        ),
-        (
-            ["target.placement=device_map", "drafter=medusa2"],
-            "drafter: this one reads copies of the target",
-        ),
-        (
-            ["target.placement=device_map", "drafter=prompt"],
-            "drafter: this one reads copies of the target",
-        ),
+        ("split", "", "target.placement=split: choose replicated or sharded or device_map"),
+        ("sharded", "", "target.placement=sharded: needs train.py with several processes"),
+        ("device_map", "trainer=ddp trainer.devices=2", "target.placement=device_map: is for one process"),
+        ("device_map", "drafter=medusa2", "drafter: this one reads copies of the target"),
+        ("device_map", "drafter=prompt", "drafter: this one reads copies of the target"),
     ],
 )
-def test_what_cannot_be_is_one_line(bench, options, line):
-    done = bench.train(*options)
-    done.refused(f"error: {line}")
+def test_impossible_placement_is_refused(bench, placement, options, line):
+    bench.train(f"target.placement={placement}", *options.split()).refused(line)
 
 
 @pytest.mark.parametrize(
@@ -341,6 +286,6 @@ def test_what_cannot_be_is_one_line(bench, options, line):
         ({"max_memory": {"hard disk": 1}}, "target.max_memory={'hard disk': 1}: Device hard disk is not"),
     ],
 )
-def test_a_map_that_says_nothing_is_refused(bench, options, line):
+def test_impossible_device_map_is_refused(bench, options, line):
     with pytest.raises(UserError, match=re.escape(line)):
         load_target(str(bench.target), placement="device_map", **options)

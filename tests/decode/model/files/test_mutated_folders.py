@@ -1,4 +1,4 @@
-"""A hundred folders, each with one thing changed: the same model and text, or one line."""
+"""Ninety folders, each with one change: the same model and text, or one line."""
 
 from __future__ import annotations
 
@@ -20,122 +20,56 @@ from decode.model.files.tokenizer_files import check_rows
 from decode.model.load import load_config, load_target, load_tokenizer, stop_tokens
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-CASES = 100
+CASES = 10  # of each mutation
 TOKENS = torch.arange(4, 30)[None]
 MESSAGES = [{"role": "user", "content": "It's 12 o'clock\n"}]
-Mutation = Callable[[Path, random.Random], None]
+# Parts of names of tensors, and others in their place
+RENAMES = [("", "model."), ("model.", ""), ("", "base_model.model."), ("layers", "h"), (".1.", ".7.")]
+RENAMES += [("weight", "base_layer.weight"), ("proj", "lin"), ("weight", "gamma"), ("weight", "bias")]
 
 
-def json_file(folder: Path, name: str, change: Callable[[dict], None]) -> None:
-    values = json.loads((folder / name).read_text())
-    change(values)
-    (folder / name).write_text(json.dumps(values))
-
-
-def tensors(folder: Path, change: Callable[[dict], None]) -> None:
+def change_tensors(folder: Path, rng: random.Random, change: Callable[[dict, str], Any]) -> None:
+    """Change the tensors, given the name of one of them."""
     values = load_file(folder / WEIGHTS)
-    change(values)
+    change(values, rng.choice(sorted(values)))
     save_file(values, folder / WEIGHTS, {"format": "pt"})
 
 
-def a_name(folder: Path, rng: random.Random) -> str:
-    return rng.choice(sorted(load_file(folder / WEIGHTS)))
-
-
-def add_tensor(folder: Path, rng: random.Random) -> None:
-    name = a_name(folder, rng)
-    layer = f"model.layers.{rng.randrange(4)}."
-    new = rng.choice(
-        [
-            name.replace(".weight", ".bias"),
-            f"model.{name}",
-            name.removeprefix("model."),
-            f"x.{name}",
-            f"{layer}mlp.gate.weight",
-            f"{layer}self_attn.q_norm.weight",
-            f"{layer}self_attn.sinks",
-            f"{layer}self_attn.rotary_emb.inv_freq",
-            "model.norm.bias",
-            "lm_head.bias",
-            "mtp.fc.weight",
-        ]
-    )
-    size = rng.choice([(32,), (4,), (32, 32)])
-    tensors(
-        folder, lambda t: t.setdefault(new, torch.randn(size, generator=torch.Generator().manual_seed(3)))
-    )
+def change_keys(folder: Path, rng: random.Random, change: Callable[[dict, str], Any]) -> None:
+    """Change the configuration, given one of its keys."""
+    values = json.loads((folder / CONFIG).read_text())
+    change(values, rng.choice(sorted(values)))
+    (folder / CONFIG).write_text(json.dumps(values))
 
 
 def drop_tensor(folder: Path, rng: random.Random) -> None:
-    name = a_name(folder, rng)
-    tensors(folder, lambda t: t.pop(name))
+    change_tensors(folder, rng, lambda t, name: t.pop(name))
 
 
 def rename_tensor(folder: Path, rng: random.Random) -> None:
-    name = a_name(folder, rng)
-    new = rng.choice(
-        [
-            name.removeprefix("model."),
-            f"model.{name}",
-            f"base_model.model.{name}",
-            name.replace("layers", "h"),
-            name.replace("weight", "base_layer.weight"),
-            name.replace(".1.", ".7."),
-            name.replace("proj", "lin"),
-            name.replace("weight", "gamma"),
-        ]
-    )
-    tensors(folder, lambda t: t.update({new: t.pop(name)}))
+    part = rng.choice(RENAMES)
+    change_tensors(folder, rng, lambda t, name: t.update({name.replace(*part, 1): t.pop(name)}))
 
 
 def change_tensor(folder: Path, rng: random.Random) -> None:
-    name = a_name(folder, rng)
-    how = rng.choice(
-        [
-            lambda w: w[:-1].clone(),
-            lambda w: w.to(torch.int32),
-            lambda w: w.to(torch.float8_e4m3fn),
-            lambda w: w[None].clone(),
-            lambda w: w.to(torch.float64),
-        ]
-    )
-    tensors(folder, lambda t: t.update({name: how(t[name])}))
-
-
-def add_key(folder: Path, rng: random.Random) -> None:
-    key, value = rng.choice(
-        [
-            ("sliding_window", 4),
-            ("logit_scale", 0.5),
-            ("rope_theta", 5e5),
-            ("attn_logit_softcapping", 5.0),
-            ("rope_scaling", {"rope_type": "linear", "factor": 2.0}),
-            ("layer_types", ["full_attention"] * 2),
-            ("quantization_config", {"quant_method": "gptq"}),
-            ("transformers_weights", "x.safetensors"),
-            ("unsloth_version", "2026"),
-            ("use_qk_norm", True),
-            ("embedding_multiplier", 2.0),
-        ]
-    )
-    json_file(folder, CONFIG, lambda c: c.update({key: value}))
+    changes: list[Any] = [lambda w: w[:-1].clone(), lambda w: w[None].clone()]
+    changes += [lambda w, kind=kind: w.to(kind) for kind in (torch.int32, torch.float8_e4m3fn, torch.float64)]
+    how = rng.choice(changes)
+    change_tensors(folder, rng, lambda t, name: t.update({name: how(t[name])}))
 
 
 def drop_key(folder: Path, rng: random.Random) -> None:
-    key = rng.choice(sorted(json.loads((folder / CONFIG).read_text())))
-    json_file(folder, CONFIG, lambda c: c.pop(key))
+    change_keys(folder, rng, lambda c, key: c.pop(key))
 
 
 def rename_key(folder: Path, rng: random.Random) -> None:
-    key = rng.choice(sorted(json.loads((folder / CONFIG).read_text())))
-    new = rng.choice([key.upper(), f"{key}s", f"text_{key}"])
-    json_file(folder, CONFIG, lambda c: c.update({new: c.pop(key)}))
+    form = rng.choice(["{}s", "text_{}", "{}_"])
+    change_keys(folder, rng, lambda c, key: c.update({form.format(key): c.pop(key)}))
 
 
 def break_key(folder: Path, rng: random.Random) -> None:
-    key = rng.choice(sorted(json.loads((folder / CONFIG).read_text())))
     value = rng.choice(["x", [], {}, -1])
-    json_file(folder, CONFIG, lambda c: c.update({key: value}))
+    change_keys(folder, rng, lambda c, key: c.update({key: value}))
 
 
 def drop_file(folder: Path, rng: random.Random) -> None:
@@ -153,76 +87,10 @@ def break_file(folder: Path, rng: random.Random) -> None:
     path.write_bytes(rng.choice([b"", b"[]", b"{}", b"\xff\xfe", content[: len(content) // 2]]))
 
 
-def add_file(folder: Path, rng: random.Random) -> None:
-    name, content = rng.choice(
-        [
-            ("adapter_config.json", b"{}"),
-            ("adapter_model.safetensors", b""),
-            ("pytorch_model.bin", b"x"),
-            ("model.safetensors.index.json", b'{"metadata": {}, "weight_map": {"x": "y.safetensors"}}'),
-            ("model-00001-of-00002.safetensors", b""),
-            ("added_tokens.json", b'{"<|end|>": 5}'),
-            ("chat_template.json", b'{"chat_template": "x"}'),
-            ("special_tokens_map.json", b'{"eos_token": "a"}'),
-            ("vocab.json", b'{"a": 1}'),
-            ("merges.txt", b"a b"),
-            ("README.md", b"x"),
-        ]
-    )
-    (folder / name).write_bytes(content)
-
-
-def change_tokenizer(folder: Path, rng: random.Random) -> None:
-    changes: list[Callable[[dict], None]] = [
-        lambda t: t["added_tokens"].append(t["added_tokens"][0] | {"id": 400, "content": "<|new|>"}),
-        lambda t: t["model"]["vocab"].update({"new": 999}),
-        lambda t: t.update({"normalizer": None}),
-        lambda t: t["added_tokens"].pop(),
-    ]
-    json_file(folder, "tokenizer.json", rng.choice(changes))
-
-
-def change_settings(folder: Path, rng: random.Random) -> None:
-    change = rng.choice(
-        [
-            {"tokenizer_class": "Qwen2Tokenizer"},
-            {"chat_template": "x"},
-            {"added_tokens_decoder": {"9": {"content": "<|end|>", "special": True}}},
-        ]
-    )
-    json_file(folder, "tokenizer_config.json", lambda t: t.update(change))
-
-
-def change_generation(folder: Path, rng: random.Random) -> None:
-    change = rng.choice(
-        [
-            {"repetition_penalty": 1.2},
-            {"suppress_tokens": [4]},
-            {"eos_token_id": "3"},
-            {"frobnicate": 1},
-            {"eos_token_id": [3, 9999]},
-            {"forced_eos_token_id": 3},
-        ]
-    )
-    json_file(folder, "generation_config.json", lambda t: t.update(change))
-
-
-MUTATIONS: list[Mutation] = [
-    add_tensor,
-    drop_tensor,
-    rename_tensor,
-    change_tensor,
-    add_key,
-    drop_key,
-    rename_key,
-    break_key,
-    drop_file,
-    rename_file,
-    break_file,
-    add_file,
-    change_tokenizer,
-    change_settings,
-    change_generation,
+MUTATIONS = [
+    *(drop_tensor, rename_tensor, change_tensor),
+    *(drop_key, rename_key, break_key),
+    *(drop_file, rename_file, break_file),
 ]
 
 
@@ -245,23 +113,19 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
-def test_a_changed_folder_is_the_same_model_or_one_line(mutation, whole, tmp_path, capsys):
+def test_changed_folder_is_the_same_model_or_one_line(mutation, whole, tmp_path, capsys):
     expected = read(whole)
-    for seed in range(-(-CASES // len(MUTATIONS))):
+    for seed in range(CASES):
         folder = tmp_path / f"{seed}"
         shutil.copytree(whole, folder)
         mutation(folder, random.Random(f"{mutation.__name__} {seed}"))
         say_once.cache_clear()
         capsys.readouterr()
-        found, refusal = outcome(folder)
-        said = [line for line in capsys.readouterr().err.splitlines() if f"target={folder}: " in line]
+        found, refusal = None, ""
+        try:
+            found = read(folder)
+        except UserError as error:
+            refusal = str(error)
+        said = f"target={folder}: " in capsys.readouterr().err
         assert found == expected or said or refusal.startswith("target"), (seed, found)
         assert "\n" not in refusal, seed
-
-
-def outcome(folder: Path) -> tuple[Any, str]:
-    """What was read, and the one line that refused it."""
-    try:
-        return read(folder), ""
-    except UserError as error:
-        return None, str(error)
