@@ -37,25 +37,11 @@ KEYS = [Key(p, slot, index) for p in Purpose for slot in (0, 1, BLOCK, BLOCK - 1
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
-def test_a_draw_does_not_depend_on_the_batch_slot(key):
-    swapped = coins(("c", "a", "b"), (0, 5, 9), (7, 2, 0)).uniform(key)
-    assert swapped[[1, 2, 0]].tolist() == coins().uniform(key).tolist()
-
-
-@pytest.mark.parametrize("key", KEYS, ids=str)
-def test_a_draw_does_not_depend_on_who_else_is_in_the_batch(key):
-    assert coins(("b",), (9,), (0,)).uniform(key)[0] == coins().uniform(key)[1]
-
-
-@pytest.mark.parametrize("key", KEYS, ids=str)
-def test_select_keeps_each_rows_draws(key):
-    assert coins().select([2, 0]).uniform(key).tolist() == coins().uniform(key)[[2, 0]].tolist()
-
-
-def test_select_then_at_keeps_each_rows_key():
-    key = Key(Purpose.ACCEPT, 3)
-    later = coins().select([2, 1]).at(np.array([4, 6]), np.array([1, 1]))
-    assert later.uniform(key).tolist() == coins(("c", "b"), (4, 6), (1, 1)).uniform(key).tolist()
+def test_draw_belongs_to_its_row_whatever_the_batch(key):
+    whole = coins().uniform(key).tolist()
+    assert coins(("c", "a", "b"), (0, 5, 9), (7, 2, 0)).uniform(key)[[1, 2, 0]].tolist() == whole
+    assert coins(("b",), (9,), (0,)).uniform(key).tolist() == whole[1:2]
+    assert coins().select([2, 0]).uniform(key).tolist() == [whole[2], whole[0]]
 
 
 def test_selected_rows_do_not_read_what_others_made():
@@ -66,15 +52,7 @@ def test_selected_rows_do_not_read_what_others_made():
     assert later.uniform(key).tolist() == coins(("c", "b", "a"), rounds=(2, 0, 7)).uniform(key).tolist()
 
 
-def test_draws_do_not_depend_on_the_draws_before():
-    fresh, used = coins(), coins()
-    for key in KEYS:
-        used.uniform(key)
-    assert all((fresh.uniform(key) == used.uniform(key)).all() for key in reversed(KEYS))
-
-
 def test_no_two_decisions_share_a_draw():
-    """Positions, rounds, slots, purposes, draw indices, requests, samples and seeds all separate."""
     seen: dict[float, tuple] = {}
     for seed, (request, sample) in itertools.product((0, 1), [("a", 0), ("a", 1), ("b", 0), (1, 0)]):
         for rounds, slot, index in itertools.product(range(3), range(BLOCK + 2), range(2)):
@@ -88,34 +66,31 @@ def test_no_two_decisions_share_a_draw():
                 seen[value] = where
 
 
-def test_the_targets_draw_belongs_to_the_position_whatever_the_round():
+def test_target_draws_belong_to_a_position_and_the_others_to_a_round():
     early = coins(position=(5, 9, 0), rounds=(2, 0, 7)).uniform(Key(Purpose.TARGET, 4))
     late = coins(position=(9, 13, 4), rounds=(3, 1, 9)).uniform(Key(Purpose.TARGET, 0))
     assert early.tolist() == late.tolist()
+    for purpose in (Purpose.PROPOSE, Purpose.ACCEPT, Purpose.RESIDUAL):
+        key = Key(purpose, 1)
+        here, there = coins(position=(5, 9, 0)).uniform(key), coins(position=(6, 1, 3)).uniform(key)
+        assert here.tolist() == there.tolist()
+        assert not set(coins(rounds=(3, 1, 8)).uniform(key)) & set(here)
 
 
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("purpose", Purpose)
-def test_a_draw_is_the_same_alone_and_among_many(purpose, index):
-    """Of one slot, of several at once, from any on, within a block and across its borders."""
-    alone = np.stack([coins().uniform(Key(purpose, slot, index)) for slot in range(3 * BLOCK)], 1)  # (B, n)
-    for first, count in [(0, 1), (0, 5), (3, BLOCK), (BLOCK - 1, 2), (BLOCK, BLOCK), (7, 2 * BLOCK + 9)]:
-        many = coins()._uniforms(Key(purpose, first, index), count, torch.device("cpu")).numpy()
-        assert many.tolist() == alone[:, first : first + count].tolist()
-
-
-def test_draws_of_several_slots_at_once_are_those_of_each():
-    weights = torch.rand(3, 40, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    together = coins().draw(weights, Key(Purpose.PROPOSE, 20, 1), torch.ones(3, 40, dtype=torch.bool))
-    apart = [coins().draw(weights[:, i], Key(Purpose.PROPOSE, 20 + i, 1), ALL) for i in range(40)]
-    assert together.equal(torch.stack(apart, 1))
+@pytest.mark.parametrize(("first", "count"), [(0, 5), (BLOCK - 1, 2), (BLOCK, BLOCK), (7, 2 * BLOCK + 9)])
+def test_draws_of_several_slots_at_once_are_those_of_each(first, count, purpose, index):
+    weights = torch.rand(3, count, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    together = coins().draw(weights, Key(purpose, first, index), torch.ones(3, count, dtype=torch.bool))
+    each = [coins().draw(weights[:, i], Key(purpose, first + i, index), ALL) for i in range(count)]
+    assert together.equal(torch.stack(each, 1))
 
 
 def test_two_passes_of_the_generator_serve_several_rounds(monkeypatch):
     """One for the target's positions, one for all else; a slot of another block costs another pass."""
     passes = []
-    real = philox4x32
-    monkeypatch.setattr("decode.rng.philox4x32", lambda *a: passes.append(1) or real(*a))
+    monkeypatch.setattr("decode.rng.philox4x32", lambda *a: passes.append(1) or philox4x32(*a))
     coin = coins()
     for step in range(AHEAD):
         later = coin.at(np.array([5, 9, 0]) + np.array([0, step, step // 2]), np.array([2, 0, 7]) + step)
@@ -134,37 +109,20 @@ def test_draws_made_ahead_are_those_of_their_own_round(key):
     position, rounds = np.array([5, 9, 0]), np.array([2, 0, 7])
     for _ in range(4 * AHEAD):
         position, rounds = position + dice.integers(0, 4, 3), rounds + dice.integers(0, 2, 3)
-        assert (
-            coin.at(position, rounds).uniform(key).tolist()
-            == coins(position=position, rounds=rounds).uniform(key).tolist()
-        )
+        expected = coins(position=position, rounds=rounds).uniform(key)
+        assert coin.at(position, rounds).uniform(key).tolist() == expected.tolist()
     assert coin.uniform(key).tolist() == coins().uniform(key).tolist(), "back to the first"
-
-
-@pytest.mark.parametrize("purpose", [Purpose.PROPOSE, Purpose.ACCEPT, Purpose.RESIDUAL])
-def test_other_draws_belong_to_the_round_whatever_the_position(purpose):
-    key = Key(purpose, 1)
-    here, there = coins(position=(5, 9, 0)).uniform(key), coins(position=(6, 1, 3)).uniform(key)
-    assert here.tolist() == there.tolist()
-    later = coins(rounds=(3, 1, 8)).uniform(key)
-    assert not set(later) & set(here)
-
-
-def test_a_number_and_its_text_name_the_same_request():
-    key = Key(Purpose.TARGET, 0)
-    assert KeyedCoin(0, [12]).uniform(key) == KeyedCoin(0, ["12"]).uniform(key)
 
 
 def test_draws_are_uniform_below_one():
     coin = KeyedCoin(0, range(2000))
     values = np.concatenate([coin.uniform(Key(Purpose.ACCEPT, slot)) for slot in range(20)])
-    assert values.min() >= 0
-    assert values.max() < 1
+    assert 0 <= values.min() <= values.max() < 1
     counts = np.histogram(values, 20, (0, 1))[0]
     assert ((counts - 2000) ** 2 / 2000).sum() < 65  # chi-square with 19 degrees: 1e-6 above it
 
 
-def test_the_largest_word_is_below_one_and_53_bits_wide(monkeypatch):
+def test_largest_word_is_below_one_and_53_bits_wide(monkeypatch):
     top = np.full((3, AHEAD, len(Purpose) - 1, BLOCK), 0xFFFFFFFF, np.uint64)
     monkeypatch.setattr("decode.rng.philox4x32", lambda *_: (top, top, top, top))
     assert coins().uniform(Key(Purpose.ACCEPT, 0)).tolist() == [1 - 2**-53] * 3
@@ -172,17 +130,17 @@ def test_the_largest_word_is_below_one_and_53_bits_wide(monkeypatch):
 
 def fixed(monkeypatch, value: float) -> KeyedCoin:
     """A coin whose every uniform is `value`."""
-    monkeypatch.setattr(
-        KeyedCoin,
-        "_uniforms",
-        lambda self, key, n, device: torch.full((len(self._key), n), value, dtype=torch.float64),
-    )
+
+    def uniforms(self, key, n, device):
+        return torch.full((len(self._key), n), value, dtype=torch.float64)
+
+    monkeypatch.setattr(KeyedCoin, "_uniforms", uniforms)
     return coins()
 
 
 @pytest.mark.parametrize("value", [0.0, 0.25, 0.5, 1 - 2**-53])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_no_draw_returns_a_token_without_weight(monkeypatch, value, dtype):
+def test_no_token_without_weight_is_drawn(monkeypatch, value, dtype):
     coin = fixed(monkeypatch, value)
     for mass in itertools.product([0.0, 0.1, 1e-30, 3.0], repeat=4):
         if sum(mass):
@@ -191,26 +149,18 @@ def test_no_draw_returns_a_token_without_weight(monkeypatch, value, dtype):
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5, 1 - 2**-53])
-def test_no_flip_accepts_a_token_without_mass(monkeypatch, value):
-    nothing, some = torch.zeros(3), torch.full((3,), 0.5)
-    assert not fixed(monkeypatch, value).flip(nothing, some, Key(Purpose.ACCEPT, 0), ALL).any()
-
-
-@pytest.mark.parametrize("value", [0.0, 0.5, 1 - 2**-53])
-def test_every_flip_accepts_where_the_target_gives_as_much(monkeypatch, value):
-    coin, key = fixed(monkeypatch, value), Key(Purpose.ACCEPT, 0)
-    for p, q in [(0.3, 0.3), (0.9, 0.2), (1e-30, 1e-30)]:
-        assert coin.flip(torch.full((3,), p), torch.full((3,), q), key, ALL).all()
-
-
-def test_a_flip_compares_with_the_ratio(monkeypatch):
-    coin = fixed(monkeypatch, 0.5)
-    accept, proposal = torch.tensor([0.24, 0.25, 0.26]), torch.tensor([0.5, 0.5, 0.5])
-    assert coin.flip(accept, proposal, Key(Purpose.ACCEPT, 0), ALL).tolist() == [False, False, True]
+def test_flips_accept_what_has_mass_by_the_ratio(monkeypatch, value):
+    coin = fixed(monkeypatch, value)
+    accept = torch.tensor([0.0, 0.3, 0.9, 1e-30, 0.24, 0.25, 0.26])
+    proposal = torch.tensor([0.5, 0.3, 0.2, 1e-30, 0.5, 0.5, 0.5])
+    expected = [False, True, True, True, *[value < p / 0.5 for p in (0.24, 0.25, 0.26)]]
+    for p, q, want in zip(accept, proposal, expected, strict=True):
+        found = coin.flip(p.expand(3), q.expand(3), Key(Purpose.ACCEPT, 0), ALL)
+        assert found.tolist() == [want] * 3
 
 
 @pytest.mark.parametrize(("value", "want"), [(0.0, 0), (0.24, 0), (0.25, 2), (0.74, 2), (0.75, 3), (0.99, 3)])
-def test_a_draw_inverts_the_distribution_of_unnormalised_weights(monkeypatch, value, want):
+def test_draw_inverts_the_distribution_of_unnormalised_weights(monkeypatch, value, want):
     weights = torch.tensor([[1.0, 0.0, 2.0, 1.0]] * 3)
     assert fixed(monkeypatch, value).draw(weights, Key(Purpose.TARGET, 0), ALL).tolist() == [want] * 3
 
@@ -223,12 +173,12 @@ def test_the_far_tail_of_a_large_vocabulary_is_reachable(monkeypatch):
     assert (drawn > 199_990).all()
 
 
-def test_a_table_travels_with_the_draws_and_changes_none():
+def test_table_sent_with_the_draws_changes_none():
     here, table = torch.device("cpu"), np.array([[3, -1, 2**62], [0, 7, -(2**63)]])
-    alone = [coins().uniform(key).tolist() for key in KEYS]
+    expected = [coins().uniform(key).tolist() for key in KEYS]
     coin = coins()
     for _ in range(2):  # the second knows what the first drew from
         assert coin.carry(table, here).tolist() == table.tolist()
-        assert [coin.uniform(key).tolist() for key in KEYS] == alone
+        assert [coin.uniform(key).tolist() for key in KEYS] == expected
         coin = coin.at(np.array((5, 9, 0)), np.array((2, 0, 7)))
     assert to_device([[1, 2]], here, coin).tolist() == to_device([[1, 2]], here).tolist() == [[1, 2]]

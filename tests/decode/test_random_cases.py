@@ -1,7 +1,4 @@
-"""Random cases: the loop against a decoder that has no batch, no cache, no mask and no tensor.
-
-All that is compared is equal to the token: `Reference` tosses the coins that the decoder tosses.
-"""
+"""Random cases: the loop writes what a decoder without batch, cache, mask and tensors writes."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from decode.generation.generate import generate
 from decode.model.target import Target
 from decode.plan import Plan
 
-WHAT = {  # of what a run of cases has to hold some, lest it prove nothing
+WHAT = {  # of what a run of cases has to hold some, or it proves nothing
     "an end token inside a draft": lambda a: a.stopped and a.cut,
     "the limit inside a draft": lambda a: not a.stopped and a.cut,
     "an end token before any draft": lambda a: a.stopped and not a.emitted,
@@ -91,7 +88,7 @@ def bench(tiny_target) -> Bench:
     return Bench(tiny_target)
 
 
-def test_300_random_cases_are_decoded_as_without_a_cache(bench):
+def test_300_random_cases_give_the_reference_texts(bench):
     bench.run(300)
     assert SEEN["cases"] == 300
     assert min(SEEN[what] for what in (*WHAT, TOGETHER, APART)) >= 10
@@ -99,7 +96,7 @@ def test_300_random_cases_are_decoded_as_without_a_cache(bench):
 
 @pytest.mark.proof
 @pytest.mark.timeout(3600)
-def test_10_000_random_cases_are_decoded_as_without_a_cache(bench):
+def test_10_000_random_cases_give_the_reference_texts(bench):
     bench.run(10_000)
     assert SEEN["cases"] == 10_000
     assert SEEN["cases left out"] <= 10

@@ -11,7 +11,7 @@ from decode.transfer import RowInts, Settled
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["host alone", "both"])
+@pytest.mark.parametrize("known", [False, True], ids=["host only", "both"])
 def test_both_copies_agree(known):
     def row_ints(*values):
         return RowInts(values, torch.tensor(values) if known else None)
@@ -25,8 +25,7 @@ def test_both_copies_agree(known):
         (one.select(row_ints(1)), [0]),
         (RowInts.of(one), [4, 0, 7]),
     ):
-        assert found == expected
-        assert found.on(CPU).tolist() == expected
+        assert found == found.on(CPU).tolist() == expected
 
 
 def test_sums_and_selections_of_known_numbers_upload_nothing():
@@ -44,7 +43,7 @@ def test_sums_and_selections_of_known_numbers_upload_nothing():
         assert counted == [UPLOAD] * 2
 
 
-def test_what_is_settled_follows_its_rows():
+def test_settled_tokens_follow_their_rows():
     settled = Settled([1, 2, 1], None, [[5], [6, 7], [8]], [3, 4, 0]).select([2, 1])
     assert (settled, settled.texts, settled.draft_lengths) == ([1, 2], [[8], [6, 7]], [0, 4])
     assert Settled([1, 2], None, [[5], [6, 7]], ()).select([1]).draft_lengths == ()

@@ -1,4 +1,4 @@
-"""The public face: a notebook's lines, and what they are refused."""
+"""The Python interface: load, generate, stream and score, and what they refuse."""
 
 import dataclasses
 import json
@@ -31,11 +31,16 @@ def folders(tmp_path_factory, make_drafter):
     return root
 
 
-def test_the_lines_of_the_documents_run_from_any_folder(folders, tmp_path, monkeypatch, capsys):
-    (block,) = re.findall(
-        r"```python\n(import foredraft\n.*?)```", (ROOT / "docs" / "start.md").read_text(), re.S
-    )
-    assert len([line for line in block.splitlines() if line]) == 5
+@pytest.fixture(scope="module")
+def loaded(folders):
+    """The model in float32, and its drafter."""
+    model = foredraft.load_target(str(folders / "target"), "target.dtype=float32")
+    return model, foredraft.load_drafter(str(folders / "drafter"), model)
+
+
+def test_documented_lines_run_from_any_folder(folders, tmp_path, monkeypatch, capsys):
+    text = (ROOT / "docs" / "start.md").read_text()
+    (block,) = re.findall(r"```python\n(import foredraft\n.*?)```", text, re.S)
     monkeypatch.chdir(tmp_path)
     block = block.replace("data/pocket", str(folders / "target"))
     block = block.replace("outputs/<date>/<time>/checkpoints/best", str(folders / "drafter"))
@@ -44,9 +49,8 @@ def test_the_lines_of_the_documents_run_from_any_folder(folders, tmp_path, monke
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_drafter_changes_no_greedy_answer_and_streams_what_is_generated(folders, temperature):
-    model = foredraft.load_target(str(folders / "target"), "target.dtype=float32")
-    drafter = foredraft.load_drafter(str(folders / "drafter"), model)
+def test_drafter_changes_no_greedy_answer_and_stream_is_what_is_generated(loaded, temperature):
+    model, drafter = loaded
     options = {"max_new_tokens": 12, "sampler": Sampler(temperature)}
     prompt = [{"role": "user", "content": "say 3"}]
     drafted = foredraft.generate(model, "say 3", drafter, **options)
@@ -61,31 +65,26 @@ def test_a_drafter_changes_no_greedy_answer_and_streams_what_is_generated(folder
     assert card.headline.replay.method.startswith("estimate" if temperature else "exact")  # a hybrid tree
 
 
-def test_several_prompts_are_answered_in_one_batch(folders):
-    model = foredraft.load_target(str(folders / "target"), "target.dtype=float32")
-    drafter = foredraft.load_drafter(str(folders / "drafter"), model)
+def test_several_prompts_are_answered_in_one_batch(loaded):
+    model, drafter = loaded
     prompts = ["say 3", [{"role": "user", "content": "count to ten"}]]
-    options = {"max_new_tokens": 8}
-    answers = foredraft.generate(model, prompts, drafter, **options)
+    answers = foredraft.generate(model, prompts, drafter, max_new_tokens=8)
     assert answers[0].tokens != answers[1].tokens
-    alone = [foredraft.generate(model, prompt, drafter, **options) for prompt in prompts]
-    assert [a.tokens for a in answers] == [a.tokens for a in alone]
-    assert [a.text for a in answers] == [a.text for a in alone]
+    alone = [foredraft.generate(model, prompt, drafter, max_new_tokens=8) for prompt in prompts]
+    assert [(a.tokens, a.text) for a in answers] == [(a.tokens, a.text) for a in alone]
 
 
-def test_typed_contents_and_single_messages_are_read(folders):
+def test_typed_contents_and_single_messages_are_read(loaded):
     """vLLM's issue 9358: the prompt held Python's text of the list."""
-    model = foredraft.load_target(str(folders / "target"), "target.dtype=float32")
-    drafter = foredraft.load_drafter(str(folders / "drafter"), model)
+    model, drafter = loaded
     options = {"max_new_tokens": 6}
     message = {"role": "user", "content": [{"type": "text", "text": "say 3"}]}
     plain = foredraft.generate(model, "say 3", **options)
     for prompt in (message, [message], (message,)):
         assert foredraft.generate(model, prompt, **options).tokens == plain.tokens
         assert "".join(foredraft.stream(model, prompt, **options)) == plain.text
-    cards = [
-        foredraft.score(model, drafter, p, **options) for p in (["say 3"], "say 3", [message], [[message]])
-    ]
+    prompts = (["say 3"], "say 3", [message], [[message]])
+    cards = [foredraft.score(model, drafter, prompt, **options) for prompt in prompts]
     assert len({card.headline.tokens for card in cards}) == 1
 
 
@@ -105,23 +104,20 @@ def test_typed_contents_and_single_messages_are_read(folders):
         ("<|user|>say 3<|assistant|>", r"rendered already: <\|\w+\|> .*prompts\.template=none"),
     ],
 )
-def test_what_is_no_prompt_is_one_line_before_any_work(prompt, said, folders):
-    model = foredraft.load_target(str(folders / "target"))
-    drafter = foredraft.load_drafter(str(folders / "drafter"), model)
-    for call in (foredraft.generate, foredraft.score):
-        arguments = (model, drafter, prompt) if call is foredraft.score else (model, prompt)
-        with pytest.raises(UserError, match=said) as caught:
-            call(*arguments)
-        assert "\n" not in str(caught.value)
+def test_wrong_prompt_is_refused_in_one_line(prompt, said, loaded):
+    model, drafter = loaded
+    calls = [lambda: foredraft.generate(model, prompt), lambda: foredraft.score(model, drafter, prompt)]
     if not isinstance(prompt, list):
-        with pytest.raises(UserError, match=said):
-            foredraft.stream(model, prompt)
+        calls.append(lambda: foredraft.stream(model, prompt))
+    for call in calls:
+        with pytest.raises(UserError, match=said) as caught:
+            call()
+        assert "\n" not in str(caught.value)
 
 
-def test_a_tuned_target_is_merged_once(folders, monkeypatch):
+def test_tuned_target_is_merged_once(folders, loaded, monkeypatch):
     """Merging copies the decoder layers."""
-    model = foredraft.load_target(str(folders / "target"), "target.dtype=float32")
-    drafter = foredraft.load_drafter(str(folders / "drafter"), model)
+    model, drafter = loaded
     tuned = foredraft.load_target(str(folders / "target"), "target.dtype=float32").target
     merged = []
     monkeypatch.setattr(drafter, "verifier", lambda target: merged.append(target) or tuned)
@@ -132,96 +128,65 @@ def test_a_tuned_target_is_merged_once(folders, monkeypatch):
     assert (tuned.taps, model.target.taps) == (drafter.taps, ())
 
 
-def test_a_missing_tap_is_said_in_one_line(folders):
-    model = foredraft.load_target(str(folders / "target"))
-    drafter = foredraft.load_drafter(str(folders / "drafter"), model)
+def test_wrong_calls_are_refused(folders, loaded):
+    model, drafter = loaded
+    with pytest.raises(UserError, match="no such option"):
+        foredraft.load_target(str(folders / "target"), "target.dtpye=float32")
+    with pytest.raises(UserError):
+        foredraft.load_drafter(str(folders / "nowhere"), model)
+    for call in (
+        foredraft.score,
+        lambda model, drafter, prompts: foredraft.generate(model, prompts, drafter),
+    ):
+        with pytest.raises(UserError, match="no prompts"):
+            call(model, drafter, [])
+    with pytest.raises(AttributeError, match="no attribute 'lode'"):
+        _ = foredraft.lode
     model.target.tap(())
     with pytest.raises(UserError, match=r"reads hidden states .* call target.tap\(drafter.taps\)"):
         generate(model.target, drafter, [[1, 2]], max_new_tokens=4, sampler=Sampler(0.0), plan=Plan(2))
 
 
-def test_what_is_wrong_is_a_user_error(folders):
-    with pytest.raises(UserError, match="no such option"):
-        foredraft.load_target(str(folders / "target"), "target.dtpye=float32")
-    model = foredraft.load_target(str(folders / "target"))
-    with pytest.raises(UserError):
-        foredraft.load_drafter(str(folders / "nowhere"), model)
-    drafter = foredraft.load_drafter(str(folders / "drafter"), model)
-    with pytest.raises(UserError, match="no prompts"):
-        foredraft.score(model, drafter, [])
-    with pytest.raises(UserError, match="no prompts"):
-        foredraft.generate(model, [], drafter)
-    with pytest.raises(AttributeError, match="no attribute 'lode'"):
-        _ = foredraft.lode
-
-
-@pytest.fixture(scope="module")
-def loaded(folders):
-    """The model in float32, and its drafter."""
-    model = foredraft.load_target(str(folders / "target"), "target.dtype=float32")
-    return model, foredraft.load_drafter(str(folders / "drafter"), model)
-
-
-def test_a_number_of_any_type_gives_the_same_answers_and_scores(loaded):
+def test_number_of_any_type_gives_the_same_answers_and_scores(loaded):
     model, drafter = loaded
     options = {"sampler": Sampler(1.0), "max_new_tokens": 8}
-    expected = foredraft.generate(model, "say 3", seed=3, **options).tokens
+    expected = foredraft.generate(model, "say 3", seed=3, **options)
     for seed in (np.int64(3), torch.tensor(3)):
-        assert foredraft.generate(model, "say 3", seed=seed, **options).tokens == expected
-        assert "".join(foredraft.stream(model, "say 3", seed=seed, **options)) == "".join(
-            foredraft.stream(model, "say 3", seed=3, **options)
-        )
+        assert foredraft.generate(model, "say 3", seed=seed, **options).tokens == expected.tokens
+        assert "".join(foredraft.stream(model, "say 3", seed=seed, **options)) == expected.text
     numbers = {"max_new_tokens": np.int32(6), "batch_size": np.int64(1), "seed": torch.tensor(3)}
     card = foredraft.score(model, drafter, ["say 3"], temperatures=[np.float64(0.0)], **numbers)
     json.dumps(dataclasses.asdict(card.conditions))
     assert card.conditions.seed == 3
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"seed": 1.5},
-        {"seed": True},
-        {"max_new_tokens": 0},
-        {"max_new_tokens": -3},
-        {"batch_size": 0},
-        {"batch_size": 2.0},
-        {"temperatures": []},
-        {"temperatures": [float("nan")]},
-    ],
-    ids=str,
-)
-def test_a_number_that_is_none_is_named(loaded, wrong):
-    (name,) = wrong
-    said = {"temperatures": "temperature"}.get(name, f"^{name}=")
-    with pytest.raises(UserError, match=said) as error:
-        foredraft.score(*loaded, ["say 3"], **wrong)
-    assert "context" not in str(error.value)
-    if name in ("seed", "max_new_tokens"):
-        with pytest.raises(UserError, match=said):
-            foredraft.generate(loaded[0], "say 3", **wrong)
-        with pytest.raises(UserError, match=said):
-            next(foredraft.stream(loaded[0], "say 3", **wrong))
+BAD = {"seed": [1.5, True], "max_new_tokens": [0, -3], "batch_size": [0, 2.0]}
+BAD |= {"temperatures": [[], [float("nan")]]}
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"stop": 5},
-        {"stop": b"a"},
-        {"stop": [5]},
-        {"stop": [None]},
-        {"sampler": None},
-        {"sampler": 0.7},
-        {"plan": "dynamic"},
-        {"drafter": "eagle"},
-    ],
-    ids=str,
-)
-def test_an_argument_of_another_type_is_one_line(loaded, wrong):
-    (name,) = wrong
-    with pytest.raises(UserError, match=f"^{name}: give a "):
-        foredraft.generate(loaded[0], "say 3", **wrong)
+@pytest.mark.parametrize("name", BAD)
+def test_wrong_number_is_named(loaded, name):
+    said = "temperature" if name == "temperatures" else f"^{name}="
+    for value in BAD[name]:
+        wrong = {name: value}
+        with pytest.raises(UserError, match=said) as error:
+            foredraft.score(*loaded, ["say 3"], **wrong)
+        assert "context" not in str(error.value)
+        if name in ("seed", "max_new_tokens"):
+            with pytest.raises(UserError, match=said):
+                foredraft.generate(loaded[0], "say 3", **wrong)
+            with pytest.raises(UserError, match=said):
+                next(foredraft.stream(loaded[0], "say 3", **wrong))
+
+
+WRONG = {"stop": [5, b"a", [5], [None]], "sampler": [None, 0.7], "plan": ["dynamic"], "drafter": ["eagle"]}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_argument_of_another_type_is_named(loaded, name):
+    for value in WRONG[name]:
+        with pytest.raises(UserError, match=f"^{name}: give a "):
+            foredraft.generate(loaded[0], "say 3", **{name: value})
 
 
 def test_one_stop_string_is_not_read_as_its_letters(loaded):
@@ -235,7 +200,7 @@ def test_one_stop_string_is_not_read_as_its_letters(loaded):
     assert len(letters.tokens) < len(alone.tokens), "the letters alone end it no earlier: choose others"
 
 
-def test_threads_that_answer_with_and_without_a_drafter_take_turns(loaded, monkeypatch):
+def test_threads_with_and_without_a_drafter_take_turns(loaded, monkeypatch):
     model, drafter = loaded
     prompts, plan = ["say 3", "count to ten"], Plan(2)
     options = {"max_new_tokens": 12, "plan": plan}

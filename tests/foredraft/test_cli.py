@@ -1,4 +1,4 @@
-"""The command foredraft: words, help, and refusals in one line."""
+"""The command `foredraft`: its commands, help and refusals."""
 
 import subprocess
 import sys
@@ -10,21 +10,20 @@ from workbench import CONF, foredraft
 from foredraft.cli import COMMANDS
 
 
-@pytest.mark.parametrize("word", COMMANDS)
-def test_every_word_has_a_function_a_configuration_and_help(word):
-    command = COMMANDS[word]
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_function_a_configuration_and_help(name):
+    command = COMMANDS[name]
     module, _, function = command.function.partition(":")
     assert callable(getattr(import_module(f"distill.{module}"), function))
     assert not command.config or (CONF / f"{command.config}.yaml").is_file()
-    done = foredraft(word, "--help")
+    done = foredraft(name, "--help")
     assert done.code == 0
-    assert done.out.startswith(f"usage: foredraft {word} ")
-    assert f"  {word} " in foredraft("--help").out
+    assert done.out.startswith(f"usage: foredraft {name} ")
+    assert f"  {name} " in foredraft("--help").out
 
 
-def test_an_unknown_word_is_one_line_with_the_nearest():
-    done = foredraft("trian")
-    done.refused("error: foredraft trian: did you mean train? choose one of train, generate, ")
+def test_unknown_command_is_refused_with_the_nearest():
+    foredraft("trian").refused("did you mean train?")
 
 
 def test_help_does_not_wait_for_torch():

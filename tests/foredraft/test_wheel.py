@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it works where the repository is not."""
+"""The wheel: its contents, and that it works without the repository."""
 
 import os
 import re
@@ -24,7 +24,7 @@ def wheel(tmp_path_factory) -> Path:
     return path
 
 
-def test_it_has_configurations_data_and_one_command(wheel):
+def test_wheel_has_configurations_data_and_one_command(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (entry,) = [name for name in names if name.endswith("entry_points.txt")]
@@ -47,7 +47,7 @@ def test_no_dependency_owns_our_top_level_names():
 
 
 @pytest.mark.proof
-def test_it_trains_and_generates_from_an_empty_folder(wheel, tmp_path):
+def test_wheel_trains_and_generates_in_an_empty_folder(wheel, tmp_path):
     installed, work = tmp_path / "site", tmp_path / "work"
     work.mkdir()
     with zipfile.ZipFile(wheel) as archive:
@@ -56,31 +56,22 @@ def test_it_trains_and_generates_from_an_empty_folder(wheel, tmp_path):
     prompts, held_out = write_prompts(tmp_path / "p.jsonl", 8), write_prompts(tmp_path / "h.jsonl", 4, 100)
     small = [f"target={tmp_path / 'target'}", f"prompts={prompts}", f"prompts.heldout={held_out}"]
     small += ["prompts.self=0", "trainer.max_steps=2", "score.every=2", "rollout.max_new_tokens=8"]
-    small += [
-        "score.max_new_tokens=6",
-        "score.prompts=2",
-        "score.replay_prompts=2",
-        "logger=csv",
-        "batch_size=2",
-    ]
+    small += ["score.max_new_tokens=6", "score.prompts=2", "score.replay_prompts=2", "batch_size=2"]
+    small += ["logger=csv"]
     environment = os.environ | {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
 
-    def run(*words: str) -> str:
-        command = [sys.executable, "-m", "foredraft", *words]
+    def python(*arguments: str) -> str:
+        command = [sys.executable, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, cwd=work, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    folder = Path(run("train", "experiment=quick", *small).splitlines()[-1])
+    folder = Path(python("-m", "foredraft", "train", "experiment=quick", *small).splitlines()[-1])
     assert (work / folder).parents[1].name == "outputs"
     best = f"checkpoint={work / folder / 'checkpoints' / 'best'}"
-    assert run("generate", best, "prompt=say 3", "max_new_tokens=6")
+    assert python("-m", "foredraft", "generate", best, "prompt=say 3", "max_new_tokens=6")
     code = (
         "import foredraft; m = foredraft.load_target(); import distill.utils.paths as p; print(p.CONF)\n"
         "print(foredraft.generate(m, 'How do I use grep?', max_new_tokens=4).tokens)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=work, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(str(installed / "foredraft" / "conf"))
+    assert python("-c", code).startswith(str(installed / "foredraft" / "conf"))

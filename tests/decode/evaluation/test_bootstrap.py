@@ -6,7 +6,7 @@ import pytest
 from decode.evaluation.bootstrap import central_interval, interval, ratio, resampled_sums
 
 
-def test_what_is_alike_is_drawn_together():
+def test_prompts_of_a_group_are_drawn_together():
     values, ones = [0.0] * 10 + [1.0] * 10, np.ones(20)
     alone = interval(values, ones)
     together = interval(values, ones, [0] * 10 + [1] * 10)
@@ -14,12 +14,11 @@ def test_what_is_alike_is_drawn_together():
     assert together == (0.0, 1.0), "a text or the other, or both"
 
 
-def test_a_draw_without_a_round_counts_as_none():
+def test_sample_without_rounds_counts_as_zero():
     assert interval([4.0, 0.0], [2, 0]) == (0.0, 2.0)
 
 
-def test_all_columns_are_drawn_alike():
-    """A difference of two that rise and fall together is known better than either."""
+def test_columns_are_drawn_together():
     easy = np.arange(20.0)
     mine, other, rounds = resampled_sums([easy + 1, easy, np.ones(20)]).T
     assert np.allclose(mine - other, rounds)
@@ -28,8 +27,7 @@ def test_all_columns_are_drawn_alike():
     assert central_interval(ratio(mine, rounds)) == pytest.approx(interval(easy + 1, np.ones(20)))
 
 
-def test_the_middle_is_that_of_many_new_samples():
-    """Of a ratio of sums: about as wide as what other prompts give, and about it in nineteen of twenty."""
+def test_interval_holds_the_truth_in_nineteen_of_twenty_samples():
     random = np.random.default_rng(3)
     inside = 0
     for _ in range(60):

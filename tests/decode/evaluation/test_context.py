@@ -1,4 +1,4 @@
-"""Tau by context length: rounds of a replay, counted where they begin."""
+"""Tau by context length: rounds of a replay are counted where they begin."""
 
 import numpy as np
 import pytest
@@ -25,10 +25,9 @@ def test_rounds_are_counted_by_the_context_that_they_begin_behind():
     rollouts = [rollout(100, 61), rollout(250, 21)]
     keeps = [np.ones((60, 4)), np.zeros((20, 4))]
     parts = by_context(rollouts, keeps, 4)
-    assert [(part.low, part.high) for part in parts] == [(0, 128), (128, 256), (256, 512)]
     # Rounds of the first text begin behind 101, 106, ..., 156 tokens; of the second behind 251, ..., 270.
-    assert [part.rounds for part in parts] == [6, 6 + 5, 15]
-    assert [part.tokens for part in parts] == [30, 30 + 5, 15]
+    found = [(part.low, part.high, part.rounds, part.tokens) for part in parts]
+    assert found == [(0, 128, 6, 30), (128, 256, 6 + 5, 30 + 5), (256, 512, 15, 15)]
     assert [part.tau for part in parts] == pytest.approx([5, 35 / 11, 1])
 
 

@@ -1,5 +1,7 @@
 """The scorecard's numbers, by hand and against the decoder's own record."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from scripted import Oracle, greedy
@@ -20,23 +22,7 @@ from distill.report.tables import settings_table
 VOCAB, LENGTH = 23, 24
 PROMPTS = [[5, 9, 2, 7, 3], [4], [17, 4, 21, 6, 12, 2, 8, 8], [11, 11, 2], [20, 1]]
 CHAIN, TREE = Plan(depth=4), Plan(depth=3, width=3, nodes=7)
-KEYS = {
-    *("tau", "survival", "alpha", "speedup", "tokens_per_second", "plain_tokens_per_second", "draft_share"),
-    *("verify_share", "other_share", "temperature", "batch_size", "decode", "audit_passed", "schema", "seed"),
-    *("dtype", "threads", "hardware", "nodes", "prompts", "tau_interval", "ttft", "tpot", "acceptance_rate"),
-    *(
-        "kv_bytes_per_token",
-        "offered",
-        "rows",
-        "rule",
-        "rounds",
-        "tokens",
-        "overhead",
-        "audit",
-        "load_average",
-    ),
-    *("max_new_tokens", "repeats", "lossy", "replay", "replay_agrees"),
-}
+COUNTED = ("tau", "tau_interval", "survival", "alpha", "offered", "acceptance_rate")
 
 
 def output(*rounds, stopped=False):
@@ -48,40 +34,39 @@ def output(*rounds, stopped=False):
 # -- by hand -------------------------------------------------------------------------------------
 
 
-def test_survival_and_alpha_by_hand():
-    outputs = [
-        output((2, 3, 3, 3), (0, 3, 1, 3), (1, 3, 2, 3)),
-        output((3, 3, 4, 3), (0, 3, 1, 3)),
-    ]
-    survival, alpha, offered = module._positions(outputs, 3)
-    assert survival == [3 / 5, 2 / 5, 1 / 5]
-    assert alpha == [3 / 5, 2 / 3, 1 / 2]
-    assert offered == [1, 1, 1]
+WHOLE = [output((2, 2, 3, 2), (0, 2, 1, 2))]
+# outputs, depth, survival, alpha, offered
+POSITIONS = {
+    "two texts": (
+        [output((2, 3, 3, 3), (0, 3, 1, 3), (1, 3, 2, 3)), output((3, 3, 4, 3), (0, 3, 1, 3))],
+        3,
+        ([3 / 5, 2 / 5, 1 / 5], [3 / 5, 2 / 3, 1 / 2], [1, 1, 1]),
+    ),
+    "drafts of depth 1, 3, 0 and 2": (  # alpha counts rounds that had such a node to lose
+        [output((1, 1, 2, 1), (2, 3, 3, 3)), output((0, 0, 1, 0), (1, 2, 2, 2))],
+        3,
+        ([3 / 4, 1 / 4, 0], [3 / 3, 1 / 2, 0 / 1], [3 / 4, 2 / 4, 1 / 4]),
+    ),
+    "whole": (WHOLE, 2, ([0.5, 0.5], [0.5, 1.0], [1, 1])),
+    "cut": (  # a round that was cut counts by its tokens of the text: fewer than were accepted, and one
+        [output((2, 2, 3, 2), (0, 2, 1, 2), (2, 2, 1, 2), stopped=True)],
+        2,
+        ([2 / 3, 2 / 3], [2 / 3, 1.0], [1, 1]),
+    ),
+    "ended by a round's last token": (
+        [output((2, 2, 3, 2), (0, 2, 1, 2), stopped=True)],
+        2,
+        ([0.5, 0.5], [0.5, 1.0], [1, 1]),
+    ),
+    "no rounds": ([Output([3])], 2, ([0, 0], [0, 0], [0, 0])),
+    "nothing": ([], 0, ([], [], [])),
+}
 
 
-def test_what_was_not_offered_was_not_missed():
-    """Rounds of depth 1, 3, 0 and 2: each alpha counts the rounds that had such a node to lose."""
-    outputs = [output((1, 1, 2, 1), (2, 3, 3, 3)), output((0, 0, 1, 0), (1, 2, 2, 2))]
-    survival, alpha, offered = module._positions(outputs, 3)
-    assert survival == [3 / 4, 1 / 4, 0]
-    assert offered == [3 / 4, 2 / 4, 1 / 4]
-    assert alpha == [3 / 3, 1 / 2, 0 / 1]
-
-
-def test_of_a_round_that_was_cut_the_tokens_of_the_text_count():
-    """By an end token or by the length, fewer are emitted than were accepted, and one."""
-    whole = [output((2, 2, 3, 2), (0, 2, 1, 2))]
-    assert module._positions(whole, 2) == ([0.5, 0.5], [0.5, 1.0], [1, 1])
-    cut = [output((2, 2, 3, 2), (0, 2, 1, 2), (2, 2, 1, 2), stopped=True)]
-    assert module._positions(cut, 2) == ([2 / 3, 2 / 3], [2 / 3, 1.0], [1, 1])
-    # An end token that is a round's last changes nothing: that round is whole.
-    ended = [output((2, 2, 3, 2), (0, 2, 1, 2), stopped=True)]
-    assert module._positions(ended, 2) == module._positions(whole, 2)
-
-
-def test_no_rounds_give_zeros():
-    assert module._positions([Output([3])], 2) == ([0, 0], [0, 0], [0, 0])
-    assert module._positions([], 0) == ([], [], [])
+@pytest.mark.parametrize("name", POSITIONS)
+def test_survival_and_alpha_by_hand(name):
+    outputs, depth, expected = POSITIONS[name]
+    assert module._positions(outputs, depth) == expected
 
 
 def test_a_row_by_hand():
@@ -124,15 +109,14 @@ def test_repeats_are_timed_but_counted_once():
     assert tally.speed == 15 / 21
 
 
-def test_the_interval_is_a_ratio_of_sums():
+def test_interval_is_that_of_a_ratio_of_sums():
     assert Counts([6, 6, 6], [2, 2, 2]).interval() == [3.0, 3.0]
-    low, high = Counts([30, 1], [10, 1]).interval()
-    assert (low, high) == (1.0, 3.0)  # both prompts drawn twice; a mean of ratios has the same ends
-    many = [3, 4, 5, 6, 7] * 8
-    low, high = Counts(many, [2] * 40).interval()
-    assert low < sum(many) / 80 < high
+    assert Counts([30, 1], [10, 1]).interval() == [1.0, 3.0]  # both prompts drawn twice
+    many = Counts([3, 4, 5, 6, 7] * 8, [2] * 40)
+    low, high = many.interval()
+    assert low < 2.5 < high
     assert high - low == pytest.approx(2 * 1.96 * (2**0.5 / 2) / 40**0.5, rel=0.15)
-    assert Counts(many, [2] * 40).interval() == [low, high], "the same each time"
+    assert many.interval() == [low, high], "the same each time"
     assert Counts([], []).interval() == [0, 0]
 
 
@@ -183,8 +167,7 @@ def by_hand(target, oracle, setting, **options):
     return generate(target, drafter, PROMPTS, sampler=setting.sampler, plan=setting.plan, **options).outputs
 
 
-def test_every_field_is_there(card):
-    assert set(card) >= KEYS
+def test_conditions_and_rows_are_those_of_the_settings(card):
     assert card["audit_passed"] is True
     assert card["audit"]["tokens"] == 3 * LENGTH
     assert (card["schema"], card["seed"], card["prompts"], card["dtype"]) == (SCHEMA, 4, 5, "float64")
@@ -192,9 +175,6 @@ def test_every_field_is_there(card):
     assert card["hardware"]
     layers, heads, dim = 2, 1, 8
     assert card["kv_bytes_per_token"] == layers * 2 * heads * dim * 8
-
-
-def test_rows_are_the_settings_in_their_order(card):
     assert [(r["temperature"], r["decode"], r["batch_size"], r["nodes"]) for r in card["rows"]] == [
         (0.0, "chain-4", 1, 4),
         (0.0, "tree-7 (depth 3, width 3)", 1, 7),
@@ -206,7 +186,7 @@ def test_rows_are_the_settings_in_their_order(card):
 
 
 @pytest.mark.parametrize("index", range(5))
-def test_a_row_is_what_the_decoder_did(card, target, oracle, index):
+def test_row_is_what_the_decoder_did(card, target, oracle, index):
     row, setting = card["rows"][index], SETTINGS[index]
     outputs = by_hand(target, oracle, setting)
     rounds = sum(len(o.emitted) for o in outputs)
@@ -229,70 +209,23 @@ def test_a_row_is_what_the_decoder_did(card, target, oracle, index):
     assert row["speedup"] == row["tokens_per_second"] / row["plain_tokens_per_second"]
 
 
-def test_batches_change_times_alone(card):
-    counted = ("tau", "survival", "alpha", "offered", "acceptance_rate", "tau_interval")
-    assert [card["rows"][0][name] for name in counted] == [card["rows"][2][name] for name in counted]
+def test_batch_size_changes_no_count_and_plain_decoding_has_tau_1(card):
+    assert [card["rows"][0][name] for name in COUNTED] == [card["rows"][2][name] for name in COUNTED]
+    assert [card["rows"][4][name] for name in COUNTED] == [1, [1, 1], [], [], [], 0]
 
 
-def test_plain_decoding_has_a_tau_of_one(card):
-    row = card["rows"][4]
-    assert row["tau"] == 1
-    assert row["tau_interval"] == [1, 1]
-    assert (row["survival"], row["alpha"], row["acceptance_rate"]) == ([], [], 0)
-
-
-@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
-def test_tau_is_one_and_all_survival_where_no_round_is_cut(target, oracle, plan):
-    setting = Setting(Sampler(0.0), plan)
-    whole = by_hand(target, oracle, setting)[0].emitted
-    length = 1 + sum(whole[:-1])  # the last round may be cut, those before it were not
-    options = {"max_new_tokens": length, "audit_prompts": 1}
-    row = scored(target, oracle, PROMPTS[:1], [setting], **options)
-    assert row["rounds"] == len(whole) - 1 > 3
-    assert row["tau"] == pytest.approx(1 + sum(row["survival"]))
-    assert 0 < row["survival"][-1] < row["survival"][0] <= 1
-    chance = 1.0
-    for alpha, survival, offered in zip(row["alpha"], row["survival"], row["offered"], strict=True):
-        chance *= alpha
-        assert offered == 1 if plan is CHAIN else 0 < offered <= 1
-        assert survival == pytest.approx(chance) if plan is CHAIN else survival <= chance + 1e-12
-
-
-@pytest.mark.parametrize("stop", [(), None], ids=["length", "end token"])
-def test_a_cut_round_is_a_whole_one_of_tau_and_a_part_of_survival(target, oracle, stop):
-    texts = [p + greedy(target.model, p, LENGTH) for p in PROMPTS[:1]]
-    answer = texts[0][len(PROMPTS[0]) :]
-    always = Oracle(texts, VOCAB, right=1.0, branches=0)  # every round accepts 4 and emits 5
-    last = next(i for i in range(7, 20) if i % 5 != 0 and answer[i] not in answer[:i]) if stop is None else 12
-    stop, length = ([answer[last]], LENGTH) if stop is None else ((), last + 1)
-    row = scored(
-        target,
-        always,
-        PROMPTS[:1],
-        [Setting(Sampler(0.0), CHAIN)],
-        max_new_tokens=length,
-        stop=stop,
-        audit_prompts=1,
-    )
-    assert row["rounds"] == -(-last // 5)
-    assert row["tau"] == last / row["rounds"] < 5
-    assert row["survival"] == row["alpha"] == row["offered"] == [1, 1, 1, 1]
-    assert row["tau"] < 1 + sum(row["survival"])
-
-
-def test_twice_gives_the_same(card, target, oracle):
-    again = scored(
-        target, oracle, PROMPTS, SETTINGS, max_new_tokens=LENGTH, seed=4, audit_prompts=3, repeats=2
-    )
-    counted = ("tau", "tau_interval", "survival", "alpha", "offered", "acceptance_rate", "rounds", "tokens")
+def test_repeated_score_has_the_same_counts(card, target, oracle):
+    options = {"max_new_tokens": LENGTH, "seed": 4, "audit_prompts": 3, "repeats": 2}
+    again = scored(target, oracle, PROMPTS, SETTINGS, **options)
     for first, second in zip(card["rows"], again["rows"], strict=True):
-        assert [first[name] for name in counted] == [second[name] for name in counted]
+        for name in (*COUNTED, "rounds", "tokens"):
+            assert first[name] == second[name]
     assert again["audit"] == card["audit"]
     assert again["repeats"] == 2
 
 
 @pytest.mark.proof
-def test_the_seed_matters_where_something_is_drawn(card, target, oracle):
+def test_seed_changes_drawn_texts_only(card, target, oracle):
     other = scored(target, oracle, PROMPTS, SETTINGS, max_new_tokens=LENGTH, seed=5, audit_prompts=1)
     assert other["tau"] == card["tau"], "greedy draws nothing"
     assert other["rows"][3]["survival"] != card["rows"][3]["survival"]
@@ -300,32 +233,20 @@ def test_the_seed_matters_where_something_is_drawn(card, target, oracle):
 
 def test_progress_reaches_its_end(target, oracle):
     steps = []
-    scored(
-        target,
-        oracle,
-        PROMPTS,
-        SETTINGS[:3],
-        max_new_tokens=4,
-        repeats=2,
-        audit_prompts=1,
-        progress=lambda done, total: steps.append((done, total)),
-    )
-    done, totals = zip(*steps, strict=True)
-    assert list(done) == list(range(1, len(steps) + 1))
-    assert set(totals) == {len(steps)} == {(5 + 2) * 2 + 3}
+    options = {"max_new_tokens": 4, "repeats": 2, "audit_prompts": 1}
+    scored(target, oracle, PROMPTS, SETTINGS[:3], progress=lambda *step: steps.append(step), **options)
+    total = (5 + 2) * 2 + 3
+    assert steps == [(done, total) for done in range(1, total + 1)]
 
 
-def test_a_failed_audit_is_told(target, oracle, monkeypatch):
-    from dataclasses import replace
-
+def test_failed_audit_is_in_the_scorecard(target, oracle, monkeypatch):
     real = module.audit
     monkeypatch.setattr(module, "audit", lambda *a, **k: replace(real(*a, **k), mismatches=1))
     row = scored(target, oracle, PROMPTS, SETTINGS[:1], max_new_tokens=4, audit_prompts=1)
-    assert row["audit_passed"] is False
-    assert row["audit"]["passed"] is False
+    assert row["audit_passed"] is row["audit"]["passed"] is False
 
 
-def test_the_audit_draws_what_is_scored(card):
+def test_audit_draws_by_the_settings_that_are_scored(card):
     runs = card["audit"]["sampled"]
     assert [(r["temperature"], r["decode"], r["tokens"]) for r in runs] == [
         (0.4, "tree-7 (depth 3, width 3)", 3 * LENGTH)
@@ -336,50 +257,35 @@ def test_the_audit_draws_what_is_scored(card):
     assert lines[1].startswith(f"  T=0.4, tree-7 (depth 3, width 3): {3 * LENGTH} tokens, impossible 0")
 
 
-def cases(*settings, full=False):
-    return module._audit_cases([Setting(Sampler(t), plan) for t, plan in settings], full)
+def test_samplers_and_plans_that_are_audited():
+    def cases(*settings, full=False):
+        return module._audit_cases([Setting(Sampler(t), plan) for t, plan in settings], full)
 
-
-def test_which_laws_and_plans_are_audited():
-    greedy, warm, hot = (0.0, CHAIN), (0.7, CHAIN), (1.0, TREE)
-    assert cases(greedy, (0.0, TREE)) == [(Sampler(1.0), CHAIN)]
-    assert cases(greedy, warm, hot, (0.7, TREE)) == [(Sampler(0.7), CHAIN), (Sampler(1.0), TREE)]
-    assert cases(greedy, (0.0, TREE), full=True) == [
-        (Sampler(0.0), TREE),
-        (Sampler(1.0), CHAIN),
-        (Sampler(1.0), TREE),
-    ]
-    assert cases(warm, hot, warm, full=True) == [
-        (Sampler(0.0), TREE),
-        (Sampler(0.7), CHAIN),
-        (Sampler(1.0), TREE),
-    ]
+    cold, warm, hot = (0.0, CHAIN), (0.7, CHAIN), (1.0, TREE)
+    drawn = [(Sampler(0.7), CHAIN), (Sampler(1.0), TREE)]
+    assert cases(cold, (0.0, TREE)) == [(Sampler(1.0), CHAIN)]
+    assert cases(cold, warm, hot, (0.7, TREE)) == drawn
+    both = [(Sampler(t), plan) for t, plan in ((0.0, TREE), (1.0, CHAIN), (1.0, TREE))]
+    assert cases(cold, (0.0, TREE), full=True) == both
+    assert cases(warm, hot, warm, full=True) == [(Sampler(0.0), TREE), *drawn]
 
 
 @pytest.mark.proof
-def test_a_full_audit_takes_all_prompts_laws_and_plans_several_times(target, oracle):
+def test_full_audit_takes_all_prompts_samplers_and_plans(target, oracle):
     steps = []
-    found = scored(
-        target,
-        oracle,
-        PROMPTS,
-        [Setting(Sampler(0.0), CHAIN), Setting(Sampler(0.0), TREE), Setting(Sampler(0.5), TREE)],
-        max_new_tokens=LENGTH,
-        audit_prompts=1,
-        full_audit=True,
-        progress=lambda done, total: steps.append((done, total)),
-    )["audit"]
+    settings = [Setting(Sampler(0.0), CHAIN), Setting(Sampler(0.0), TREE), Setting(Sampler(0.5), TREE)]
+    options = {"max_new_tokens": LENGTH, "audit_prompts": 1, "full_audit": True}
+    card = scored(target, oracle, PROMPTS, settings, progress=lambda *step: steps.append(step), **options)
+    found, tokens = card["audit"], len(PROMPTS) * LENGTH
     assert found["passed"]
-    assert found["tokens"] == len(PROMPTS) * LENGTH * 2
-    assert [(r["temperature"], r["tokens"]) for r in found["sampled"]] == [
-        (0.5, len(PROMPTS) * LENGTH * module.AUDIT_SAMPLES)
-    ]
+    assert found["tokens"] == 2 * tokens
+    drawn = [(r["temperature"], r["tokens"]) for r in found["sampled"]]
+    assert drawn == [(0.5, tokens * module.AUDIT_SAMPLES)]
     assert found["impossible"] == 0
     assert steps[-1] == (len(steps), len(steps))
 
 
-def test_fewer_answers_may_be_replayed_than_prompts_are_decoded():
-    """score.replay_prompts below score.prompts: the two are compared on the prompts that both have."""
+def test_replay_of_fewer_prompts_is_compared_on_those_that_both_have():
     decoded = Counts([9, 9, 4, 8], [4.0, 3.0, 2.0, 4.0])
     both = Counts([9, 9], [4.2, 3.1])
     replay = module._replay(Acceptance(both, [0.5], "", None), decoded, shared=4, reserved=0)
@@ -389,8 +295,8 @@ def test_fewer_answers_may_be_replayed_than_prompts_are_decoded():
     assert replay.selection_tau == both.tau
 
 
-def test_reserved_answers_select_no_checkpoint_though_fewer_prompts_are_decoded():
-    """Save points that decode few prompts and many are compared on the same answers."""
+def test_reserved_answers_select_no_checkpoint():
+    """However many prompts a save point decodes."""
     counts = Counts([9, 9, 4, 8], [4.0, 3.0, 2.0, 4.0])
     few, many = (
         module._replay(Acceptance(counts, [0.5], "", None), counts.part(0, shared), shared, reserved=3)
@@ -399,6 +305,6 @@ def test_reserved_answers_select_no_checkpoint_though_fewer_prompts_are_decoded(
     assert few.selection_tau == many.selection_tau == counts.part(3).tau
 
 
-def test_nothing_to_score_on_is_one_line(target, oracle):
+def test_score_without_prompts_is_refused(target, oracle):
     with pytest.raises(UserError, match="no prompts"):
         scored(target, oracle, [], SETTINGS, max_new_tokens=4)

@@ -1,4 +1,4 @@
-"""A target that an engine decodes is scored by replay alone, with the numbers of the ordinary path."""
+"""A target that only an engine decodes is scored by replay, with the same numbers."""
 
 import json
 from dataclasses import replace
@@ -45,17 +45,14 @@ def ordinary(parts):
     return score(*parts, SETTINGS, OPTIONS)
 
 
-def test_replayed_numbers_are_those_of_the_ordinary_path(ordinary, elsewhere, capsys):
+def test_replayed_numbers_are_those_of_a_target_that_decodes(ordinary, elsewhere):
     steps = []
     card = score(*elsewhere, SETTINGS, OPTIONS, lambda *at: steps.append(at))
     assert steps == [(1, 2), (2, 2)]
     for row, other in zip(card.rows, ordinary.rows, strict=True):
         assert row.replay == replace(other.replay, difference_interval=None)
-        assert (row.tau, row.survival, row.tau_interval) == (
-            other.replay.tau,
-            other.replay.survival,
-            other.replay.tau_interval,
-        )
+        same = other.replay
+        assert (row.tau, row.survival, row.tau_interval) == (same.tau, same.survival, same.tau_interval)
         assert row.replay.selection_tau == row.replay.counts.part(2).tau
         assert row.alpha == [row.survival[0], row.survival[1] / row.survival[0]]
         assert row.tau > 1
@@ -64,10 +61,6 @@ def test_replayed_numbers_are_those_of_the_ordinary_path(ordinary, elsewhere, ca
     assert (card.audit, card.audited, card.conditions.prompts) == (None, "not run", 0)
     assert card.conditions.elsewhere == "it goes forward"
     assert not ordinary.conditions.elsewhere
-
-
-def test_its_file_has_null_and_no_number(elsewhere):
-    card = score(*elsewhere, SETTINGS, OPTIONS)
     values = json.loads(json.dumps(card.to_json()))
     assert [values[name] for name in ("speedup", "audit", "audit_passed", "tpot")] == [None] * 4
     assert Scorecard.from_json(values, "score.json") == card
@@ -84,12 +77,12 @@ def test_its_file_has_null_and_no_number(elsewhere):
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_what_cannot_be_replayed_is_refused(plan, sampler, reason, elsewhere):
+def test_plan_that_cannot_be_replayed_is_refused(plan, sampler, reason, elsewhere):
     with pytest.raises(UserError, match=reason):
         score(*elsewhere, [Setting(sampler, plan)], OPTIONS)
 
 
-def test_without_answers_there_is_nothing_to_score(elsewhere):
+def test_score_without_answers_is_refused(elsewhere):
     target, drafter, _ = elsewhere
     with pytest.raises(UserError, match=r"score\.replay_prompts"):
         score(target, drafter, HeldOut(PROMPTS), SETTINGS, OPTIONS)

@@ -1,4 +1,4 @@
-"""The tests of sampled tokens: by hand, calibrated where all is right, and failing what is wrong."""
+"""The statistical tests of sampled tokens: by hand, calibrated on right decoders, failing on wrong ones."""
 
 import math
 from dataclasses import replace
@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch.nn.functional import pad
 
 from decode.draft import PAD, Draft, DraftProbs
@@ -37,7 +38,7 @@ PLANS = [FIXED, TREE, SAMPLED, BLOCK, HYBRID]
 
 
 def one(p, x, draft=None, sampler=ONE):
-    """The tests after one token x from a row of law p, with half of what is level with x."""
+    """The tests after one token x drawn from p, with half of what is level with x."""
     tests = SamplingTests(sampler, len(p))
     tests.dice = type("Halves", (), {"random": lambda self, n: torch.full((n,), 0.5).double().numpy()})()
     zero = torch.zeros(1, 1, dtype=torch.long)
@@ -56,40 +57,34 @@ def at(u):
     return int(u * BINS)
 
 
-def test_the_transform_by_hand():
+def test_transform_by_hand():
     free = one([0.48, 0.22, 0.3], 0)
     assert bins(free) == {(0, 0): at(0.52 + 0.24), (0, 1): at(0.24), (0, 2): at(0.52 + 0.24)}
     assert free.impossible == 0
     level = one([0.18, 0.32, 0.32, 0.18], 1)
     assert bins(level)[0, 0] == at(0.36 + 0.32), "halfway through the two that are level"
-
-
-def test_chosen_children_come_first():
+    padding = Draft(torch.tensor([[PAD, PAD]]), torch.tensor([[-1, -1]]), depth=1)
+    assert {place for place, _ in bins(one([0.5, 0.5], 1, padding))} == {0}
     draft = Draft(torch.tensor([[2, 0, 1]]), torch.tensor([[-1, 0, -1]]), depth=2)
     child, other = one([0.18, 0.48, 0.34], 2, draft), one([0.18, 0.48, 0.34], 0, draft)
-    assert bins(child)[1, 2] == at(0.17)
+    assert bins(child)[1, 2] == at(0.17), "chosen children come first"
     assert bins(other)[1, 2] == at(0.82 + 0.09), "a grandchild is no child"
 
 
-def test_drawn_children_do_not():
-    """Their order is p / q whatever was drawn, and what q cannot draw comes last, level."""
+def test_drawn_children_are_ordered_by_p_over_q():
+    """Whatever was drawn; what q cannot draw comes last, level."""
     q = torch.tensor([[[0.5, 0.5, 0.0, 0.0]]]).double()
     p = [0.14, 0.4, 0.18, 0.28]
     for drawn in (0, 1):
         draft = Draft.chain(torch.tensor([[drawn]]), q)
         places = [bins(one(p, x, draft))[1, 2] for x in range(4)]
         assert places == [at(0.07), at(0.14 + 0.2), at(0.54 + 0.23), at(0.54 + 0.23)]
-    laws = DraftProbs(q, torch.tensor([[0]]), (1,), torch.tensor([[True, False]]))
-    hybrid = Draft(torch.tensor([[0, 2]]), torch.tensor([[-1, -1]]), depth=1, probs=laws)
+    probs = DraftProbs(q, torch.tensor([[0]]), (1,), torch.tensor([[True, False]]))
+    hybrid = Draft(torch.tensor([[0, 2]]), torch.tensor([[-1, -1]]), depth=1, probs=probs)
     assert [bins(one(p, x, hybrid))[1, 2] for x in range(4)] == places
     # Where q belongs to another slot, the chosen one comes first and the drawn one where it belongs.
-    elsewhere = replace(hybrid, probs=replace(laws, owner=torch.tensor([[1]])))
+    elsewhere = replace(hybrid, probs=replace(probs, owner=torch.tensor([[1]])))
     assert [bins(one(p, x, elsewhere))[1, 2] for x in (2, 0)] == [at(0.09), at(0.18 + 0.07)]
-
-
-def test_nothing_is_drafted_where_all_is_padding():
-    draft = Draft(torch.tensor([[PAD, PAD]]), torch.tensor([[-1, -1]]), depth=1)
-    assert {place for place, _ in bins(one([0.5, 0.5], 1, draft))} == {0}
 
 
 def test_surprisal_by_hand():
@@ -105,55 +100,50 @@ def test_surprisal_by_hand():
 
 
 @pytest.mark.parametrize("p", [[0.5, 0.0, 0.5], [math.nan] * 3])
-def test_a_token_without_mass_is_impossible(p):
+def test_token_without_mass_is_impossible(p):
     found = one(p, 1).result("chain")
     assert (found.tokens, found.impossible, found.pit) == (1, 1, {})
     assert (found.surprisal_z, found.surprisal_p) == (0, 1)
-
-
-CHI_60 = 3.869826300664181e-06  # scipy.stats.chi2.sf(60, 19)
 
 
 def test_chi_square_by_hand():
     counts = torch.full((BINS,), 10)
     assert _chi_square(counts) == 1
     counts[0], counts[1], counts[2] = 30, 0, 0
-    assert _chi_square(counts) == pytest.approx(CHI_60)
+    assert _chi_square(counts) == pytest.approx(stats.chi2.sf(60, BINS - 1))
     assert _chi_square(torch.full((BINS,), 4)) == 1  # 10 bins
     few = torch.zeros(BINS, dtype=torch.long)
     few[:3] = 3
     assert _chi_square(few) is None
     few[3] = 1  # 10 tokens, 2 bins: a statistic of 10 with one degree
-    assert _chi_square(few) == pytest.approx(math.erfc(5**0.5))
+    assert _chi_square(few) == pytest.approx(stats.chi2.sf(10, 1))
 
 
 # -- where all is right --------------------------------------------------------------------------
 
 
 def test_p_values_are_uniform_even_for_peaked_rows():
-    """300 runs of 240 tokens each: chi-square and the ratio hold where the normal law of z does not."""
+    """300 runs of 240 tokens each: chi-square and the ratio hold where z is not normal."""
     torch.manual_seed(1)
     logits = torch.randn(240, 1, VOCAB).double() * 6
-    law = logits[:, 0].softmax(-1)
-    draft, zero = Draft.empty(240, logits.device), torch.zeros(240, 1, dtype=torch.long)
-    found = []
+    p, zero = logits[:, 0].softmax(-1), torch.zeros(240, 1, dtype=torch.long)
+    draft, found = Draft.empty(240, logits.device), []
     for run in range(300):
         tests = SamplingTests(ONE, VOCAB)
         tests.dice = np.random.default_rng(run)
-        x = law.multinomial(1)
-        tests.watch([[0]] * 240)(
-            Round(list(range(240)), logits, draft, VerificationResult(x, zero, zero[:, 0]), x.tolist())
-        )
+        x = p.multinomial(1)
+        result = VerificationResult(x, zero, zero[:, 0])
+        tests.watch([[0]] * 240)(Round(list(range(240)), logits, draft, result, x.tolist()))
         found.append(tests.result(""))
     for order in ("free by p", "free by id"):
-        p = torch.tensor([f.pit[order] for f in found])
-        assert 5 <= int((p < 0.05).sum()) <= 28
-        assert abs(float((p < 0.5).double().mean()) - 0.5) < 0.12
+        p_values = torch.tensor([f.pit[order] for f in found])
+        assert 5 <= int((p_values < 0.05).sum()) <= 28
+        assert abs(float((p_values < 0.5).double().mean()) - 0.5) < 0.12
     assert sum(f.surprisal_p < 0.05 for f in found) <= 15
 
 
 class Bigram:
-    """Drafts from a table of what the target says after each token alone, as `plan` wishes."""
+    """Drafts by the target's rows behind single tokens, as `plan` wishes."""
 
     traits = Traits()
 
@@ -212,20 +202,20 @@ def corrected(found):
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
 @pytest.mark.parametrize("sampler", [ONE, Sampler(0.7, top_p=0.9)], ids=["T=1", "T=0.7, top_p=0.9"])
 @pytest.mark.covering
-def test_what_is_lossless_passes(target, plan, sampler):
+def test_lossless_decoder_passes(target, plan, sampler):
     found = watched(target, plan, sampler, stop=[4], length=16)
     assert found.tokens > 1500
     assert found.impossible == 0
-    assert set(found.pit) == {f"{p} by {o}" for p in ("free", "drafted") for o in ("p", "id")} | {
-        "drafted by draft"
-    } | ({"draft token by q", "draft token by id"} if plan.proposal in ("sampled", "hybrid") else set())
-    assert bool(found.draft_tokens) == (plan.proposal in ("sampled", "hybrid"))
+    drawn = plan.proposal in ("sampled", "hybrid")
+    names = {f"{p} by {o}" for p in ("free", "drafted") for o in ("p", "id")} | {"drafted by draft"}
+    assert set(found.pit) == names | ({"draft token by q", "draft token by id"} if drawn else set())
+    assert bool(found.draft_tokens) == drawn
     assert min(corrected(found).values()) > 1e-3
     assert abs(found.surprisal_z) < 4
 
 
-def test_the_tests_ask_for_the_laws_that_tokens_were_drawn_from(target, monkeypatch):
-    """TargetProbs, slots and what a penalty has seen, against plain passes over the text."""
+def test_tokens_are_tested_against_the_distributions_that_they_were_drawn_from(target, monkeypatch):
+    """Slots and what a penalty has seen, against plain passes over the text."""
     sampler = Sampler(0.8, repetition_penalty=1.7)
     real, found, asked = SamplingTests._see, [[] for _ in PROMPTS[:5]], []
     monkeypatch.setattr(
@@ -245,12 +235,12 @@ def test_the_tests_ask_for_the_laws_that_tokens_were_drawn_from(target, monkeypa
     assert any(len(o.emitted) < 8 for o in outputs)
     for prompt, output, rows in zip(PROMPTS, outputs, found, strict=False):
         assert [token for token, _ in rows] == output.tokens
-        for i, (_, law) in enumerate(rows):
+        for i, (_, probs) in enumerate(rows):
             text = prompt + output.tokens[:i]
             seen = torch.zeros(1, VOCAB, dtype=torch.bool)
             seen[0, text] = True
             logits = target.model(input_ids=torch.tensor([text]), use_cache=False).logits[:, -1]
-            assert torch.allclose(law, sampler.probs(logits, seen)[0], atol=1e-9)
+            assert torch.allclose(probs, sampler.probs(logits, seen)[0], atol=1e-9)
 
 
 # -- wrong decoders ------------------------------------------------------------------------------
@@ -265,51 +255,44 @@ def chain(
     draft,
     rows,
     coin,
-    row=lambda depth: depth,
     residual=lambda p, q: (p - q).clamp_min(0),
     bonus=lambda p: p,
     toss=Purpose.ACCEPT,
-    extra=lambda coin, law, accepted, every: coin.draw(law, Key(Purpose.RESIDUAL, 0), every),
+    extra=lambda coin, weights, accepted, every: coin.draw(weights, Key(Purpose.RESIDUAL, 0), every),
 ):
     """The token rule in its plainest form, with places for bugs."""
     q, count = draft.probs.q, draft.tokens.shape[0]
     every = active = torch.ones(count, dtype=torch.bool)
     accepted = torch.zeros(count, dtype=torch.long)
-    law = torch.zeros_like(q[:, 0])
+    weights = torch.zeros_like(q[:, 0])
     for depth in range(draft.depth):
-        p, x = rows.at(torch.full_like(accepted, row(depth))), draft.tokens[:, depth]
+        p, x = rows.at(torch.full_like(accepted, depth)), draft.tokens[:, depth]
         at, real = x.clamp_min(0)[:, None], x != PAD
-        left = residual(p, q[:, depth] * real[:, None])
-        law = torch.where(active[:, None], left, law)
+        weights = torch.where(active[:, None], residual(p, q[:, depth] * real[:, None]), weights)
         keep = coin.flip(p.gather(1, at)[:, 0], q[:, depth].gather(1, at)[:, 0], Key(toss, depth), active)
         active = active & keep & real
         accepted = accepted + active
-    law = torch.where(active[:, None], bonus(rows.at(torch.full_like(accepted, row(draft.depth)))), law)
+    p = rows.at(torch.full_like(accepted, draft.depth))
+    weights = torch.where(active[:, None], bonus(p), weights)
     steps = torch.arange(draft.depth + 1)
     tokens = torch.where(steps < accepted[:, None], pad(draft.tokens, (0, 1), value=PAD), PAD)
-    tokens = tokens.scatter(1, accepted[:, None], extra(coin, law, accepted, every)[:, None])
+    tokens = tokens.scatter(1, accepted[:, None], extra(coin, weights, accepted, every)[:, None])
     return VerificationResult(tokens, steps * (tokens != PAD), accepted)
 
 
-def same_coin(coin, law, accepted, every):
+def same_coin(coin, weights, accepted, every):
     """Draws the last token with the coin that rejected a draft token."""
-    draws = [coin.draw(law, Key(Purpose.ACCEPT, depth), every) for depth in range(4)]
+    draws = [coin.draw(weights, Key(Purpose.ACCEPT, depth), every) for depth in range(4)]
     return torch.stack(draws, 1).gather(1, accepted[:, None])[:, 0]
 
 
-def claimed(temperature):
-    """Says that tokens were drawn from a law of another temperature than they were."""
-    return lambda draft: replace(draft, probs=replace(draft.probs, q=heated(draft.probs.q, temperature)))
+def with_q(change):
+    """A draft that states another q than its tokens were drawn from."""
+    return lambda draft: replace(draft, probs=replace(draft.probs, q=change(draft.probs.q)))
 
 
-def scaled(factor):
-    return lambda draft: replace(draft, probs=replace(draft.probs, q=draft.probs.q * factor))
-
-
-def negative(draft):
-    q = draft.probs.q.clone()
-    q[..., :2] += torch.stack([q[..., 1] + 0.1, -q[..., 1] - 0.1], -1)  # sums to 1
-    return replace(draft, probs=replace(draft.probs, q=q))
+def negative(q):
+    return torch.cat([q[..., :1] + q[..., 1:2] + 0.1, -0.1 + 0 * q[..., 1:2], q[..., 2:]], -1)  # sums to 1
 
 
 def timid(draft):
@@ -335,8 +318,8 @@ def believing(draft, rows, coin):
 
 def late(draft, rows, coin):
     """Draws from the row before."""
-    law = rows.at
-    rows.at = lambda slot: law((slot - 1).clamp_min(0))
+    probs_at = rows.at
+    rows.at = lambda slot: probs_at((slot - 1).clamp_min(0))
     return match(draft, rows, coin)
 
 
@@ -344,10 +327,9 @@ def late(draft, rows, coin):
 WRONG = {
     "bonus too hot": (SAMPLED, partial(chain, bonus=lambda p: heated(p, 2.0)), None, "free by p"),
     "p for the residual": (SAMPLED, partial(chain, residual=lambda p, q: p), None, "drafted by draft"),
-    "the row before, token": (SAMPLED, partial(chain, row=lambda d: max(d - 1, 0)), None, "drafted by p"),
     "the row before, match": (TREE, late, None, "drafted by p"),
-    "drawn colder than said": (SAMPLED, None, claimed(1.5), "surprisal"),
-    "drawn hotter than said": (SAMPLED, None, claimed(0.7), "surprisal"),
+    "drawn colder than said": (SAMPLED, None, with_q(partial(heated, temperature=1.5)), "surprisal"),
+    "drawn hotter than said": (SAMPLED, None, with_q(partial(heated, temperature=0.7)), "surprisal"),
     "a coin rejects and draws": (SAMPLED, partial(chain, extra=same_coin), None, "drafted by id"),
     "a coin proposes and accepts": (SAMPLED, partial(chain, toss=Purpose.PROPOSE), None, "drafted by id"),
     "unsure tokens dropped": (SAMPLED, None, timid, "surprisal"),
@@ -366,7 +348,7 @@ def broken(monkeypatch):
     return install
 
 
-def test_the_plainest_token_rule_passes(target, broken):
+def test_plainest_token_rule_passes(target, broken):
     broken(chain)
     assert min(corrected(watched(target, SAMPLED)).values()) > 1e-3
 
@@ -376,14 +358,14 @@ def test_the_plainest_token_rule_passes(target, broken):
     *["bonus too hot", "p for the residual", "the row before, match", "a coin rejects and draws"],
     *["unsure tokens dropped", "likeliest said to be drawn"],
 )
-def test_a_wrong_decoder_is_found(target, broken, bug):
+def test_wrong_decoder_is_found(target, broken, bug):
     plan, rule, spoil, name = WRONG[bug]
     broken(rule)
     found = watched(target, plan, spoil=spoil or (lambda draft: draft))
     assert corrected(found)[name] < CHANCE, corrected(found)
 
 
-def test_a_warper_forgotten_on_one_path_is_impossible(target, broken):
+def test_bonus_token_without_warpers_is_impossible(target, broken):
     """The bonus token is drawn from all of p, the others from its nucleus."""
 
     def careless(draft, rows, coin):
@@ -394,8 +376,7 @@ def test_a_warper_forgotten_on_one_path_is_impossible(target, broken):
     assert watched(target, SAMPLED, Sampler(1.0, top_p=0.8), length=8).impossible > 10
 
 
-def test_one_uniform_for_all_requests_is_found(target):
-    """Every token is a draw from its row, but all rows toss one coin."""
+def test_one_coin_for_all_requests_is_found(target):
     found = watched(target, TREE, prompts=PROMPTS[:1] * 64, requests=[0] * 64)
     assert min(corrected(found).values()) < CHANCE
 
@@ -404,30 +385,27 @@ def test_one_uniform_for_all_requests_is_found(target):
 
 
 MISSTATED = {
-    "too large": (scaled(1.3), "no distribution"),
-    "too small": (scaled(0.7), "no distribution"),
-    "all zero": (scaled(0.0), "no distribution"),
-    "NaN": (scaled(math.nan), "no distribution"),
-    "a negative entry": (negative, "no distribution"),
+    "too large": (with_q(lambda q: 1.3 * q), "no distribution"),
+    "too small": (with_q(lambda q: 0.7 * q), "no distribution"),
+    "all zero": (with_q(torch.zeros_like), "no distribution"),
+    "NaN": (with_q(lambda q: q * math.nan), "no distribution"),
+    "a negative entry": (with_q(negative), "no distribution"),
     "an id below 0": (lambda draft: replace(draft, tokens=draft.tokens.clamp_max(0) - 5), "token id"),
     "an id above the vocabulary": (lambda draft: replace(draft, tokens=draft.tokens + VOCAB), "token id"),
-    "a token that q excludes": (
-        lambda draft: replace(draft, tokens=draft.probs.q.argmin(-1)),
-        "probability 0",
-    ),
-    "no q": (
-        lambda draft: replace(draft, probs=replace(draft.probs, owner=draft.probs.owner + 9)),
-        "no q",
-    ),
+    "excluded by q": (lambda draft: replace(draft, tokens=draft.probs.q.argmin(-1)), "probability 0"),
+    "no q": (lambda draft: replace(draft, probs=replace(draft.probs, owner=draft.probs.owner + 9)), "no q"),
 }
 
 
 @pytest.mark.parametrize("fault", MISSTATED)
-def test_a_misstated_draft_is_refused(target, fault):
+def test_misstated_draft_is_refused(target, fault):
     spoil, message = MISSTATED[fault]
-    sampler = Sampler(1.0, top_k=5)
-    with pytest.raises(UserError, match=f"Bigram drafted .*{message}.*decode.rule=token"):
-        watched(target, SAMPLED, sampler, spoil, length=4)
+    sampler, rules = Sampler(1.0, top_k=5), ("token", "block", "recursive", "traversal")
+    for rule in rules if fault in ("NaN", "all zero") else rules[:1]:
+        with pytest.raises(UserError, match=f"Bigram drafted .*{message}.*decode.rule={rule}"):
+            watched(target, replace(SAMPLED, rule=rule), sampler, spoil, length=4)
+    if fault in ("NaN", "all zero"):
+        watched(target, replace(SAMPLED, rule="match"), sampler, spoil, length=4)  # does not read q
     if message == "token id":  # of a drafter without q as well
         with pytest.raises(UserError, match=message):
             watched(target, FIXED, sampler, spoil, length=4)
@@ -444,7 +422,7 @@ def test_siblings_that_repeat_are_refused_unless_drawn_with_replacement(target):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_a_sum_that_is_1_but_for_rounding_is_accepted(dtype):
+def test_sum_that_is_1_but_for_rounding_is_accepted(dtype):
     torch.manual_seed(0)
     for scale in (0.1, 3, 30):
         q = (scale * torch.randn(2, 3, 151_936, dtype=torch.float64)).softmax(-1).to(dtype)
@@ -455,21 +433,31 @@ def test_a_sum_that_is_1_but_for_rounding_is_accepted(dtype):
         assert draft_fault(draft, q.shape[-1], reads_probs=True).all()
 
 
+# -- the audit -----------------------------------------------------------------------------------
+
+
+def audited(target, spoil=lambda draft: draft, **options):
+    options = {"plan": SAMPLED, "max_new_tokens": 12, "drafter": Bigram(target, spoil)} | options
+    return audit(target, **{"prompts": PROMPTS[:20]} | options)
+
+
 @pytest.mark.parametrize(("rule", "temperature"), [("token", 1.2), ("block", 0.8)])
 @pytest.mark.ci("token-1.2")
-def test_an_audit_of_2560_tokens_finds_a_claimed_temperature(target, monkeypatch, rule, temperature):
+def test_audit_of_2560_tokens_finds_a_misstated_q(target, monkeypatch, rule, temperature):
     monkeypatch.setattr("decode.evaluation.audit.ROWS", 128)
-    plan, found = replace(SAMPLED, rule=rule), []
-    for spoil in (lambda draft: draft, claimed(temperature)):
-        options = {"plan": plan, "max_new_tokens": 20, "samples": 1, "prompts": PROMPTS[:128]}
-        found.append(audit(target, Bigram(target, spoil), **options))
-    assert [run.sampled_tokens for run in found] == [2560, 2560]
-    assert [run.passed for run in found] == [True, False]
+    plan, wrong = replace(SAMPLED, rule=rule), with_q(partial(heated, temperature=temperature))
+    for spoil, passed in ((lambda draft: draft, True), (wrong, False)):
+        found = audited(target, spoil, plan=plan, max_new_tokens=20, samples=1, prompts=PROMPTS[:128])
+        assert (found.sampled_tokens, found.passed) == (2560, passed)
+        assert (found.own_row, found.mismatches) == (found.tokens, 0), "the greedy half is right"
+        assert as_json(found)["passed"] is passed
+    assert as_json(found)["impossible"] == 0
+    assert min(as_json(found)["pit_p"], as_json(found)["surprisal_p"]) < CHANCE
 
 
-def test_a_rule_that_does_not_read_q_does_not_test_it(target, monkeypatch):
-    plan = replace(SAMPLED, rule="match")
-    found = audited(target, claimed(3.0), plan=plan, samples=4)
+def test_rule_that_does_not_read_q_does_not_test_it(target):
+    wrong = with_q(partial(heated, temperature=3.0))
+    found = audited(target, wrong, plan=replace(SAMPLED, rule="match"), samples=4)
     assert found.passed
     assert found.sampled[0].draft_tokens == 0
 
@@ -477,59 +465,32 @@ def test_a_rule_that_does_not_read_q_does_not_test_it(target, monkeypatch):
 # -- the audit -----------------------------------------------------------------------------------
 
 
-def audited(target, spoil=lambda draft: draft, **options):
-    options = {"plan": SAMPLED, "max_new_tokens": 12, "drafter": Bigram(target, spoil)} | options
-    return audit(target, prompts=PROMPTS[:20], **options)
-
-
-def test_the_audit_draws_at_temperature_one_where_nothing_is_said(target):
+def test_audit_draws_at_temperature_1_unless_told_otherwise(target):
     found = audited(target)
     assert found.passed
     assert [(run.temperature, run.decode, run.tokens) for run in found.sampled] == [(1.0, SAMPLED.name, 240)]
-    assert found.sampled_tokens == 240
     again = audited(target, seed=1)
     assert again.surprisal_z != found.surprisal_z
     assert again.tokens == found.tokens
-
-
-def test_an_error_in_draws_fails_an_audit_whose_greedy_half_is_well(target, monkeypatch):
-    monkeypatch.setattr("decode.evaluation.audit.ROWS", 240)
-    found = audited(target, claimed(0.5), samples=12)
-    report = as_json(found)
-    assert found.own_row == found.tokens
-    assert found.mismatches == 0
-    assert not found.passed
-    assert report["passed"] is False
-    assert min(report["pit_p"], report["surprisal_p"]) < CHANCE
-    assert report["impossible"] == 0
-    assert report["sampled"][0]["tokens"] == report["sampled_tokens"] == 12 * 240
-
-
-def test_samples_are_texts_of_their_own(target):
-    seen = []
-    real = SamplingTests.watch
-
-    class Spy(SamplingTests):
-        def watch(self, prompts):
-            watch = real(self, prompts)
-            return lambda round_: (seen.extend(map(tuple, round_.emitted)), watch(round_))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decode.evaluation.audit.SamplingTests", Spy)
-        audited(target, samples=3, max_new_tokens=1)
-    assert len(seen) == 60
-    assert len(set(zip(seen[::3], seen[1::3], seen[2::3], strict=True))) > 10
-
-
-def test_other_cases_are_audited_as_they_are_named(target):
     steps, drafter = [], Bigram(target)
     also = [(Sampler(0.0), TREE), (Sampler(0.7), TREE), (Sampler(1.3, top_k=5), SAMPLED)]
     found = audited(target, drafter=drafter, also=also, samples=2, on_batch=lambda: steps.append(1))
     assert list(drafter.asked) == [(Sampler(0.0), SAMPLED), *also]
     assert found.passed
     assert found.tokens == 2 * 240, "greedily with two plans"
-    assert [(run.temperature, run.decode, run.tokens) for run in found.sampled] == [
-        (0.7, TREE.name, 480),
-        (1.3, SAMPLED.name, 480),
-    ]
+    runs = [(run.temperature, run.decode, run.tokens) for run in found.sampled]
+    assert runs == [(0.7, TREE.name, 480), (1.3, SAMPLED.name, 480)]
     assert len(steps) == num_batches(20, also, 2) == 3 * 2 + 2 * 3
+
+
+def test_samples_are_texts_of_their_own(target, monkeypatch):
+    seen, real = [], SamplingTests.watch
+
+    def watch(self, prompts):
+        watched = real(self, prompts)
+        return lambda round_: (seen.extend(map(tuple, round_.emitted)), watched(round_))
+
+    monkeypatch.setattr(SamplingTests, "watch", watch)
+    audited(target, samples=3, max_new_tokens=1)
+    assert len(seen) == 60
+    assert len(set(zip(seen[::3], seen[1::3], seen[2::3], strict=True))) > 10

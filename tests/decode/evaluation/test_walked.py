@@ -1,4 +1,4 @@
-"""Walking through the rounds of stored answers: what a draft with a memory is scored by."""
+"""Replay of drafters whose drafts depend on earlier rounds walks through the rounds of stored answers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def texts(target, sampler, count=9, length=14):
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
-def test_of_a_draft_without_memory_it_is_what_replay_from_all_places_says(tiny_target, plan, sampler):
+@pytest.mark.covering
+def test_without_memory_walking_is_replay_from_all_places(tiny_target, plan, sampler):
     target = tiny_target(vocab=5)
     rollouts = texts(target, sampler)
     (want,) = replay(target, Grown(5), rollouts, [plan], sampler)
@@ -77,18 +78,16 @@ def test_of_a_draft_without_memory_it_is_what_replay_from_all_places_says(tiny_t
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
 @pytest.mark.parametrize("plan", PLANS[:2], ids=lambda p: p.name)
-def test_of_a_draft_with_memory_it_is_what_the_decoder_does(tiny_target, plan, sampler):
+@pytest.mark.covering
+def test_with_memory_walking_is_what_the_decoder_does(tiny_target, plan, sampler):
     target, drafter = tiny_target(vocab=5), Counting(Grown(5))
     rollouts = texts(target, sampler)
-    prompts = [r.prompt for r in rollouts]
-    outputs = generate(
-        target, drafter, prompts, max_new_tokens=14, sampler=sampler, plan=plan, stop=[4], seed=2
-    ).outputs
+    options = {"max_new_tokens": 14, "sampler": sampler, "plan": plan, "stop": [4], "seed": 2}
+    outputs = generate(target, drafter, [r.prompt for r in rollouts], **options).outputs
     assert [o.tokens for o in outputs] == [r.answer for r in rollouts]
     (one,) = replay(target, drafter, rollouts, [plan], sampler)
     assert one.counts.rounds == [len(o.emitted) for o in outputs]
-    (plain,) = replay(target, Grown(5), rollouts, [plan], sampler)
-    assert one.counts != plain.counts
+    assert one.counts != replay(target, Grown(5), rollouts, [plan], sampler)[0].counts
 
 
 def test_drawn_drafts_with_a_memory_are_counted_by_the_decoder():

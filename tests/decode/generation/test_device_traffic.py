@@ -1,4 +1,4 @@
-"""A steady round waits for the device once: one upload, one read, no synchronisation, whatever drafts."""
+"""A steady round waits for the device once: one upload, one read, no synchronisation."""
 
 from __future__ import annotations
 
@@ -36,11 +36,15 @@ PLANS = {
 }
 
 
-def rounds_of(target, drafter, plan, temperature, **options) -> list[Counter]:
-    """Traffic of the first rounds of a ragged batch, none of whose rows ends."""
-    coin, limits = KeyedCoin(1, range(len(PROMPTS))), [60] * len(PROMPTS)
+def loop_of(target, drafter, plan, temperature, limits=(60, 60, 60), **options) -> Loop:
+    coin = KeyedCoin(1, range(len(PROMPTS)))
+    return Loop(target, drafter, PROMPTS, limits, Sampler(temperature), plan, coin, (), None, **options)
+
+
+def rounds_of(target, drafter, plan, temperature, **options) -> list[dict[str, int]]:
+    """Traffic of the first steady rounds of a ragged batch, none of whose rows ends, with its call sites."""
     with Traffic() as traffic:
-        loop = Loop(target, drafter, PROMPTS, limits, Sampler(temperature), plan, coin, (), None, **options)
+        loop = loop_of(target, drafter, plan, temperature, **options)
         loop.admit()
         found = []
         for _ in range(LEARNING + STEADY):
@@ -49,7 +53,7 @@ def rounds_of(target, drafter, plan, temperature, **options) -> list[Counter]:
             found.append(traffic.take())
     assert len(loop.batch.request) == len(PROMPTS)
     assert len(set(loop.target.lengths)) > 1
-    return found
+    return [totals(sites) | {"sites": sites} for sites in found[LEARNING:]]
 
 
 def totals(sites: Counter) -> dict[str, int]:
@@ -65,11 +69,10 @@ def assert_waits_once(target, drafter, plan, temperature):
     more = int(isinstance(drafter, Union))
     if isinstance(drafter, Cascade):  # reads what is expanded, to look at it in the text, and uploads guesses
         more = plan.depth
-    for sites in rounds_of(target, drafter, plan, temperature)[LEARNING:]:
-        kinds = totals(sites)
-        assert kinds[UPLOAD] <= 1 + 2 * more, sites
-        assert 1 <= kinds[READ] <= 1 + more, sites
-        assert not kinds[SYNCHRONISATION], sites
+    for kinds in rounds_of(target, drafter, plan, temperature):
+        assert kinds[UPLOAD] <= 1 + 2 * more, kinds
+        assert 1 <= kinds[READ] <= 1 + more, kinds
+        assert not kinds[SYNCHRONISATION], kinds
 
 
 @pytest.fixture
@@ -78,19 +81,19 @@ def target(tiny_target):
 
 
 @pytest.mark.parametrize("plan", ["chain", "tree"])
-def test_a_round_of_every_drafter_waits_for_the_device_once(target, make_drafter, drafter_name, plan):
+def test_round_of_every_drafter_waits_for_the_device_once(target, make_drafter, drafter_name, plan):
     drafter = make_drafter(drafter_name, target)
     for temperature in (0.0, 1.0):
         assert_waits_once(drafter.verifier(target), drafter, PLANS[plan], temperature)
 
 
-def test_a_round_behind_a_text_that_is_kept_waits_for_the_device_once(target, make_drafter):
+def test_round_behind_kept_text_waits_for_the_device_once(target, make_drafter):
     drafter = make_drafter("hf_dllm", target, prefix="causal", shift=1)
     assert_waits_once(target, drafter, PLANS["tree"], 1.0)
 
 
 @pytest.mark.parametrize("plan", list(PLANS)[2:])
-def test_a_round_of_every_plan_waits_for_the_device_once(target, make_drafter, plan):
+def test_round_of_every_plan_waits_for_the_device_once(target, make_drafter, plan):
     for name in ("eagle", "medusa", "cascade"):
         drafter = make_drafter(name, target)
         assert_waits_once(target, drafter, PLANS[plan], 1.0)
@@ -103,56 +106,45 @@ def test_plain_decoding_and_a_window_wait_for_the_device_once(tiny_target, make_
         assert_waits_once(windowed, make_drafter("eagle", windowed), PLANS["tree"], temperature)
 
 
-def test_a_round_in_which_a_row_ends_uploads_the_rows_that_stay(target, make_drafter):
+def test_round_in_which_a_row_ends_uploads_the_rows_that_stay(target, make_drafter):
     drafter = make_drafter("eagle", target)
     with Traffic() as traffic:
-        coin = KeyedCoin(1, range(len(PROMPTS)))
-        loop = Loop(
-            target, drafter, PROMPTS, [12, 40, 20], Sampler(1.0), PLANS["hybrid tree"], coin, (), None
-        )
+        loop = loop_of(target, drafter, PLANS["hybrid tree"], 1.0, [12, 40, 20])
         found = [(len(loop.batch.request), totals(traffic.take())) for _ in loop.rounds()][LEARNING + 1 :]
-    ended = {rows for rows, _ in found}
-    assert ended >= {0, 1, 2}
+    assert {rows for rows, _ in found} >= {0, 1, 2}
     for _, kinds in found:
         assert kinds[UPLOAD] <= 2
         assert kinds[READ] == 1
 
 
-def test_the_device_is_synchronised_where_a_clock_was_asked_for(target, make_drafter):
-    rounds = rounds_of(
-        target, make_drafter("eagle", target), PLANS["chain"], 0.0, clock=iter(range(99)).__next__
-    )
-    assert all(totals(sites)[SYNCHRONISATION] >= 3 for sites in rounds)
+def test_device_is_synchronised_where_a_clock_was_asked_for(target, make_drafter):
+    clock = iter(range(99)).__next__
+    rounds = rounds_of(target, make_drafter("eagle", target), PLANS["chain"], 0.0, clock=clock)
+    assert all(kinds[SYNCHRONISATION] >= 3 for kinds in rounds)
 
 
-def test_the_counter_counts_by_call_site(target):
+def test_traffic_is_counted_by_call_site(target):
     """A drafter of this test is no call site, so what it does is counted where src calls it."""
     values = torch.arange(4)
+    uploads = [
+        lambda: torch.tensor([1, 2], device=values.device),
+        lambda: torch.tensor([1, 2]).to(values.device),
+        lambda: values[[0, 1]],
+    ]
+    reads = [
+        *(lambda: values.tolist(), lambda: bool(values[0]), lambda: list(values), lambda: values.cpu()),
+        *(lambda: values[values > 1], lambda: values.masked_select(values > 1)),
+        *(lambda: values.nonzero(), lambda: values.unique()),
+    ]
     with Traffic() as traffic:
         counted = []
         traffic.count = counted.append  # every frame is outside src
         assert values.device.type == "cuda"
-        for use in (
-            lambda: torch.tensor([1, 2], device=values.device),
-            lambda: torch.tensor([1, 2]).to(values.device),
-            lambda: values[[0, 1]],
-        ):
-            use()
-            assert counted == [UPLOAD]
-            counted.clear()
-        for use in (
-            lambda: values.tolist(),
-            lambda: bool(values[0]),
-            lambda: values[values > 1],
-            lambda: values.nonzero(),
-            lambda: values.masked_select(values > 1),
-            lambda: values.unique(),
-            lambda: list(values),
-            lambda: values.cpu(),
-        ):
-            use()
-            assert counted == [READ]
-            counted.clear()
+        for kind, uses in ((UPLOAD, uploads), (READ, reads)):
+            for use in uses:
+                use()
+                assert counted == [kind]
+                counted.clear()
         torch.arange(3, device=values.device).add(1)[values[:2]]
         values.cpu()
         counted.clear()

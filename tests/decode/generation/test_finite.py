@@ -1,4 +1,4 @@
-"""Logits of the target that are not finite end whatever reads them, in one line that says where."""
+"""Logits of the target that are not finite end decoding and replay in one line that says where."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def first_break(texts: list[list[int]]) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("sampler", [GREEDY, ONE], ids=["T=0", "T=1"])
-def test_a_broken_row_ends_generation_and_names_row_position_and_layer(whole, make_drafter, plan, sampler):
+def test_broken_row_ends_generation_and_is_named(whole, make_drafter, plan, sampler):
     if plan in ("sampled", "traversal") and not sampler.temperature:
         pytest.skip("drafts nothing else than a chain")
     drafter = None if PLANS[plan] is None else make_drafter("eagle", whole)
@@ -85,7 +85,7 @@ def test_a_broken_row_ends_generation_and_names_row_position_and_layer(whole, ma
         ("lm_head.weight", "the head's product is the first that is not"),
     ],
 )
-def test_the_first_layer_that_is_not_finite_is_named(whole, part, said, value):
+def test_first_layer_that_is_not_finite_is_named(whole, part, said, value):
     target = spoilt(whole, part, value=value)
     with pytest.raises(UserError, match=r"behind token 3 of prompt 0 \(") as error:
         generate(target, None, PROMPTS, max_new_tokens=3, sampler=GREEDY)
@@ -93,7 +93,7 @@ def test_the_first_layer_that_is_not_finite_is_named(whole, part, said, value):
     assert target.taps == whole.taps
 
 
-def test_a_decoder_that_breaks_where_a_plain_pass_does_not_is_told_from_a_broken_model(whole, monkeypatch):
+def test_broken_decoder_is_told_from_a_broken_model(whole, monkeypatch):
     extend = Target.extend
 
     def broken(self, tokens, draft=None):
@@ -105,7 +105,7 @@ def test_a_decoder_that_breaks_where_a_plain_pass_does_not_is_told_from_a_broken
         generate(whole, None, PROMPTS, max_new_tokens=3, sampler=GREEDY)
 
 
-def test_a_stream_ends_where_the_logits_are_not_finite(whole):
+def test_stream_and_own_cache_end_where_the_logits_are_not_finite(whole):
     texts = texts_of(whole, GREEDY)
     token, request, place = first_break(texts)
     target = spoilt(whole, "model.embed_tokens.weight", token)
@@ -114,24 +114,20 @@ def test_a_stream_ends_where_the_logits_are_not_finite(whole):
     assert [token for piece in islice(pieces, len(before)) for token in piece.tokens] == before
     with pytest.raises(UserError, match=f"behind token {place} of prompt 0"):
         next(pieces)
-
-
-def test_a_model_with_a_cache_of_its_own_ends_there_too(whole):
-    token, request, place = first_break(texts_of(whole, GREEDY))
-    target = spoilt(whole, "model.embed_tokens.weight", token)
-    target.abilities = Abilities(decode="states", own_cache=True)
-    for size in (None, 1):
-        options = {"max_new_tokens": NEW, "sampler": GREEDY, "batch_size": size}
-        with pytest.raises(UserError, match=f"behind token {place} of prompt {request} "):
-            generate(target, None, PROMPTS, **options)
-    target.abilities = Abilities()
-    with pytest.raises(UserError, match=f"behind token {place} of prompt id-{request} "):
-        generate(target, None, PROMPTS, **options, requests=[f"id-{i}" for i in range(3)])
+    options = {"max_new_tokens": NEW, "sampler": GREEDY}
+    for abilities, more, name in (
+        (Abilities(decode="states", own_cache=True), {}, request),
+        (Abilities(decode="states", own_cache=True), {"batch_size": 1}, request),
+        (Abilities(), {"requests": [f"id-{i}" for i in range(3)]}, f"id-{request}"),
+    ):
+        target.abilities = abilities
+        with pytest.raises(UserError, match=f"behind token {place} of prompt {name} "):
+            generate(target, None, PROMPTS, **options, **more)
 
 
 @pytest.mark.parametrize("sampler", [GREEDY, ONE], ids=["T=0", "T=1"])
 @pytest.mark.parametrize("part", ["model.embed_tokens.weight", "lm_head.weight"])
-def test_replay_ends_at_hidden_states_and_logits_that_are_not_finite(whole, make_drafter, sampler, part):
+def test_replay_ends_where_states_or_logits_are_not_finite(whole, make_drafter, sampler, part):
     drafter = make_drafter("eagle", whole)
     rollouts = [Rollout(p, a) for p, a in zip(PROMPTS, texts_of(whole, sampler), strict=True)]
     token = rollouts[1].answer[2]
@@ -142,7 +138,7 @@ def test_replay_ends_at_hidden_states_and_logits_that_are_not_finite(whole, make
         replay(target, drafter, rollouts, [Plan(2)], sampler)
 
 
-def test_masked_tokens_and_missing_nodes_are_no_fault():
+def test_masked_tokens_and_padding_are_no_fault():
     logits = torch.randn(3, 4, 7)
     draft = Draft.chain(torch.tensor([[1, 2, 3], [1, 2, PAD], [1, PAD, PAD]]))
     logits[0, :, 5] = -torch.inf
@@ -152,13 +148,13 @@ def test_masked_tokens_and_missing_nodes_are_no_fault():
     assert broken_slot(logits, draft).tolist() == [3, 3, 1]
 
 
-def test_a_broken_node_that_no_text_reaches_is_named(whole):
+def test_broken_node_of_a_draft_is_named(whole):
     """It spoils its whole row: attention multiplies what it must not see by 0, and 0 times NaN is NaN."""
     texts = texts_of(whole, GREEDY)
     unused = next(t for t in range(V) if t not in {x for text in [*texts, *PROMPTS] for x in text})
 
     class Wrong(Oracle):
-        def propose(self, state, target, sampler, coin, plan):
+        def propose(self, state, *args):
             return Draft.chain(torch.full((len(state), 2), unused))
 
     target = spoilt(whole, "model.embed_tokens.weight", unused)
@@ -166,8 +162,7 @@ def test_a_broken_node_that_no_text_reaches_is_named(whole):
         generate(target, Wrong([], V), PROMPTS, max_new_tokens=NEW, sampler=GREEDY, plan=Plan(2))
 
 
-def test_the_place_of_a_state_or_a_row_of_logits_is_named(whole):
-    """Padding may be anything, and a masked token is no fault."""
+def test_place_of_broken_states_and_logits_is_named(whole):
     texts, states = [[1, 2], [3, 4, 5, 6]], torch.zeros(2, 4, 16)
     states[0, 2:] = torch.nan
     check_states(whole, states, texts, "a text")

@@ -20,7 +20,7 @@ SAMPLERS = [Sampler(0.0), Sampler(1.0), Sampler(0.8, top_p=0.9), Sampler(0.0, re
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
 @pytest.mark.parametrize("more", [{}, {"stop": range(0, 61, 7)}, {"until": AfterThree}], ids=str)
-def test_the_same_text_and_rounds(sampler, more, target, monkeypatch):
+def test_own_cache_gives_the_text_and_rounds_of_the_loop(sampler, more, target, monkeypatch):
     options = {"max_new_tokens": 16, "sampler": sampler, "seed": 3, "requests": ["a", "b", "c"]} | more
     loop = generate(target, None, PROMPTS, **options)
     monkeypatch.setattr(target, "abilities", Abilities(decode="it goes forward", own_cache=True))

@@ -1,4 +1,4 @@
-"""A text piece by piece: the same loop as `generate`, paused after every round."""
+"""`stream` gives the text of `generate` piece by piece, paused after every round."""
 
 import pytest
 import torch
@@ -56,43 +56,39 @@ def drafter(kind, text):
     return None if kind == "plain" else Seen(Oracle([text], VOCAB, branches=4 if kind == "tree" else 0))
 
 
-def counted(output):
-    return (
-        output.tokens,
-        output.emitted,
-        output.accepted,
-        output.draft_lengths,
-        output.drafted,
-        output.stopped,
-    )
+def pieces_of(target, drafter=None, prompt=PROMPT, sampler=GREEDY, length=LENGTH, **options):
+    return stream(target, drafter, prompt, max_new_tokens=length, sampler=sampler, **options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", PLANS)
 def test_pieces_joined_are_what_generate_gives(target, text, kind, temperature):
-    options = {"max_new_tokens": LENGTH, "sampler": Sampler(temperature), "plan": PLANS[kind], "seed": 3}
-    stop = [text[-4]]
-    run = generate(target, drafter(kind, text), [OTHER, PROMPT], requests=["b", "a"], stop=stop, **options)
-    pieces = list(stream(target, drafter(kind, text), PROMPT, request="a", stop=stop, **options))
-    assert [t for piece in pieces for t in piece.tokens] == run.outputs[1].tokens
-    assert counted(pieces[-1].output) == counted(run.outputs[1])
-    assert [len(piece.tokens) for piece in pieces[1:]] == run.outputs[1].emitted
+    options = {"sampler": Sampler(temperature), "plan": PLANS[kind], "seed": 3, "stop": [text[-4]]}
+    both = {"requests": ["b", "a"], "max_new_tokens": LENGTH}
+    want = generate(target, drafter(kind, text), [OTHER, PROMPT], **both, **options).outputs[1]
+    pieces = list(pieces_of(target, drafter(kind, text), request="a", **options))
+    assert [t for piece in pieces for t in piece.tokens] == want.tokens
+    for name in ("tokens", "emitted", "accepted", "draft_lengths", "drafted", "stopped"):
+        assert getattr(pieces[-1].output, name) == getattr(want, name)
+    assert [len(piece.tokens) for piece in pieces[1:]] == want.emitted
     assert len(pieces[0].tokens) == 1, "the prefill's"
-    assert pieces[-1].output.tau == pytest.approx((len(run.outputs[1].tokens) - 1) / (len(pieces) - 1))
+    assert pieces[-1].output.tau == pytest.approx((len(want.tokens) - 1) / (len(pieces) - 1))
 
 
 def test_samples_of_a_request_differ(target):
-    options = {"max_new_tokens": LENGTH, "sampler": Sampler(1.0)}
-    first, again, other = (list(stream(target, None, PROMPT, sample=s, **options)) for s in (0, 0, 1))
+    first, again, other = (list(pieces_of(target, sampler=Sampler(1.0), sample=s)) for s in (0, 0, 1))
     assert first[-1].output.tokens == again[-1].output.tokens != other[-1].output.tokens
 
 
-@pytest.mark.parametrize("kind", ["chain", "tree", "sampled"])
+@pytest.mark.parametrize("kind", ["plain", "chain", "tree", "sampled"])
 def test_drafted_tokens_are_told_from_the_targets_own(target, text, kind):
     """Each round: first those of the draft, then at most one that is not, and only an end cuts it."""
     proposer, sampler = drafter(kind, text), Sampler(2.0) if kind == "sampled" else GREEDY
-    pieces = list(stream(target, proposer, PROMPT, max_new_tokens=LENGTH, sampler=sampler, plan=PLANS[kind]))
+    pieces = list(pieces_of(target, proposer, sampler=sampler, plan=PLANS[kind]))
     assert pieces[0].drafted == [False], "the prefill's"
+    if kind == "plain":
+        assert [(p.tokens, p.drafted) for p in pieces] == [([token], [False]) for token in text[5:]]
+        return
     assert len(proposer.drafts) == len(pieces) - 1
     for number, (piece, draft) in enumerate(zip(pieces[1:], proposer.drafts, strict=True)):
         accepted = sum(piece.drafted)
@@ -104,16 +100,10 @@ def test_drafted_tokens_are_told_from_the_targets_own(target, text, kind):
     assert 3 < sum(drafted) < LENGTH - 3
 
 
-def test_plain_decoding_drafts_nothing(target, text):
-    pieces = list(stream(target, None, PROMPT, max_new_tokens=5, sampler=GREEDY))
-    assert [piece.tokens for piece in pieces] == [[token] for token in text[5:10]]
-    assert not any(piece.drafted[0] for piece in pieces)
-
-
 def test_inference_mode_stays_inside(target, text):
     proposer = drafter("tree", text)
     consumer = []
-    for _ in stream(target, proposer, PROMPT, max_new_tokens=LENGTH, sampler=GREEDY, plan=PLANS["tree"]):
+    for _ in pieces_of(target, proposer, plan=PLANS["tree"]):
         consumer.append(torch.is_inference_mode_enabled() or not torch.is_grad_enabled())
         weight = torch.ones(2, requires_grad=True)
         (weight * weight).sum().backward()
@@ -124,33 +114,32 @@ def test_inference_mode_stays_inside(target, text):
     assert all(proposer.modes)
 
 
-def test_nothing_is_decoded_ahead(target, text):
+def test_nothing_is_decoded_before_it_is_asked_for(target, text):
     proposer = drafter("chain", text)
-    pieces = stream(target, proposer, PROMPT, max_new_tokens=LENGTH, sampler=GREEDY, plan=PLANS["chain"])
-    assert len(proposer.modes) == 0
+    pieces = pieces_of(target, proposer, plan=PLANS["chain"])
+    assert not proposer.modes
     next(pieces)
-    assert len(proposer.drafts) == 0
+    assert not proposer.drafts
     next(pieces)
     assert len(proposer.drafts) == 1
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_closing_early_leaves_nothing_behind(target, text, after):
-    options = {"max_new_tokens": LENGTH, "sampler": GREEDY, "plan": PLANS["tree"]}
-    pieces = stream(target, drafter("tree", text), PROMPT, **options)
+def test_stream_closed_early_leaves_nothing(target, text, after):
+    pieces = pieces_of(target, drafter("tree", text), plan=PLANS["tree"])
     for _ in range(after):
         next(pieces)
     pieces.close()
     assert not torch.is_inference_mode_enabled()
     assert list(pieces) == []
     assert not any(layer._forward_pre_hooks for layer in target.layers)
-    run = generate(target, drafter("tree", text), [PROMPT], **options)
-    assert run.outputs[0].tokens == text[len(PROMPT) :]
+    again = pieces_of(target, drafter("tree", text), plan=PLANS["tree"])
+    assert [token for piece in again for token in piece.tokens] == text[len(PROMPT) :]
 
 
-def test_an_error_leaves_the_mode_and_ends_the_stream(target, text):
+def test_error_leaves_inference_mode_and_ends_the_stream(target, text):
     proposer = drafter("chain", text)
-    pieces = stream(target, proposer, PROMPT, max_new_tokens=LENGTH, sampler=GREEDY, plan=PLANS["chain"])
+    pieces = pieces_of(target, proposer, plan=PLANS["chain"])
     next(pieces)
     proposer.drafter.propose = None
     with pytest.raises(TypeError):
@@ -159,12 +148,9 @@ def test_an_error_leaves_the_mode_and_ends_the_stream(target, text):
     assert list(pieces) == []
 
 
-def test_a_target_writes_one_text_at_a_time(target, text):
-    """A stream that lost its cache to another says so instead of going on in the other's."""
-    first, second = (
-        stream(target, drafter("chain", text), p, max_new_tokens=LENGTH, sampler=GREEDY, plan=PLANS["chain"])
-        for p in (PROMPT, OTHER)
-    )
+def test_stream_that_lost_its_cache_to_another_is_refused(target, text):
+    proposer = drafter("chain", text)
+    first, second = (pieces_of(target, proposer, p, plan=PLANS["chain"]) for p in (PROMPT, OTHER))
     next(first)
     began = next(second)
     with pytest.raises(UserError, match="another text"):
@@ -173,22 +159,18 @@ def test_a_target_writes_one_text_at_a_time(target, text):
     assert began.tokens + rest == greedy(target.model, OTHER, LENGTH)
 
 
-def test_what_the_consumer_does_is_not_timed(target, text, monkeypatch):
-    """A clock that only the consumer moves."""
-    clock = [0.0]
+def test_times_are_of_decoding_only(target, monkeypatch):
+    totals = [piece.times.total for piece in pieces_of(target, length=4)]
+    assert totals[0] == 0, "the prefill is no part of them"
+    assert totals == sorted(set(totals))
+    clock = [0.0]  # which only the consumer moves
     monkeypatch.setattr(loop.Loop, "now", lambda self: clock[0])
-    for piece in stream(target, None, PROMPT, max_new_tokens=LENGTH, sampler=GREEDY):
+    for piece in pieces_of(target):
         assert piece.times.total == piece.times.prefill == piece.output.ttft == 0
         clock[0] += 100.0
 
 
-def test_times_grow_with_the_pieces(target, text):
-    totals = [p.times.total for p in stream(target, None, PROMPT, max_new_tokens=4, sampler=GREEDY)]
-    assert totals[0] == 0, "the prefill is no part of them"
-    assert totals == sorted(set(totals))
-
-
 @pytest.mark.parametrize(("prompt", "said"), [([], "empty"), ([1] * 64, "context of 64")])
-def test_a_prompt_that_cannot_be_decoded_is_refused_at_once(target, prompt, said):
+def test_prompt_that_cannot_be_decoded_is_refused_at_once(target, prompt, said):
     with pytest.raises(UserError, match=said):
-        stream(target, None, prompt, max_new_tokens=4, sampler=GREEDY)
+        pieces_of(target, prompt=prompt)

@@ -1,11 +1,9 @@
-"""Text as it comes: no half characters, nothing taken back, nothing lost; and where a stop string ends it."""
+"""Text of a stream: no half characters, nothing lost or taken back, and where a stop string ends it."""
 
 import random
 
 import pytest
-import torch
 from letters import FALLBACK, MIXED, byte_fallback, ended, whole
-from transformers import StopStringCriteria
 from workbench import make_tokenizer
 
 from decode.errors import UserError
@@ -26,7 +24,7 @@ def some_tokens(kind: str, dice: random.Random) -> list[int]:
 
 @pytest.mark.parametrize("skip", [False, True])
 @KINDS
-def test_the_parts_joined_are_the_whole(kind, skip):
+def test_parts_joined_are_the_whole_text(kind, skip):
     dice, tokenizer = random.Random(0), TOKENIZERS[kind]
     for _ in range(300):
         tokens = some_tokens(kind, dice)
@@ -36,8 +34,7 @@ def test_the_parts_joined_are_the_whole(kind, skip):
 
 
 @KINDS
-def test_a_character_comes_out_whole_and_at_once(kind):
-    """With its last byte, not a token later."""
+def test_character_comes_with_its_last_byte(kind):
     sample = "naïve 中文 🙂é"
     tokenizer = TOKENIZERS[kind]
     if kind == "mixed":
@@ -51,36 +48,32 @@ def test_a_character_comes_out_whole_and_at_once(kind):
     assert text.end() == ""
 
 
-def test_bytes_that_become_nothing_come_out_in_the_end():
+def test_bytes_of_no_character_become_replacements():
     text = Detokenizer(MIXED)
-    assert [text.add(t) for t in (0, 10, 11)] == ["a", "", ""]
-    assert text.end() == REPLACEMENT
+    assert [*map(text.add, (0, 10, 11)), text.end()] == ["a", "", "", REPLACEMENT]
     text = Detokenizer(MIXED)
-    assert [text.add(t) for t in (10, 0)] == ["", f"{REPLACEMENT}a"]
+    assert [*map(text.add, (10, 0))] == ["", f"{REPLACEMENT}a"]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "mixed"])
-def test_a_call_decodes_few_tokens_however_long_the_text(kind, monkeypatch):
+def test_call_decodes_few_tokens_however_long_the_text(kind, monkeypatch):
     """Even where no token ends with its character."""
-    tokenizer, widest = TOKENIZERS[kind], 0
+    tokenizer, widths = TOKENIZERS[kind], []
     halves = [i for i in range(len(tokenizer)) if whole(tokenizer, [i]).endswith(REPLACEMENT)]
-    decode = tokenizer.decode
+    decode, dice = tokenizer.decode, random.Random(1)
 
     def watched(tokens, **options):
-        nonlocal widest
-        widest = max(widest, len(tokens))
+        widths.append(len(tokens))
         return decode(tokens, **options)
 
-    dice = random.Random(1)
     for choice in (halves, range(len(tokenizer))):
         tokens = [dice.choice(choice) for _ in range(300)]
         with monkeypatch.context() as patch:
             patch.setattr(tokenizer, "decode", watched)
             text = Detokenizer(tokenizer)
-            parts = [text.add(token) for token in tokens]
-            parts.append(text.end())
+            parts = [*map(text.add, tokens), text.end()]
         assert "".join(parts) == whole(tokenizer, tokens)
-    assert WINDOW < widest <= 2 * WINDOW
+    assert WINDOW < max(widths) <= 2 * WINDOW
 
 
 def test_spaces_are_not_tidied_up():
@@ -101,7 +94,7 @@ def found(tokenizer, strings, tokens):
 
 
 @KINDS
-def test_a_text_ends_where_the_whole_text_first_holds_a_string(kind):
+def test_text_ends_where_it_first_holds_a_stop_string(kind):
     """Strings cut out of the text itself, so that they begin and end anywhere in its tokens."""
     dice, tokenizer = random.Random(2), TOKENIZERS[kind]
     inside = 0
@@ -118,11 +111,6 @@ def test_a_text_ends_where_the_whole_text_first_holds_a_string(kind):
     assert inside > 100
 
 
-def test_special_tokens_are_text():
-    assert found(MIXED, ["a<end>"], [1, 0, 13, 0]) == 3
-    assert found(MIXED, ["<end>b"], [1, 0, 13, 0, 2, 13, 1]) == 7
-
-
 @pytest.mark.parametrize(
     ("strings", "tokens", "want"),
     [
@@ -135,34 +123,22 @@ def test_special_tokens_are_text():
         (["a", "ab"], [1, 2], 2),
         (["ab"], [1, 1, 0], None),
         ("ab", [1, 0, 1], 3),  # one string is not its letters
+        (["a<end>"], [1, 0, 13, 0], 3),  # special tokens are text
+        (["<end>b"], [1, 0, 13, 0, 2, 13, 1], 7),
+        ([], [0, 1, 2], None),
     ],
 )
 def test_stop_strings_by_hand(strings, tokens, want):
     assert found(MIXED, strings, tokens) == want
 
 
-def test_the_end_is_where_transformers_stops():
-    """Where tokens are whole letters; halves of one its criterion does not see."""
-    dice = random.Random(3)
-    for strings in (["aab"], ["b a", "bb"], ["abab"]):
-        criterion = StopStringCriteria(MIXED, strings)
-        for _ in range(20):
-            tokens = [dice.randrange(6) for _ in range(12)]
-            prefixes = (torch.tensor([tokens[:n]]) for n in range(1, len(tokens) + 1))
-            want = next((ids.shape[1] for ids in prefixes if bool(criterion(ids, None))), None)
-            assert found(MIXED, strings, tokens) == want, tokens
-
-
-def test_every_test_has_a_text_of_its_own():
+def test_every_text_has_a_test_of_its_own():
     make = StopStrings(MIXED, ["ab"])
     first, second = make(), make()
-    assert not first(0)
-    assert not second(1)
-    assert first(1)
+    assert [first(0), second(1), first(1)] == [False, False, True]
 
 
-def test_an_empty_string_is_refused():
-    for strings in ("", ["a", ""]):
-        with pytest.raises(UserError, match="empty stop string"):
-            StopStrings(MIXED, strings)
-    assert found(MIXED, [], [0, 1, 2]) is None
+@pytest.mark.parametrize("strings", ["", ["a", ""]])
+def test_empty_stop_string_is_refused(strings):
+    with pytest.raises(UserError, match="empty stop string"):
+        StopStrings(MIXED, strings)

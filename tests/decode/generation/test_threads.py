@@ -1,4 +1,4 @@
-"""Two threads that decode with one target take turns: it has one cache, and its layers one set of hooks."""
+"""Threads that decode with one target take turns: it has one cache and one set of hooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decode.sampling import Sampler
 V, NEW = 30, 10
 PROMPTS = [[1, 2, 3], [4, 5]]
 GREEDY = Sampler(0.0)
-SOON = 0.3  # seconds in which the other thread would have come, if nothing held it
+SOON = 0.3  # seconds in which the other thread would have begun, if nothing held it
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ class Meeting:
 
 
 @pytest.mark.parametrize("shared", ["target", "model"])
-def test_two_threads_get_the_texts_that_each_gets_alone(target, make_drafter, monkeypatch, shared):
+def test_two_threads_get_their_own_texts(target, make_drafter, monkeypatch, shared):
     drafter = make_drafter("eagle", target)
     other = target if shared == "target" else Target(target.model, [LAST])
     expected = [text(target, prompt) for prompt in PROMPTS]
@@ -75,7 +75,7 @@ def test_two_threads_get_the_texts_that_each_gets_alone(target, make_drafter, mo
     assert len(turns) == 2, "the passes of two texts were mixed"
 
 
-def test_a_stream_that_another_thread_came_between_says_so(target):
+def test_stream_interrupted_by_another_thread_is_refused(target):
     pieces = stream(target, None, PROMPTS[0], max_new_tokens=NEW, sampler=GREEDY)
     next(pieces)
     thread = threading.Thread(target=text, args=(target, PROMPTS[1]))
@@ -86,24 +86,21 @@ def test_a_stream_that_another_thread_came_between_says_so(target):
         next(pieces)
 
 
-def test_a_stream_that_has_not_begun_reads_the_taps_of_its_own_drafter(target, make_drafter):
+def test_taps_are_those_of_the_streams_drafter(target, make_drafter):
+    """Set when the stream begins; where they are changed later, it is refused."""
     drafter = make_drafter("eagle", target)
-    expected = text(target, PROMPTS[0])
-    pieces = stream(target, drafter, PROMPTS[0], max_new_tokens=NEW, sampler=GREEDY, plan=Plan(2))
+    options = {"max_new_tokens": NEW, "sampler": GREEDY, "plan": Plan(2)}
+    pieces = stream(target, drafter, PROMPTS[0], **options)
     target.tap(())
     text(target, PROMPTS[1])
-    assert [token for piece in pieces for token in piece.tokens] == expected
-
-
-def test_taps_that_are_changed_under_a_stream_are_refused(target, make_drafter):
-    drafter = make_drafter("eagle", target)
-    pieces = stream(target, drafter, PROMPTS[0], max_new_tokens=NEW, sampler=GREEDY, plan=Plan(2))
+    assert [t for piece in pieces for t in piece.tokens] == text(target, PROMPTS[0])
+    pieces = stream(target, drafter, PROMPTS[0], **options)
     next(pieces)
     target.tap(())
     with pytest.raises(UserError, match="other hidden states"):
         next(pieces)
 
 
-def test_a_call_from_within_a_round_does_not_wait_for_itself(target):
+def test_call_from_within_a_round_is_refused(target):
     with pytest.raises(UserError, match="the target has started another text"):
         text(target, PROMPTS[0], on_round=lambda _: text(target, PROMPTS[1]))

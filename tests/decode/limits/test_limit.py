@@ -10,11 +10,9 @@ import torch
 from decode.limits.entropy_bound import best_trees, bound, entropy, published_bound
 from decode.sampling import Sampler
 
-ONE = Sampler(1.0)
-
 
 def paths(target, context, count, sampler):
-    """Probabilities of the likeliest paths below a context, one at a time, by passes that know no cache."""
+    """Probabilities of the likeliest paths below a context, one at a time, by passes without a cache."""
     heap, found = [(-1.0, [])], []
     while len(found) <= count:
         mass, path = heapq.heappop(heap)
@@ -27,7 +25,7 @@ def paths(target, context, count, sampler):
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("sampler", [Sampler(1.0), Sampler(0.6, top_p=0.9)], ids=["plain", "nucleus"])
-def test_the_best_trees_are_those_of_all_paths(tiny_target, sampler, window):
+def test_best_trees_hold_the_likeliest_of_all_paths(tiny_target, sampler, window):
     target = tiny_target(window=window)
     contexts = [[0, 1, 2, 1], [2, 2], [1, 0, 1]]
     found = best_trees(target, contexts, 24, sampler)
@@ -35,12 +33,13 @@ def test_the_best_trees_are_those_of_all_paths(tiny_target, sampler, window):
         assert row.tolist() == pytest.approx(paths(target, context, 24, sampler), abs=1e-12)
 
 
-def test_where_the_target_is_certain_every_level_is_kept(tiny_target):
+def test_greedy_target_keeps_every_level_and_has_no_bound(tiny_target):
     assert best_trees(tiny_target(), [[0, 1]], 7, Sampler(0.0)).tolist() == [[1.0] * 7]
+    assert bound(64, 0.0, 0.0) == published_bound(64, 0.0, 0.0) == math.inf
 
 
 class Independent:
-    """A target whose rows are drawn anew at every place, whatever came before."""
+    """A target whose rows are independent draws, whatever came before."""
 
     device = torch.device("cpu")
 
@@ -69,7 +68,7 @@ def zipf(size, power):
     return weights / weights.sum()
 
 
-LAWS = {
+ROWS = {
     "even": lambda dice: np.array([0.5, 0.5]),
     "peaked": lambda dice: np.array([0.9, 0.1]),
     "zipf": lambda dice: zipf(50, 1.5),
@@ -78,14 +77,14 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.ci("dirichlet", "zipf", "even")
-def test_independent_rows_keep_the_bound_and_its_slope(law):
+def test_independent_rows_keep_the_bound_and_its_slope(rows):
     sizes, texts = [2**k for k in range(2, 10)], 24
-    target = Independent(LAWS[law])
+    target = Independent(ROWS[rows])
     sample = torch.tensor(np.array([target.draw(target.dice) for _ in range(4000)]))
     mu, mu2 = entropy([sample]).moments
-    kept = best_trees(target, [[0, 0]] * texts, sizes[-1], ONE).cumsum(1).mean(0)
+    kept = best_trees(target, [[0, 0]] * texts, sizes[-1], Sampler(1.0)).cumsum(1).mean(0)
     values = {size: kept[size - 1].item() for size in sizes}
     assert all(values[size] <= bound(size, mu, mu2) for size in sizes)
     slope = (values[512] - values[32]) / 4
@@ -93,15 +92,9 @@ def test_independent_rows_keep_the_bound_and_its_slope(law):
     assert published_bound(512, mu, mu2) > bound(512, mu, mu2)
 
 
-def test_moments_and_correlation_are_those_of_the_rows():
+def test_moments_and_correlation_of_rows():
     even, sure = torch.tensor([0.5, 0.5]), torch.tensor([1.0, 0.0])
     found = entropy([torch.stack([even, even, sure, sure] * 8), torch.stack([sure] * 2)], lags=2)
     assert found.counts.tolist() == [32, 2]
-    mu, mu2 = found.moments
-    assert mu == pytest.approx(16 * math.log(2) / 34)
-    assert mu2 == pytest.approx(16 * math.log(2) ** 2 / 34)
+    assert found.moments == pytest.approx((16 * math.log(2) / 34, 16 * math.log(2) ** 2 / 34))
     assert found.correlation[1] < -0.8 < found.correlation[0]
-
-
-def test_temperature_0_has_no_bound():
-    assert bound(64, 0.0, 0.0) == published_bound(64, 0.0, 0.0) == math.inf

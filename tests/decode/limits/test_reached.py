@@ -31,13 +31,13 @@ def own(tiny_target):
     return target, drafter
 
 
-def test_masses_are_products_along_paths():
-    laws = torch.tensor([[[0.5, 0.5, 0.0], [0.1, 0.2, 0.7], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])
+def test_path_probabilities_are_products():
+    probs = torch.tensor([[[0.5, 0.5, 0.0], [0.1, 0.2, 0.7], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])
     draft = Draft(torch.tensor([[0, 2, PAD]]), torch.tensor([[-1, 0, 1]]), depth=3)
-    assert path_probs(draft, laws).tolist() == [pytest.approx([0.5, 0.35, 0.0])]
+    assert path_probs(draft, probs).tolist() == [pytest.approx([0.5, 0.35, 0.0])]
 
 
-def test_a_target_as_its_own_drafter_keeps_all_that_can_be_kept(own):
+def test_target_as_its_own_drafter_keeps_the_best_trees(own):
     target, drafter = own
     plan = Plan(depth=6, width=6, nodes=6)  # no best tree is wider or deeper
     found = tree_acceptance(target, drafter, CONTEXTS, plan, Sampler(1.0), batch_size=2)
@@ -46,7 +46,7 @@ def test_a_target_as_its_own_drafter_keeps_all_that_can_be_kept(own):
     assert found.ranked.tolist() == pytest.approx(best.tolist(), abs=1e-12)
 
 
-def test_another_drafter_loses_by_its_nodes_and_by_its_choice(own, make_drafter):
+def test_another_drafter_keeps_less_than_the_best_trees(own, make_drafter):
     target, _ = own
     eagle = make_drafter("eagle", target)
     target.tap(eagle.taps)
@@ -58,7 +58,7 @@ def test_another_drafter_loses_by_its_nodes_and_by_its_choice(own, make_drafter)
     assert (best - found.chosen).max() > 0.01
 
 
-def test_rounds_begin_where_the_decoder_settled(own):
+def test_rounds_begin_behind_settled_tokens(own):
     target, drafter = own
     options = {"batch_size": 2, "max_new_tokens": 6, "stop": [], "seed": 0}
     found = round_starts(target, drafter, CONTEXTS, Plan(depth=2), Sampler(0.0), **options)
@@ -74,7 +74,7 @@ def brute(p, q, k):
 
 
 @pytest.mark.parametrize("draws", [1, 2, 3])
-def test_the_transport_bound_is_that_of_all_sets(draws):
+def test_transport_bound_is_the_minimum_over_all_sets(draws):
     dice = torch.Generator().manual_seed(0)
     p, q = (torch.rand(20, 6, generator=dice, dtype=torch.float64) ** 3 for _ in range(2))
     p, q = p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
@@ -87,6 +87,6 @@ def test_the_transport_bound_is_that_of_all_sets(draws):
 @pytest.mark.parametrize(
     "plan", [Plan(2, proposal="sampled"), Plan(2, 2, 4, proposal="hybrid")], ids=["sampled", "hybrid"]
 )
-def test_a_target_that_draws_for_itself_is_always_accepted(own, plan):
+def test_draws_of_the_target_itself_are_always_accepted(own, plan):
     target, drafter = own
     assert first_level_bound(target, drafter, CONTEXTS, plan, WARM).tolist() == pytest.approx([1.0] * 3)

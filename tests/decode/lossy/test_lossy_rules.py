@@ -1,11 +1,12 @@
-"""Rules that are not lossless: what each emits, against plain Python, and where it is a lossless one."""
+"""Rules that are not lossless: the exact distribution that each emits, against plain Python."""
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections import defaultdict
 from dataclasses import replace
 
+import oracle
 import pytest
 import torch
 from exact import (
@@ -19,97 +20,93 @@ from exact import (
     emitted,
     exact_law,
     paths_of,
+    struck,
 )
-from rule_cases import LOSSY, ONE, RULES, SAMPLERS, V, plan_of, sampled_chain, told
+from rule_cases import LOSSY, ONE, RULES, SAMPLERS, V, sampled_chain, told
 
 from decode.draft import PAD
 from decode.lossy.rules.topk import Tagged
 from decode.plan import Plan
-from decode.rng import KeyedCoin
+from decode.sampling import Sampler
 from decode.verification.rule import verify
 from decode.verification.target_probs import TargetProbs
 
+Path = tuple[int, ...]
 
-def typical_law(table: Table, nodes: list[Node], threshold: float, alpha: float) -> Law:
-    """Medusa's typical acceptance in plain Python: the first of the deepest paths that are typical."""
+
+def emitted_by(plan: Plan, nodes: list[Node], table: Table, inside: bool = False, **flags) -> Law:
+    """Distribution of what a rule emits of one draft; `inside` tags or not."""
+    draft = draft_of([nodes], V, **flags)
+
+    def play(tapes):
+        rows = table.rows(draft)
+        if getattr(plan.rule, "within", ()):
+            tagged = Tagged(torch.full((len(tapes),), inside), 0, 1)
+            rows = TargetProbs(rows._logits.expand(len(tapes), -1, -1), ONE, None, tagged)
+        return emitted(draft, verify(plan.rule, draft, rows, EnumeratingCoin(tapes)))
+
+    return exact_law(play)
+
+
+def some_sampler(seed: int) -> Sampler:
+    return list(SAMPLERS.values())[seed % len(SAMPLERS)]
+
+
+def longest_path_probs(plan: Plan, table: Table, nodes: list[Node]) -> Law:
+    """Of the first of the deepest paths of acceptable tokens, and a token of the target's behind it."""
     best: tuple[int, ...] = ()
     for path in paths_of([n.token for n in nodes], [n.parent for n in nodes]):
-        typical = PAD not in path
+        taken = PAD not in path
         for j, token in enumerate(path):
-            p = table.p([max(t, 0) for t in path[:j]])
-            entropy = -sum(m * math.log(m) for m in p if m > 0)
-            typical = typical and p[token] >= min(threshold, alpha * math.exp(-entropy))
-        if typical and len(path) > len(best):
+            taken = taken and accepts(plan.rule, table.p([max(t, 0) for t in path[:j]]), token)
+        if taken and len(path) > len(best):
             best = path
     return {(*best, y): mass for y, mass in enumerate(table.p(best)) if mass > 0}
 
 
 @pytest.mark.parametrize("rule", ["typical", "threshold"])
-def test_the_longest_path_above_a_threshold_is_kept(rule):
+def test_longest_acceptable_path_is_kept(rule):
     for seed in range(12):
-        table = Table(seed, list(SAMPLERS.values())[seed % len(SAMPLERS)])
+        table = Table(seed, some_sampler(seed))
         nodes = told(Trees(V, seed, chosen=(1, 2)).story([0]), seed)
-        numbers = {"alpha": 0.6} if rule == "typical" else {}
-        plan = Plan(1, rule={"name": rule, "threshold": 0.5, **numbers}, lossy=True)
-        draft = draft_of([nodes], V)
-
-        def play(tapes, draft=draft, plan=plan, table=table):
-            return emitted(draft, verify(plan.rule, draft, table.rows(draft), EnumeratingCoin(tapes)))
-
-        alpha = 0.6 if rule == "typical" else math.inf
-        assert_same_law(exact_law(play), typical_law(table, nodes, 0.5, alpha))
+        plan = lossy(rule, threshold=0.5)
+        assert_same_law(emitted_by(plan, nodes, table), longest_path_probs(plan, table, nodes))
 
 
-def lenience_law(table: Table, depth: int, lenience: float) -> Law:
-    """As `token_law`, with min(q, p / lenience) of each drawn token accepted and what is left drawn anew."""
-    law = {}
-    for n in range(depth + 1):
-        for path in itertools.product(range(V), repeat=n):
-            laws = [(table.p(path[:j]), table.q(path[:j], 0.3)) for j in range(n + 1)]
-            mass = math.prod(min(q[t], p[t] / lenience) for (p, q), t in zip(laws, path, strict=False))
-            p, q = laws[n]
-            rest = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
-            rejected = 1 - sum(min(b, a / lenience) for a, b in zip(p, q, strict=True))
-            for y in range(V):
-                law[(*path, y)] = mass * (p[y] if n == depth else rejected * rest[y] / (sum(rest) or 1))
-    return law
+def lenient(toss: oracle.Toss, nodes: list[Node], table: Table, factor: float, replacement: bool) -> Path:
+    """Accepts drawn children in turn with min(1, p / (factor q)), then chosen ones by what is left of p."""
+    at, out = -1, ()
+    while True:
+        left, drawn = list(table.p(out)), None
+        for i, node in enumerate(nodes):
+            if node.parent != at or node.token == PAD:
+                continue
+            q, weight = [float(t == node.token) for t in range(V)], 1.0
+            if node.law is not None:
+                drawn = list(node.law) if drawn is None else drawn
+                q, weight = drawn, factor
+                drawn = drawn if replacement else struck(drawn, node.token)
+            if toss.flip(left[node.token] / (weight * q[node.token])):
+                out, at = (*out, node.token), i
+                break
+            rest, mass = oracle.positive(r - m for r, m in zip(left, q, strict=True))
+            left = [r / mass for r in rest] if mass else left
+        else:
+            return (*out, toss.draw(left))
 
 
-def leniently(lenience: float) -> Plan:
-    return Plan(1, proposal="sampled", rule={"name": "lenience", "factor": lenience}, lossy=True)
+@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 0.7, 0.2])
+def test_lenience_accepts_drawn_tokens_more_often(factor, replacement):
+    plan = lossy("lenience", proposal="sampled", factor=factor)
+    for seed in range(20):
+        table = Table(seed, some_sampler(seed))
+        nodes = told(Trees(V, seed, drawn=(0, 1, 2), chosen=(0, 1)).story([seed]), seed)
 
+        def play(tapes, nodes=nodes, table=table):
+            return [lenient(oracle.Toss(tape), nodes, table, factor, replacement) for tape in tapes]
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_lenience_has_the_law_of_its_closed_form(sampler, depth):
-    for lenience in (1.0, 0.7, 0.2):
-        table = Table(4, SAMPLERS[sampler])
-        got = table.round(lambda table=table: sampled_chain(table, depth), leniently(lenience))
-        assert_same_law(got, lenience_law(table, depth, lenience))
-
-
-def test_lenience_of_one_is_the_recursive_rule_draw_for_draw():
-    for seed in range(40):
-        table = Table(seed, list(SAMPLERS.values())[seed % len(SAMPLERS)])
-        draft = draft_of([told(Trees(V, seed, drawn=(1, 2), chosen=(0, 1)).story([seed]), seed)], V)
-
-        def run(plan, seed=seed, table=table, draft=draft):
-            return verify(plan.rule, draft, table.rows(draft), KeyedCoin(seed, [seed]))
-
-        for one, other in zip(run(leniently(1.0)), run(plan_of("recursive")), strict=True):
-            assert one.equal(other)
-
-
-def test_more_is_accepted_the_more_lenient():
-    table = Table(0, ONE)
-
-    def kept(lenience: float) -> float:
-        law = table.round(lambda: sampled_chain(table, 2), leniently(lenience))
-        return sum(mass * (len(text) - 1) for text, mass in law.items())
-
-    found = [kept(lenience) for lenience in (1.0, 0.8, 0.5, 0.2, 0.01)]
-    assert found == sorted(found)
-    assert found[-1] > found[0] + 0.1
+        assert_same_law(emitted_by(plan, nodes, table, replacement=replacement), exact_law(play))
 
 
 RELAXED = [rule for rule in RULES if RULES[rule].changes_greedy]
@@ -140,14 +137,14 @@ def accepts(rule, p: list[float], token: int) -> bool:
     }[rule.name]()
 
 
-def relaxed_law(plan: Plan, table: Table, nodes: list[Node], inside: bool = True) -> Law:
+def relaxed_probs(plan: Plan, table: Table, nodes: list[Node], inside: bool = True) -> Law:
     """Of the child with the target's token, else of the likeliest acceptable child, else of that token.
 
     With tags, 0 opens and 1 closes; outside of them no child is acceptable.
     """
     soft = Table(table.seed, replace(table.sampler, temperature=table.sampler.temperature or 1.0))
 
-    def law(path: tuple[int, ...], parent: int, inside: bool) -> Law:
+    def probs_below(path: Path, parent: int, inside: bool) -> Law:
         children: dict[int, int] = {}
         for i, node in enumerate(nodes):
             if node.parent == parent and node.token != PAD:
@@ -159,84 +156,58 @@ def relaxed_law(plan: Plan, table: Table, nodes: list[Node], inside: bool = True
         for y, mass in enumerate(table.p(path)):
             token = y if y in children or best is None else best
             now = token == 0 if getattr(plan.rule, "within", ()) and token in (0, 1) else inside
-            below = law((*path, token), children[token], now) if token in children else {(): 1.0}
+            below = probs_below((*path, token), children[token], now) if token in children else {(): 1.0}
             for rest, share in below.items():
                 found[(token, *rest)] = found.get((token, *rest), 0.0) + mass * share
         return {text: mass for text, mass in found.items() if mass > 0}
 
-    return law((), -1, inside)
+    return probs_below((), -1, inside)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("rule", RELAXED)
-def test_where_no_child_has_the_targets_token_an_acceptable_one_is_taken(rule, sampler):
+def test_acceptable_child_is_taken_where_no_child_has_the_targets_token(rule, sampler):
     for seed in range(8):
         table = Table(seed, SAMPLERS[sampler])
         nodes = told(Trees(V, seed, chosen=(1, 2)).story([0]), seed)
-        plan, draft = lossy(rule), draft_of([nodes], V)
-
-        def play(tapes, draft=draft, plan=plan, table=table):
-            return emitted(draft, verify(plan.rule, draft, table.rows(draft), EnumeratingCoin(tapes)))
-
-        assert_same_law(exact_law(play), relaxed_law(plan, table, nodes))
+        assert_same_law(emitted_by(lossy(rule), nodes, table), relaxed_probs(lossy(rule), table, nodes))
 
 
-@pytest.mark.parametrize("rule", LOSSY)
-def test_what_a_lossy_rule_emits_behind_one_drawn_token_is_the_stated_law(rule):
-    """By which the quality of a scorecard's rows is computed."""
-    for seed in range(10):
-        table = Table(seed, list(SAMPLERS.values())[seed % 3])
-        plan = lossy(rule, proposal="sampled")
-        got: dict[int, float] = {}
-        for text, mass in table.round(lambda table=table: sampled_chain(table, 1), plan).items():
-            got[text[0]] = got.get(text[0], 0.0) + mass
-        p, q = (torch.tensor([law], dtype=torch.float64) for law in (table.p(()), table.q((), 0.3)))
-        stated = plan.rule.emitted(p, q)[0].tolist()
-        assert_same_law({(t,): m for t, m in got.items()}, {(t,): m for t, m in enumerate(stated) if m > 0})
-
-
-@pytest.mark.parametrize("rule", RELAXED)
-def test_what_a_lossy_rule_emits_beside_fixed_children_is_the_stated_law(rule):
-    for seed in range(10):
-        table, plan = Table(seed, list(SAMPLERS.values())[seed % 3]), lossy(rule)
-        children = [seed % V, (seed + 1) % V][: 1 + seed % 2]
-        draft = draft_of([[Node(token) for token in children]], V)
-
-        def play(tapes, draft=draft, plan=plan, table=table):
-            rows = verify(plan.rule, draft, table.rows(draft), EnumeratingCoin(tapes))
-            return [text[:1] for text in emitted(draft, rows)]
-
-        p, tokens = torch.tensor([table.p(())], dtype=torch.float64), torch.tensor([[*children, PAD]])
-        stated = plan.rule.emitted_among(p, tokens)[0].tolist()
-        assert_same_law(exact_law(play), {(t,): m for t, m in enumerate(stated) if m > 0})
-
-
-def test_between_tags_more_is_accepted_and_elsewhere_it_is_match():
-    """Also where a tag is drafted: 0 opens and 1 closes, beside rows that begin inside and outside."""
+@pytest.mark.parametrize("inside", [False, True])
+def test_acceptable_child_is_taken_between_tags_only(inside):
+    """Also where a tag is drafted: 0 opens and 1 closes."""
     plan = lossy("topk", within=(0, 1))
     for seed in range(20):
         table = Table(seed, ONE)
         nodes = told(Trees(V, seed, chosen=(1, 2)).story([0]), seed)
-        for inside in (False, True):
-            draft = draft_of([nodes], V)
-
-            def play(tapes, draft=draft, table=table, inside=inside):
-                rows = table.rows(draft)
-                tagged = Tagged(torch.full((len(tapes),), inside), 0, 1)
-                rows = TargetProbs(rows._logits.expand(len(tapes), -1, -1), ONE, None, tagged)
-                return emitted(draft, verify(plan.rule, draft, rows, EnumeratingCoin(tapes)))
-
-            assert_same_law(exact_law(play), relaxed_law(plan, table, nodes, inside))
+        got = emitted_by(plan, nodes, table, inside)
+        assert_same_law(got, relaxed_probs(plan, table, nodes, inside))
 
 
-def test_without_room_bild_is_match_draw_for_draw():
-    plan = lossy("bild", rollback=0.0)
-    for seed in range(40):
-        table = Table(seed, list(SAMPLERS.values())[seed % len(SAMPLERS)])
-        draft = draft_of([told(Trees(V, seed, chosen=(1, 2)).story([seed]), seed)], V)
+@pytest.mark.parametrize("rule", LOSSY)
+def test_stated_distribution_behind_one_drawn_token(rule):
+    """By which the quality of a scorecard's rows is computed."""
+    plan = lossy(rule, proposal="sampled")
+    for seed in range(10):
+        table = Table(seed, list(SAMPLERS.values())[seed % 3])
+        got: Law = defaultdict(float)
+        for text, mass in table.round(lambda table=table: sampled_chain(table, 1), plan).items():
+            got[text[:1]] += mass
+        p, q = (torch.tensor([probs], dtype=torch.float64) for probs in (table.p(()), table.q((), 0.3)))
+        assert_same_law(got, stated(plan.rule.emitted(p, q)))
 
-        def run(plan, seed=seed, table=table, draft=draft):
-            return verify(plan.rule, draft, table.rows(draft), KeyedCoin(seed, [seed]))
 
-        for one, other in zip(run(plan), run(plan_of("match")), strict=True):
-            assert one.equal(other)
+@pytest.mark.parametrize("rule", RELAXED)
+def test_stated_distribution_behind_fixed_children(rule):
+    for seed in range(10):
+        table, plan = Table(seed, list(SAMPLERS.values())[seed % 3]), lossy(rule)
+        children = [seed % V, (seed + 1) % V][: 1 + seed % 2]
+        got: Law = defaultdict(float)
+        for text, mass in emitted_by(plan, [Node(token) for token in children], table).items():
+            got[text[:1]] += mass
+        p, tokens = torch.tensor([table.p(())], dtype=torch.float64), torch.tensor([[*children, PAD]])
+        assert_same_law(got, stated(plan.rule.emitted_among(p, tokens)))
+
+
+def stated(probs: torch.Tensor) -> Law:
+    return {(token,): mass for token, mass in enumerate(probs[0].tolist()) if mass > 0}

@@ -1,14 +1,14 @@
-"""decode=calibrated: ranks counted by hand, the tree against brute force, and a run that scores it."""
+"""decode=calibrated: ranks against plain counts, the tree against brute force, and a run that scores it."""
 
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import Counter
 from itertools import combinations, pairwise, product
 
 import pytest
-import torch
 from exact import Grown
 from workbench import train
 
@@ -44,7 +44,7 @@ def values(seed: int) -> dict[tuple[int, ...], float]:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4])
-def test_the_greedy_tree_is_the_best_of_all_trees(seed, nodes):
+def test_greedy_tree_is_the_best_of_all_trees(seed, nodes):
     reached = values(seed)
     tree = best_tree(reached, nodes)
     assert len(tree) == nodes
@@ -53,18 +53,13 @@ def test_the_greedy_tree_is_the_best_of_all_trees(seed, nodes):
     assert sum(map(reached.get, tree)) == pytest.approx(best, rel=1e-12)
 
 
-def test_the_product_of_accuracies_gives_medusas_tree():
+def test_product_of_accuracies_gives_medusas_tree():
     """Independent depths, by hand: .6, .36, .3, .216, .18, .18, ..., of which the shortest first."""
     accuracy = [0.6, 0.3, 0.1]
-    reached = {}
-    for depth in (1, 2, 3):
-        for path in product(range(3), repeat=depth):
-            reached[path] = torch.tensor([accuracy[r] for r in path], dtype=torch.float64).prod().item()
+    paths = [path for depth in (1, 2, 3) for path in product(range(3), repeat=depth)]
+    reached = {path: math.prod(accuracy[r] for r in path) for path in paths}
     assert best_tree(reached, 6) == ((0,), (0, 0), (1,), (0, 0, 0), (0, 1), (1, 0))
-
-
-def test_nodes_that_nothing_reaches_are_left_out():
-    assert best_tree({(0,): 3, (1,): 1}, 9) == ((0,), (1,))
+    assert best_tree({(0,): 3, (1,): 1}, 9) == ((0,), (1,)), "nodes that nothing reaches are left out"
     assert best_tree({}, 9) == ()
 
 
@@ -76,14 +71,14 @@ def written(tiny_target):
 
 
 def by_hand(drafter, rollouts, depth):
-    """Ranks along every answer, from the law of every prefix."""
+    """Ranks along every answer, from the logits of every prefix."""
     lines = []
     for prompt, answer in rollouts:
         for start in range(1, len(answer)):
             line = []
             for j, token in enumerate(answer[start : start + depth]):
-                law = drafter.logits([*prompt, *answer[: start + j]])
-                line.append(int((law > law[token]).sum()))
+                logits = drafter.logits([*prompt, *answer[: start + j]])
+                line.append(int((logits > logits[token]).sum()))
             lines.append(line)
     return lines
 
@@ -95,10 +90,8 @@ def test_ranks_are_counted_along_the_answers(tiny_target):
     plan, table = Calibrated(7, DEPTH, WIDTH).choose(target, drafter, rollouts, WARM, 1)
     for j, row in enumerate(table):
         column = [line[j] for line in lines if len(line) > j]
-        assert row == {
-            "depth": j + 1,
-            "accuracy": pytest.approx([column.count(r) / len(column) for r in range(WIDTH)]),
-        }
+        shares = [column.count(r) / len(column) for r in range(WIDTH)]
+        assert row == {"depth": j + 1, "accuracy": pytest.approx(shares)}
     assert len({path[0] for path in plan.tree}) > 1
     assert plan.depth > 1
 
@@ -108,12 +101,12 @@ def test_rounds_by_ranks_are_those_of_replay(tiny_target):
     for tree in [((0,),), ((0,), (1,), (0, 0), (1, 0)), ((0,), (0, 0), (0, 0, 0), (0, 1))]:
         (replayed,) = replay(target, Grown(VOCAB), rollouts, [Plan(tree=tree)], WARM)
         for rollout, count in zip(rollouts, replayed.counts.rounds, strict=True):
-            (lines,) = [by_hand(Grown(VOCAB), [rollout], DEPTH)]
+            lines = by_hand(Grown(VOCAB), [rollout], DEPTH)
             assert len(round_start_lines(lines, set(tree))) == pytest.approx(count, abs=1e-9)
 
 
 @pytest.mark.proof
-def test_no_other_tree_of_as_many_nodes_needs_fewer_rounds_on_these_answers(tiny_target):
+def test_no_other_tree_of_as_many_nodes_needs_fewer_rounds(tiny_target):
     target, rollouts = written(tiny_target)
     plan, _ = Calibrated(4, 2, WIDTH).choose(target, Grown(VOCAB), rollouts, WARM, 1)
     paths = [(r,) for r in range(WIDTH)] + list(product(range(WIDTH), repeat=2))
@@ -124,7 +117,7 @@ def test_no_other_tree_of_as_many_nodes_needs_fewer_rounds_on_these_answers(tiny
     assert max(taus) > min(taus) + 0.1
 
 
-def test_what_counts_is_where_rounds_begin(monkeypatch):
+def test_tree_is_chosen_by_the_places_where_rounds_begin(monkeypatch):
     """Six easy tokens, four of rank 1: most starts lie before easy ones, most rounds do not."""
     ranks = [*([0] * 6 + [1] * 4) * 3, 9]
     lines = [list(pair) for pair in pairwise(ranks)]
@@ -135,17 +128,17 @@ def test_what_counts_is_where_rounds_begin(monkeypatch):
     assert plan.tree == ((0,), (1,))
 
 
-@pytest.mark.parametrize("changes", [{"nodes": 0}, {"depth": 0}, {"width": 0}], ids=str)
-def test_a_tree_of_nothing_is_refused(changes):
-    with pytest.raises(UserError, match=f"decode.{next(iter(changes))}=0"):
-        Calibrated(**{"nodes": 4, "depth": 2, "width": 2} | changes)
+@pytest.mark.parametrize("name", ["nodes", "depth", "width"])
+def test_tree_of_nothing_is_refused(name):
+    with pytest.raises(UserError, match=f"decode.{name}=0"):
+        Calibrated(**{"nodes": 4, "depth": 2, "width": 2} | {name: 0})
 
 
 # -- a run ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.proof
-def test_a_run_is_scored_with_its_own_tree(bench):
+def test_run_is_scored_with_its_own_tree(bench):
     argv = [a for a in bench.command if not a.startswith("decode")]
     argv += ["drafter=medusa", "drafter.depth=2", "decode=calibrated", "decode.depth=2", "decode.nodes=5"]
     done = train([*argv, "score.replay_prompts=4"]).succeeded()
@@ -160,7 +153,7 @@ def test_a_run_is_scored_with_its_own_tree(bench):
     assert card["replay_agrees"]
 
 
-def test_a_tree_deeper_than_the_heads_is_refused_first(bench):
+def test_tree_deeper_than_the_heads_is_refused(bench):
     argv = [a for a in bench.command if not a.startswith("decode")]
     done = train([*argv, "drafter=medusa", "drafter.depth=2", "decode=calibrated"])
     done.refused("set decode.depth=2 or less")

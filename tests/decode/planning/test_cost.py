@@ -1,20 +1,21 @@
-"""The cost model: given costs and acceptance whose optimum is known, the choice is exact."""
+"""The cost model chooses the optimum where costs and acceptance are given."""
 
 from __future__ import annotations
 
 import random
 from fractions import Fraction
-from itertools import count
+from itertools import count, product
 
 import numpy as np
 import pytest
 from exact import Grown
 
+from decode.errors import UserError
 from decode.evaluation.acceptance import Acceptance
 from decode.evaluation.replay import Counts, RoundStarts
 from decode.plan import Plan
 from decode.planning import round_timing as timing
-from decode.planning.auto import Auto, forecast
+from decode.planning.auto import Auto, forecast, supported_plans
 from decode.planning.cost_model import (
     PLAIN,
     Curve,
@@ -57,32 +58,33 @@ def geometric(alpha, depth):
 
 @pytest.mark.parametrize("alpha", ["1/10", "2/5", "3/5", "4/5", "19/20", "1"])
 @pytest.mark.parametrize("level", ["1/100", "1/10", "1/4", "1"])
-def test_the_length_of_a_chain_is_the_optimum_of_its_formula(alpha, level):
+@pytest.mark.covering
+def test_length_of_a_chain_is_the_optimum_of_its_formula(alpha, level):
     plans = [PLAIN, *CHAINS]
     taus = [geometric(alpha, plan.depth) for plan in plans]
     values = [tau / (1 + Fraction(level) * plan.depth) for plan, tau in zip(plans, taus, strict=True)]
-    want = values.index(max(values))
     found = throughputs(plans, counts_of(taus), Given(0.0, float(Fraction(level))), 1)
-    assert fastest([one.speed for one in found]) == want
+    assert fastest([one.speed for one in found]) == values.index(max(values))
     for one, value in zip(found, values, strict=True):
         assert one.speed == pytest.approx(float(value))
         assert one.speedup == pytest.approx([float(value)] * 3)  # prompts are alike: no interval
-    if (alpha, level) == ("1/10", "1/4"):
-        assert want == 0  # plain decoding
-    if (alpha, level) == ("1", "1/10"):
-        assert want == 8
 
 
-def test_of_equals_the_first_is_taken_and_plain_before_all():
-    plans = [PLAIN, *CHAINS[:3]]
-    costs = Given(0.0, 1.0)
-    equal = [1 + plan.depth for plan in plans]  # as many tokens as a round costs
-    assert fastest([one.speed for one in throughputs(plans, counts_of(equal), costs, 1)]) == 0
-    better = [1, 2.2, 3.3, 4.4]
-    assert fastest([round(one.speed, 9) for one in throughputs(plans, counts_of(better), costs, 1)]) == 1
+@pytest.mark.parametrize(
+    ("taus", "level", "best"),
+    [
+        ([1, 2, 3, 4], 1.0, 0),  # as many tokens as a round costs: of equals the first, which is plain
+        ([1, 2.2, 3.3, 4.4], 1.0, 1),
+        ([float(geometric("1/10", k)) for k in range(9)], 0.25, 0),
+        ([float(geometric("1", k)) for k in range(9)], 0.1, 8),
+    ],
+)
+def test_fastest_plan_by_hand(taus, level, best):
+    found = throughputs([PLAIN, *CHAINS[: len(taus) - 1]], counts_of(taus), Given(0.0, level), 1)
+    assert fastest([round(one.speed, 9) for one in found]) == best
 
 
-def test_a_larger_batch_wants_fewer_nodes():
+def test_larger_batch_wants_fewer_nodes():
     plans, costs = [PLAIN, *CHAINS, *TREES], Given(0.02, 0.05, batch=1.0)
     taus = [geometric("7/10", p.depth) * (1 if p.width == 1 else Fraction(6, 5)) for p in plans]
     chosen = []
@@ -91,8 +93,9 @@ def test_a_larger_batch_wants_fewer_nodes():
         found = throughputs(plans, counts_of(taus, 64), costs, batch)
         assert [one.speed for one in found] == pytest.approx([batch * value for value in values])
         assert [one.full for one in found] == pytest.approx([batch * value for value in values])
-        chosen.append(plans[fastest([one.speed for one in found])].nodes)
-        assert chosen[-1] == plans[values.index(max(values))].nodes
+        best = fastest([one.speed for one in found])
+        assert plans[best].nodes == plans[values.index(max(values))].nodes
+        chosen.append(plans[best].nodes)
     assert chosen == sorted(chosen, reverse=True)
     assert chosen[0] > 4
     assert chosen[-1] == 0
@@ -108,7 +111,7 @@ def test_rows_leave_as_they_end():
     assert found.speed == pytest.approx((3 + 1 + 2 + 3) / (3 + 3))
 
 
-def test_an_interval_is_over_prompts():
+def test_interval_is_over_prompts():
     counts = [Counts([10, 50], [10.0, 50.0]), Counts([10, 50], [10.0, 20.0])]
     speedup, low, high = throughputs([PLAIN, Plan(1)], counts, Given(0.0, 0.0), 1)[1].speedup
     assert speedup == pytest.approx(2)
@@ -118,7 +121,7 @@ def test_an_interval_is_over_prompts():
 # -- curves --------------------------------------------------------------------------------------
 
 
-def test_a_curve_pools_what_falls_and_goes_on_behind_its_end():
+def test_curve_pools_what_falls_and_is_extended_past_its_end():
     curve = Curve.fit({1: [1.0, 1.0, 9.0], 2: [3.0], 4: [2.0]})
     assert [curve(x) for x in (1, 2, 3, 4)] == pytest.approx([1, 2.5, 2.5, 2.5])
     assert curve(0) == 1
@@ -127,21 +130,18 @@ def test_a_curve_pools_what_falls_and_goes_on_behind_its_end():
 
 
 def rounds(plans, batches, busy=0.0, slots=lambda plan: [plan.nodes + 1]):
-    """On the clock of a machine whose times are linear in slots and depth, now and then slowed by others."""
-    dice = random.Random(0)
-    return [
-        RoundTiming(plan, batch, n, *(time * batch * (1.7 if slow else 1) for time in times))
-        for plan in plans
-        for batch in batches
-        for n in slots(plan) * 7
-        for slow in [dice.random() < busy]
-        for times in [
-            (0.1 + 0.2 * plan.depth + 0.05 * plan.width * bool(plan.depth), 1 + 0.03 * n, 0.1 + 0.01 * n)
-        ]
-    ]
+    """Rounds of a machine whose times are linear in slots and depth, some of them slowed by other load."""
+    dice, found = random.Random(0), []
+    for plan, batch in product(plans, batches):
+        drafting = 0.1 + 0.2 * plan.depth + 0.05 * plan.width * bool(plan.depth)
+        for n in slots(plan) * 7:
+            factor = batch * (1.7 if dice.random() < busy else 1)
+            times = (drafting, 1 + 0.03 * n, 0.1 + 0.01 * n)
+            found.append(RoundTiming(plan, batch, n, *(time * factor for time in times)))
+    return found
 
 
-def test_a_few_plans_tell_the_costs_of_all():
+def test_few_timed_plans_give_the_costs_of_all():
     plans = [*CHAINS, *[Plan(d, 3, n) for d in (2, 3, 4) for n in (4, 8, 12, 20)]]
     some = representative_plans(plans)
     assert len(some) < len(plans) / 2
@@ -155,16 +155,15 @@ def test_a_few_plans_tell_the_costs_of_all():
     assert told.idle_seconds(8) == pytest.approx(8 * (1.14 + 0.1))
 
 
-def test_drafts_of_varying_size_cost_what_they_are():
-    """A drafter that offers nothing in three rounds of four."""
+def test_drafter_that_drafts_nothing_in_three_rounds_of_four_costs_less():
     one = Plan(4)
     timed = rounds([PLAIN], [1]) + rounds([one], [1], slots=lambda plan: [1, 1, 1, 5])
     read = (3 * (1.1 + 0.04) + (1.1 + 0.2)) / 4
     assert MeasuredCosts(timed).round_seconds(one, 1) == pytest.approx(0.95 + read)
 
 
-def test_others_on_the_machine_change_little():
-    """Though they slow four rounds of ten, by much."""
+def test_other_load_changes_costs_little():
+    """It slows four rounds of ten by 70 %."""
     plans = [PLAIN, *CHAINS, *TREES]
     noisy, clean = (MeasuredCosts(rounds(plans, [1], busy)) for busy in (0.4, 0.0))
     errors = [noisy.round_seconds(p, 1) / clean.round_seconds(p, 1) - 1 for p in plans]
@@ -183,7 +182,7 @@ def brute(keeps, prices, t=0):
     return min(price + brute(keeps, prices, t + k + 1) for price, k in zip(prices, kept, strict=True))
 
 
-def test_the_oracle_is_the_best_of_all_ways_to_pick():
+def test_oracle_is_the_best_of_all_ways_to_pick_drafts():
     for seed in range(6):
         dice = np.random.default_rng(seed)
         keeps = [np.zeros((9, 0)), *((dice.random((9, k)) < 0.6).astype(float) for k in (1, 3, 4))]
@@ -191,16 +190,16 @@ def test_the_oracle_is_the_best_of_all_ways_to_pick():
         assert least_seconds(keeps, prices) == pytest.approx(brute(keeps, prices))
 
 
-def test_nothing_that_picks_by_the_past_is_faster_than_the_oracle():
+def test_fixed_and_random_picks_are_not_faster_than_the_oracle():
     dice = np.random.default_rng(5)
     keeps = [np.zeros((12, 0)), dice.random((12, 2)), dice.random((12, 4))]
     prices = [1.0, 1.2, 1.5]
     least = least_seconds(keeps, prices)
-    # One draft throughout: what replay says of it, at its price.
+    # One draft throughout, at its price.
     for keep, price in zip(keeps, prices, strict=True):
         assert least_seconds([keep], [price]) == pytest.approx(price * RoundStarts(keep, keep.shape[1]).count)
         assert least <= price * RoundStarts(keep, keep.shape[1]).count
-    # Picked anew in every round, coins tossed.
+    # A random draft in every round.
     total = []
     for _ in range(4000):
         t = spent = 0
@@ -212,7 +211,7 @@ def test_nothing_that_picks_by_the_past_is_faster_than_the_oracle():
     assert least < np.mean(total)
 
 
-def test_a_row_is_charged_no_more_than_its_share():
+def test_seconds_of_a_row_are_its_least_share():
     assert min_seconds_per_row(np.array([1.0, 1.2, 3.0])) == pytest.approx(0.6)
 
 
@@ -220,7 +219,7 @@ def test_a_row_is_charged_no_more_than_its_share():
 
 
 def moods(seed=0, prompts=6, length=80, depth=6):
-    """Texts that are easy for a while and hard for a while: what one length cannot suit."""
+    """Texts with easy and hard stretches, which one length cannot suit."""
     dice = np.random.default_rng(seed)
     texts = []
     for row in range(prompts):
@@ -246,7 +245,7 @@ def test_adapting_beats_every_length_where_moods_change(batch):
     assert [row.plan for row in forecast(plans, found, costs, batch, False, tokens)] == [PLAIN, *plans]
 
 
-def test_a_chain_that_never_pays_is_switched_off_and_tried_again():
+def test_chain_that_never_pays_is_switched_off_and_tried_again():
     keeps, costs = [np.zeros((200, 4))], Given(0.0, 0.4)
     policy = fit_policy(Plan(4), [np.full((9, 4), 0.6)], costs, 1)
     played = simulate(Plan(4, adapt=policy), keeps, costs, 1)
@@ -265,10 +264,7 @@ def test_drafting_begins_when_the_batch_has_shrunk():
     assert simulate(Plan(2, adapt=policy), keeps, costs, 8).rounds == 8 * 5 + 15 / 3
 
 
-def test_auto_leaves_out_what_a_drafter_cannot_make():
-    from decode.errors import UserError
-    from decode.planning.auto import supported_plans
-
+def test_auto_leaves_out_plans_that_a_drafter_refuses():
     class Shallow:
         def check(self, plan):
             if plan.depth > 1:
@@ -280,15 +276,14 @@ def test_auto_leaves_out_what_a_drafter_cannot_make():
 # -- the clock -----------------------------------------------------------------------------------
 
 
-def test_every_rule_of_a_family_is_timed():
-    """Its rounds take a time of their own, whatever the drafter's are like."""
+def test_every_rule_is_timed():
     mixed = [Plan(k, proposal="sampled", rule="block" if k == 2 else "token") for k in range(1, 6)]
     timed = rounds([PLAIN, *representative_plans(mixed)], [1])
     assert all(MeasuredCosts(timed).round_seconds(plan, 1) > 0 for plan in mixed)
 
 
 @pytest.mark.parametrize(("new", "room"), [(2, 64), (40, 3)])
-def test_texts_that_end_in_every_round_are_timed_all_the_same(tiny_target, monkeypatch, new, room):
+def test_texts_that_end_in_every_round_are_timed(tiny_target, monkeypatch, new, room):
     ticks = count()
 
     def clock():
