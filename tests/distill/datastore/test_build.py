@@ -1,13 +1,9 @@
-"""From texts to a datastore: what is read, made once, shared, and complete or not there."""
-
-from __future__ import annotations
+"""A datastore is made of texts once, is shared, and is complete or not there."""
 
 import errno
-import io
 import json
 import os
 import resource
-from collections import Counter
 from contextlib import redirect_stderr
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,8 +22,6 @@ from distill.config.compose import compose
 from distill.config.validate import check_paths
 from distill.datastore import build
 from distill.datastore.build import make_datastore
-from distill.datastore.texts import Texts
-from distill.prompts.chat_template import Chat
 from distill.utils.atomic_files import reserve
 from distill.utils.paths import CONF
 from drafters.drafting.datastore import TOKENS, Datastore, datastore_folder
@@ -74,18 +68,9 @@ def test_records_files_and_folders_are_read(tmp_path, target):
     lines(folder, {"prompt": "hi", "answer": "hello"}, {"text": "plain"})
     pq.write_table(pa.table({"question": ["who?"], "answer": ["me"]}), folder / "table.parquet")
     key = make_datastore(str(folder), target)
-    tokenizer = make_tokenizer()
-    assert sorted(texts_of(key, tokenizer)) == sorted(
-        [
-            "def f():\n    return 1\n",
-            '{"depth": 3}',
-            "one",
-            "two",
-            "<|user|>hi<|assistant|>hello<|end|>",
-            "plain",
-            "<|user|>who?<|assistant|>me<|end|>",
-        ]
-    )
+    texts = ["def f():\n    return 1\n", '{"depth": 3}', "one", "two", "plain"]
+    texts += [f"<|user|>{q}<|assistant|>{a}<|end|>" for q, a in (("hi", "hello"), ("who?", "me"))]
+    assert sorted(texts_of(key, make_tokenizer())) == sorted(texts)
 
 
 def test_without_a_chat_template_messages_are_joined(tmp_path):
@@ -94,7 +79,7 @@ def test_without_a_chat_template_messages_are_joined(tmp_path):
     assert texts_of(key, make_tokenizer()) == ["hi\nhello"]
 
 
-def test_a_long_file_is_read_in_pieces(tmp_path, target, monkeypatch):
+def test_long_file_is_read_in_pieces(tmp_path, target, monkeypatch):
     monkeypatch.setattr("distill.datastore.texts.PIECE", 10)
     monkeypatch.setattr(build, "BATCH", 25)
     text = "".join(f"line {i} of a file\n" for i in range(40))
@@ -103,40 +88,34 @@ def test_a_long_file_is_read_in_pieces(tmp_path, target, monkeypatch):
     assert texts_of(key, make_tokenizer()) == [text]
 
 
-def test_what_cannot_be_read_is_named(tmp_path, target, capsys):
+def test_unreadable_texts_and_fields_are_named(tmp_path, target, capsys):
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "b.bin").write_bytes(b"\xff\xfe\x00")
-    lines(folder, {"text": "good"}, {"nothing": 1}, {"text": 5})
+    lines(folder, {"text": "good", "source": "web", "id": 1}, {"nothing": 1}, {"text": 5})
     key = make_datastore(str(folder), target)
-    assert "good" in texts_of(key, make_tokenizer())
-    assert "left out: " in (said := capsys.readouterr().out)
-    assert "b.bin: not UTF-8" in said
-    assert "and 2 more" in said
+    assert texts_of(key, make_tokenizer()) == ["good"]
+    said = capsys.readouterr().out
+    for part in ("left out: ", "b.bin: not UTF-8", "and 2 more", "field `source` of 1 record was not read"):
+        assert part in said
 
 
-def test_fields_of_records_that_are_not_read_are_counted(tmp_path, target, capsys):
-    records = [
-        {"text": "one", "source": "web", "id": 1},
-        {"prompt": "two", "source": "web", "answer": "three"},
-    ]
-    make_datastore(str(lines(tmp_path, *records)), target)
-    assert "field `source` of 2 records was not read" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff\xff"])
-def test_texts_without_any_text_are_refused(tmp_path, target, content):
-    (tmp_path / "empty.txt").write_bytes(content)
-    with pytest.raises(UserError, match=r"drafter.store=.*empty.txt: no text in it"):
-        make_datastore(str(tmp_path / "empty.txt"), target)
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix != ".lock" and path.is_file()]
-
-
-def test_no_texts_are_refused(tmp_path, target):
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("empty.txt", b"", "no text in it"),
+        ("other.txt", b"\xff\xff", "no text in it"),
+        ("gone", None, "no such file"),
+        ("folder", None, "no files in it"),
+    ],
+)
+def test_nothing_to_read_is_refused(tmp_path, target, name, content, said):
     (tmp_path / "folder").mkdir()
-    for name, reason in {"gone": "no such file", "folder": "no files in it"}.items():
-        with pytest.raises(UserError, match=reason):
-            make_datastore(str(tmp_path / name), target)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"drafter.store=.*{name}: {said}"):
+        make_datastore(str(tmp_path / name), target)
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix != ".lock" and path.is_file()]
 
 
 def test_tokens_beyond_the_most_are_left_out(tmp_path, target, capsys):
@@ -158,20 +137,19 @@ def test_it_is_made_once(tmp_path, target, monkeypatch, capsys):
 def test_other_texts_and_another_tokenizer_make_another(tmp_path, target):
     path = lines(tmp_path, {"text": "once"})
     keys = [make_datastore(str(path), target)]
+    keys.append(make_datastore(str(path.rename(tmp_path / "renamed.jsonl")), target))
     lines(tmp_path, {"text": "twice"})
     keys.append(make_datastore(str(path), target))
     folder = make_target(tmp_path / "other")
     words = json.loads((folder / "tokenizer.json").read_text())
-    words["model"]["vocab"]["a"], words["model"]["vocab"]["b"] = (
-        words["model"]["vocab"]["b"],
-        words["model"]["vocab"]["a"],
-    )
+    vocabulary = words["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (folder / "tokenizer.json").write_text(json.dumps(words))
     keys.append(make_datastore(str(path), load_target(str(folder), "float32", "cpu")))
-    assert len(set(keys)) == 3
+    assert len(set(keys)) == 4
 
 
-def test_a_damaged_one_is_refused_not_made_again(tmp_path, target):
+def test_damaged_one_is_refused_not_made_again(tmp_path, target):
     path = lines(tmp_path, {"text": "once upon a time"})
     key = make_datastore(str(path), target)
     (datastore_folder(key) / TOKENS).write_bytes(b"")
@@ -200,8 +178,7 @@ def test_one_that_is_not_finished_is_not_there(tmp_path, target, monkeypatch):
 
 def _make(path, target, ready, results) -> None:
     ready.wait()
-    made = []
-    write = build.write_datastore
+    made, write = [], build.write_datastore
     build.write_datastore = lambda *arguments: made.append(1) or write(*arguments)
     results.put((make_datastore(str(path), target), len(made)))
 
@@ -213,31 +190,25 @@ def test_of_two_processes_one_makes_it(tmp_path, target):
     makers = [context.Process(target=_make, args=(path, target, ready, results)) for _ in range(2)]
     for maker in makers:
         maker.start()
-    (key, made), (other, made_too) = results.get(timeout=60), results.get(timeout=60)
+    keys, made = zip(*(results.get(timeout=60) for _ in makers), strict=True)
     for maker in makers:
         maker.join(60)
-    assert key == other
-    assert made + made_too == 1
-    assert len(texts_of(key, make_tokenizer())) == 500
+    assert len({*keys}) == 1
+    assert sum(made) == 1
+    assert len(texts_of(keys[0], make_tokenizer())) == 500
 
 
-def test_texts_are_hashed_by_name_and_content(tmp_path):
-    chat = Chat(make_tokenizer())
-    keys = set()
-    for name, content in Counter({"a.txt": 1, "b.txt": 1}).items():
-        (tmp_path / name).write_text(str(content))
-        keys.add(Texts(tmp_path / name, chat).key())
-    assert len(keys) == 2
-
-
-def test_the_option_makes_it_and_the_drafter_opens_it(tmp_path, target):
+def test_option_makes_it_and_the_drafter_opens_it(tmp_path, target):
     path = lines(tmp_path, {"text": "once upon a time"}, {"text": "once upon a hill"})
-    alone = options_of("drafter=suffix", f"drafter.store={path}").drafter.build(target)
-    union = options_of("drafter=union", "drafter.first=eagle", f"drafter.second.store={path}").drafter.build(
-        target
+    suffix, union = (
+        options_of(*words).drafter.build(target)
+        for words in (
+            ["drafter=suffix", f"drafter.store={path}"],
+            ["drafter=union", "drafter.first=eagle", f"drafter.second.store={path}"],
+        )
     )
     tokenizer = make_tokenizer()
-    for drafter in (alone, union.second):
+    for drafter in (suffix, union.second):
         assert drafter.settings["store"] == str(path)
         (history,) = drafter.new_state(1)
         history.extend(tokenizer.encode("at once", add_special_tokens=False))
@@ -252,52 +223,44 @@ def test_texts_that_are_not_there_are_refused_before_work_starts(option):
 
 
 @pytest.mark.parametrize("limit", [1000, 100_000])
-def test_a_datastore_for_which_there_is_no_room_is_one_line_and_leaves_nothing(tmp_path, limit):
+def test_datastore_without_room_is_one_line_and_leaves_nothing(tmp_path, limit):
     """A limit on the size of files stands for a full disk; 1,000 bytes stop the tokens, more the places."""
-
-    def body() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        with one_line_errors():
-            build.write_datastore(tmp_path / ("0" * 16), iter([np.ones(40_000, ">u2")]), 30)
-
     told = tmp_path / "said"
-    code = os.waitstatus_to_exitcode(fork(lambda: noted(body, told)))
-    said = told.read_text().splitlines()
-    assert (code, len(said)) == (1, 1), said
-    assert said[0].startswith(f"error: File too large ({tmp_path}/0000")
-    assert "remove the limit" in said[0]
+
+    def body() -> int:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        with (
+            told.open("w") as file,
+            redirect_stderr(file),
+            pytest.raises(SystemExit) as end,
+            one_line_errors(),
+        ):
+            build.write_datastore(tmp_path / ("0" * 16), iter([np.ones(40_000, ">u2")]), 30)
+        return end.value.code
+
+    assert os.waitstatus_to_exitcode(fork(body)) == 1
+    (said,) = told.read_text().splitlines()
+    assert said.startswith(f"error: File too large ({tmp_path}/0000")
     assert [path.name for path in tmp_path.iterdir()] == ["said"]
 
 
-def noted(body, path) -> int:
-    """Exit code of `body`, and its stderr in a file."""
-    lines = io.StringIO()
-    with redirect_stderr(lines):
-        try:
-            body()
-        except SystemExit as stop:
-            path.write_text(lines.getvalue())
-            return int(stop.code)
-    return 0
+def no_room(error: int):
+    def fallocate(descriptor, offset, size):
+        raise OSError(error, os.strerror(error))
+
+    return fallocate
 
 
 def test_places_are_reserved_before_they_are_mapped(tmp_path, monkeypatch):
     """A disk that gives no room says so there; writing to a mapped hole in a file ends the process."""
-
-    def full(descriptor, offset, size):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", no_room(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left") as error:
         build.write_datastore(tmp_path / ("0" * 16), iter([np.ones(40, ">u2")]), 30)
     assert "order.bin" in error.value.filename
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_system_that_reserves_nothing_is_written_to(tmp_path, monkeypatch):
-    def cannot(descriptor, offset, size):
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    monkeypatch.setattr(os, "posix_fallocate", cannot)
+def test_file_system_without_reservations_is_written_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "posix_fallocate", no_room(errno.EOPNOTSUPP))
     reserve(tmp_path / "x", 3 * 2**20 + 5)
     assert (tmp_path / "x").read_bytes() == bytes(3 * 2**20 + 5)

@@ -1,7 +1,5 @@
 """Places sorted in pieces, against Python's own sort."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -30,7 +28,7 @@ def test_places_are_sorted_by_the_tokens_behind_them(kind, texts, bucket):
     assert order.tolist() == by_hand(text, len(texts), 4)
 
 
-def test_a_text_that_repeats_itself_beyond_the_depth_is_sorted_by_place():
+def test_repetitions_beyond_the_depth_are_sorted_by_place():
     text, order = filled([1, 2, 3] * 50, ">u2", 16), np.zeros(150, np.uint32)
     assert sum(sort_places(text, order, 16, 40)) == 150
     assert order.tolist() == by_hand(text, 150, 16)

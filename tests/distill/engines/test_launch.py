@@ -1,4 +1,4 @@
-"""A server in another interpreter: it is awaited, its error is told, and it never outlives this process."""
+"""A server in another interpreter is awaited, its error is told, and it ends with this process."""
 
 import os
 import signal
@@ -71,36 +71,44 @@ def test_serves_and_ends_with_its_children(start, monkeypatch):
     assert gone(int(server), int(child))
 
 
-def test_an_end_before_it_is_ready_is_told_with_its_own_error(start):
-    with pytest.raises(UserError, match=r"code 3 before it was ready: ValueError: no such model; see .*log"):
-        start("--fail", "no such model").__enter__()
+@pytest.mark.parametrize(
+    ("arguments", "patience", "said"),
+    [
+        (
+            ["--fail", "no such model"],
+            30.0,
+            r"code 3 before it was ready: ValueError: no such model; see .*log",
+        ),
+        (["--hang"], 1.0, "not ready after 1 s"),
+    ],
+)
+def test_server_that_does_not_start_is_refused(start, arguments, patience, said):
+    with pytest.raises(UserError, match=said):
+        start(*arguments, patience=patience).__enter__()
 
 
-def use(server, page: str):
-    """Ask for a page, and fail."""
+def fail(server, page: str) -> None:
     with server as url:
         with suppress(OSError):
             urlopen(f"{url}/{page}")
         raise UserError("nobody answers")
 
 
-def test_an_end_while_it_is_used_is_told_with_its_own_error(start):
-    with pytest.raises(UserError, match=r"ended while it answered: IndexError: out of range; see .*log"):
-        use(start(), "end")
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ("end", r"ended while it answered: IndexError: out of range; see .*log"),
+        ("health", "^nobody answers$"),
+    ],
+)
+def test_error_of_a_server_that_ended_is_told(start, monkeypatch, page, said):
+    if page == "health":
+        monkeypatch.setattr("distill.engines.launch.ENDING", 0.1)
+    with pytest.raises(UserError, match=said):
+        fail(start(), page)
 
 
-def test_an_error_of_its_user_stays_what_it_is(start, monkeypatch):
-    monkeypatch.setattr("distill.engines.launch.ENDING", 0.1)
-    with pytest.raises(UserError, match=r"^nobody answers$"):
-        use(start(), "health")
-
-
-def test_a_server_that_never_gets_ready_is_ended(start):
-    with pytest.raises(UserError, match="not ready after 1 s"):
-        start("--hang", patience=1.0).__enter__()
-
-
-def test_a_killed_process_takes_its_server_along(start, tmp_path):
+def test_killed_process_takes_its_server_along(start, tmp_path):
     code = (
         "import sys, time; from pathlib import Path; from distill.engines.launch import serve\n"
         "with serve(Path(sys.executable), 'engine_for_test', [], Path('e.log'), patience=30, "
@@ -118,6 +126,6 @@ def test_a_killed_process_takes_its_server_along(start, tmp_path):
 @pytest.mark.parametrize(
     ("python", "said"), [("/nowhere/bin/python", "no interpreter"), (sys.executable, "has no package")]
 )
-def test_an_interpreter_without_the_engine_is_refused(python, said):
+def test_interpreter_without_the_engine_is_refused(python, said):
     with pytest.raises(UserError, match=f"score.engine_python=.*{said}"):
         interpreter(python, "no_such_engine", "score.engine_python")

@@ -1,6 +1,4 @@
-"""`taps=engine`: hidden states come from files that a server writes, and every wrong file is noticed."""
-
-from __future__ import annotations
+"""With `taps=engine`, hidden states are read from files of a server; wrong files are noticed."""
 
 import os
 import signal
@@ -70,23 +68,35 @@ def rows(*lengths: int) -> datasets.Dataset:
     return datasets.Dataset.from_dict({"tokens": texts(*lengths), "loss_mask": masks})
 
 
-def test_a_read_is_what_the_target_says_in_the_order_of_the_taps(engine, whole):
+def read(engine, *lengths: int):
+    return engine.read(torch.tensor(texts(*lengths)))
+
+
+def cached(target, data, folder, gb: float = 1.0) -> TapCache:
+    return TapCache(target, data, 12, folder, "store", gb, packing=True)
+
+
+def close(actual, expected, atol: float = 1e-4, rtol: float = 1e-4) -> None:
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
+
+
+def test_read_is_what_the_target_computes_in_the_order_of_the_taps(engine, whole):
     whole.tap(engine.taps)
     tokens = torch.zeros(3, 9, dtype=torch.long)
     for i, text in enumerate(texts(9, 4, 7)):
         tokens[i, : len(text)] = torch.tensor(text)
     for lengths in ([9, 4, 7], None):
-        read, want = engine.read(tokens, lengths), whole.read(tokens, lengths)
-        torch.testing.assert_close(read.last, want.last, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(read.taps, want.taps, atol=1e-4, rtol=1e-4)
+        states, want = engine.read(tokens, lengths), whole.read(tokens, lengths)
+        close(states.last, want.last)
+        close(states.taps, want.taps)
     assert not list(engine._connection[1].folder.iterdir()), "files are removed once they are read"
 
 
-def test_a_text_as_long_as_the_context_is_read_up_to_its_last_token(engine, server, whole):
+def test_text_as_long_as_the_context_is_read_up_to_its_last_token(engine, server, whole):
     (text,) = texts(whole.max_positions)
     last = engine.read(torch.tensor([text])).last[0]
     assert len(server.read[-1]) == len(text) - 1
-    torch.testing.assert_close(last[:-1], whole.read(torch.tensor([text])).last[0, :-1], atol=1e-3, rtol=1e-3)
+    close(last[:-1], whole.read(torch.tensor([text])).last[0, :-1], atol=1e-3, rtol=1e-3)
     assert not last[-1].any()
 
 
@@ -99,66 +109,62 @@ def half(file):
 
 
 @pytest.mark.parametrize("damage", [other_tokens, half, lambda file: {"token_ids": file["token_ids"]}])
-def test_a_damaged_file_is_asked_for_again(engine, server, whole, damage):
-    engine.read(torch.tensor(texts(5)))
+def test_damaged_file_is_asked_for_again(engine, server, whole, damage):
+    read(engine, 5)
     server.damage = [damage]
     whole.tap(engine.taps)
     tokens = torch.tensor(texts(6))
-    torch.testing.assert_close(engine.read(tokens).taps, whole.read(tokens).taps, atol=1e-4, rtol=1e-4)
+    close(engine.read(tokens).taps, whole.read(tokens).taps)
     server.damage = [damage] * 2
     with pytest.raises(UserError, match=r"given up after 2 attempts \(engine.retries=1\)"):
         engine.read(tokens)
 
 
-def test_what_is_no_engine_of_this_target_is_refused(engine, server, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(http, "FIRST_PAUSE", 0.01)
-    server.layers = (0, 2)
-    with pytest.raises(UserError, match=r"\(2, 32\).*not \(3, 32\).*eagle_aux_hidden_state_layer_ids"):
-        engine.read(torch.tensor(texts(5)))
-    server.layers = (2, 1, 0)  # the head reads another layer
-    with pytest.raises(UserError, match="nats off the engine's own"):
-        engine.read(torch.tensor(texts(5)))
-    server.layers, server.folder = LAYERS, tmp_path
+def test_engine_of_another_target_is_refused(engine, server, tmp_path, monkeypatch):
     monkeypatch.setattr("distill.engines.hidden_states.WRITES", 0.05)
-    with pytest.raises(UserError, match=r"engine.folder=.*not there"):
-        engine.read(torch.tensor(texts(5)))
-    server.writes = False
-    with pytest.raises(UserError, match="writes no hidden states; start it with --speculative-config"):
-        engine.read(torch.tensor(texts(5)))
+    for changes, said in (
+        ({"layers": (0, 2)}, r"\(2, 32\).*not \(3, 32\).*eagle_aux_hidden_state_layer_ids"),
+        ({"layers": (2, 1, 0)}, "nats off the engine's own"),  # the head reads another layer
+        ({"layers": LAYERS, "folder": tmp_path}, r"engine.folder=.*not there"),
+        ({"writes": False}, "writes no hidden states; start it with --speculative-config"),
+    ):
+        vars(server).update(changes)
+        with pytest.raises(UserError, match=said):
+            read(engine, 5)
     server.kill()
     with pytest.raises(UserError, match="nobody answers there"):
-        engine.read(torch.tensor(texts(5)))
+        read(engine, 5)
     with pytest.raises(UserError, match=r"lacks \[7\]|is no layer"):
         engine.tap((7,))
 
 
-def test_a_killed_engine_loses_nothing_that_was_read(engine, server, whole, tmp_path, monkeypatch, capsys):
+def test_killed_engine_loses_nothing_that_was_read(engine, server, whole, tmp_path, monkeypatch, capsys):
     """Rows that had been read stay; the others, and no others, are asked for when it is back."""
     monkeypatch.setattr("distill.data.taps_memory.TOKENS", 16)
     monkeypatch.setattr(type(engine), "read_ahead", 0)
     data = rows(8, 12, 6, 9, 14, 5, 11)
-    engine.read(torch.tensor(texts(5)))
+    read(engine, 5)
     server.read.clear()
     server.left, server.faults = 4, []
     with pytest.raises(UserError, match="the same command goes on from there"):
-        TapCache(engine, data, 12, tmp_path, "store", 1.0, packing=True)
+        cached(engine, data, tmp_path)
     (partial,) = tmp_path.glob("taps-*/*.part")
     server.left = 10**9
     asked = len(server.read)
-    cache = TapCache(engine, data, 12, tmp_path, "store", 1.0, packing=True)
+    cache = cached(engine, data, tmp_path)
     assert "going on after 4 of 7 rows" in capsys.readouterr().out
     assert len(server.read) - asked == 3
     assert not partial.exists()
     whole.tap(engine.taps)
-    want = TapCache(whole, data, 12, tmp_path / "own", "store", 1.0, packing=True)
+    want = cached(whole, data, tmp_path / "own")
     for row in range(7):
         mine, theirs = cache.batch([row]), want.batch([row])
-        torch.testing.assert_close(mine.taps, theirs.taps, atol=0.02, rtol=0.01)
-        torch.testing.assert_close(mine.last, theirs.last, atol=0.02, rtol=0.01)
+        close(mine.taps, theirs.taps, atol=0.02, rtol=0.01)
+        close(mine.last, theirs.last, atol=0.02, rtol=0.01)
 
 
-def test_what_was_read_beside_a_text_that_failed_is_kept(engine, server):
-    engine.read(torch.tensor(texts(5)))
+def test_texts_read_with_one_that_failed_are_kept(engine, server):
+    read(engine, 5)
     server.read.clear()
     server.left = 2
     tokens = torch.tensor([[i, 7, 9, 11] for i in range(4)])
@@ -172,33 +178,33 @@ def test_what_was_read_beside_a_text_that_failed_is_kept(engine, server):
     assert not list(server.folder.glob(KEPT.format("*")))
 
 
-def test_what_was_read_is_hashed_and_damage_is_read_again(engine, server, tmp_path, monkeypatch):
+def test_damaged_cache_is_noticed_and_read_again(engine, server, tmp_path, monkeypatch):
     monkeypatch.setattr(taps_disk, "FILE_BYTES", 1)  # a file for every row
     data = rows(8, 12, 6, 9)
-    engine.read(torch.tensor(texts(5)))
-    cache = TapCache(engine, data, 12, tmp_path, "store", 1.0, packing=True)
+    read(engine, 5)
+    cache = cached(engine, data, tmp_path)
     third = sorted(cache.folder.glob("*.safetensors"))[2]
     content = bytearray(third.read_bytes())
     content[-9] ^= 1  # the last of the vectors: the row's checksum stands behind them
     third.write_bytes(content)
-    cache = TapCache(engine, data, 12, tmp_path, "store", 1.0, packing=True)
+    cache = cached(engine, data, tmp_path)
     with pytest.raises(UserError, match="changed since it was made; delete it"):
         cache.batch([2])
     third.unlink()
     server.read.clear()
-    TapCache(engine, data, 12, tmp_path, "store", 1.0, packing=True)
+    cached(engine, data, tmp_path)
     assert list(map(len, server.read)) == [5], "the damaged one"
     server.read.clear()
-    TapCache(engine, data, 12, tmp_path, "store", 1.0, packing=True)
+    cached(engine, data, tmp_path)
     assert not server.read
 
 
-def test_a_cache_of_an_engine_is_bounded_and_none_of_the_targets_own(engine, whole, tmp_path):
+def test_cache_of_an_engine_is_bounded_and_none_of_the_targets_own(engine, whole, tmp_path):
     data = rows(8, 12)
-    assert TapCache(engine, data, 12, tmp_path, "store", 1e-9, packing=True).count == 0
+    assert cached(engine, data, tmp_path, 1e-9).count == 0
     whole.tap(engine.taps)
-    own = TapCache(whole, data, 12, tmp_path, "store", 1.0, packing=True)
-    assert TapCache(engine, data, 12, tmp_path, "store", 1.0, packing=True).folder != own.folder
+    own = cached(whole, data, tmp_path)
+    assert cached(engine, data, tmp_path).folder != own.folder
 
 
 def train(bench: Bench, server: StatesServer, *more: str):
@@ -209,7 +215,7 @@ def train(bench: Bench, server: StatesServer, *more: str):
     return bench.train(*settings, *place, "target.dtype=float32", *more)
 
 
-def test_a_run_reads_each_answer_as_it_is_written(tmp_path, server):
+def test_run_reads_each_answer_as_it_is_written(tmp_path, server):
     """Answers, hidden states and teacher rows in one pass: no text is read a second time."""
     bench = Bench(tmp_path)
     server.target, server.layers = load_target(str(bench.target), "float32"), (2,)
@@ -228,7 +234,7 @@ def test_a_run_reads_each_answer_as_it_is_written(tmp_path, server):
 
 
 @pytest.mark.parametrize("limit", [1.0, 8e-6, 0.0], ids=["all kept", "some", "none"])
-def test_a_drafter_is_trained_as_where_the_target_is_loaded(tmp_path, server, monkeypatch, limit):
+def test_drafter_is_trained_as_where_the_target_is_loaded(tmp_path, server, monkeypatch, limit):
     """Where not all hidden states may be kept, the engine reads the others while the drafter trains."""
 
     def drawing(*given, **options):
@@ -251,19 +257,18 @@ def test_a_drafter_is_trained_as_where_the_target_is_loaded(tmp_path, server, mo
         assert float((weight - other[name]).norm()) < 1e-2 * float(weight.norm()), name
 
 
-def test_answers_are_kept_within_the_limit(engine, server, tmp_path):
+def test_answers_are_kept_within_the_limit(engine, server):
     _, client = engine._connected()
     client.limit = 4000
-    for number in range(3):
-        text = texts(8 + number)[0]
-        (tmp_path / "states").mkdir(exist_ok=True)
-        said = server.reply({"prompt": text, "max_tokens": 1, "logprobs": 1, "return_token_ids": True})
+    asked = {"max_tokens": 1, "logprobs": 1, "return_token_ids": True}
+    for length in (8, 9, 10):
+        said = server.reply(asked | {"prompt": texts(length)[0]})
         client.keep(said["kv_transfer_params"]["hidden_states_path"])
     kept = list(client.folder.glob(KEPT.format("*")))
     assert len(kept) == 1
     assert kept == list(client.folder.iterdir())
     server.read.clear()
-    engine.read(torch.tensor(texts(8)))
+    read(engine, 8)
     assert not server.read
     assert client.size == 0
 
@@ -280,7 +285,7 @@ def test_files_of_requests_that_timed_out_are_removed_and_counted(engine, server
         return reply(body)
 
     server.reply = late
-    engine.read(torch.tensor(texts(7, 7, 7)))
+    read(engine, 7, 7, 7)
     engine.rest()
     assert [path.name for path in server.folder.iterdir()] == ["other.safetensors"]
     assert "3 files of hidden states that no answer named were removed" in capsys.readouterr().out
@@ -308,20 +313,24 @@ def test_unnamed_files_count_where_another_process_asks_too(engine, server):
     assert not list(server.folder.iterdir())
 
 
-@pytest.mark.parametrize("path", ["..", "/a/..", "", "/", "a\0b", "x" * 5000, "\ud800", 7, ["a"]])
-def test_a_path_that_is_no_files_is_one_line(engine, server, tmp_path, path):
-    """Of what is read, and of what is kept of answers."""
-    _, client = engine._connected()
+def spoil(server, change) -> None:
+    """Let `change` alter every reply."""
     reply = server.reply
 
-    def named(body):
+    def changed(body):
         said = reply(body)
-        said["kv_transfer_params"] = {"hidden_states_path": path}
+        change(said)
         return said
 
-    server.reply = named
+    server.reply = changed
+
+
+@pytest.mark.parametrize("path", ["..", "/a/..", "", "/", "a\0b", "x" * 5000, "\ud800", 7, ["a"]])
+def test_path_that_is_no_file_is_one_line(engine, server, path):
+    _, client = engine._connected()
+    spoil(server, lambda said: said.update(kv_transfer_params={"hidden_states_path": path}))
     with pytest.raises(UserError, match=r"is no file of hidden states|writes no hidden states") as error:
-        engine.read(torch.tensor(texts(5)))
+        read(engine, 5)
     assert str(error.value).isprintable()
     if isinstance(path, str):
         with pytest.raises(UserError, match="is no file of hidden states"):
@@ -329,18 +338,11 @@ def test_a_path_that_is_no_files_is_one_line(engine, server, tmp_path, path):
 
 
 @pytest.mark.parametrize("token", [-1, 10**9, "x", None, 1.5])
-def test_a_token_that_is_none_is_one_line(engine, server, token):
+def test_malformed_token_is_one_line(engine, server, token):
     engine._connected()
-    reply = server.reply
-
-    def wrong(body):
-        said = reply(body)
-        said["choices"][0]["token_ids"] = [token]
-        return said
-
-    server.reply = wrong
+    spoil(server, lambda said: said["choices"][0].update(token_ids=[token]))
     with pytest.raises(UserError, match=r"makes no sense|the engine says token"):
-        engine.read(torch.tensor(texts(5)))
+        read(engine, 5)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +358,7 @@ def test_a_token_that_is_none_is_one_line(engine, server, token):
         (["engine.python=p", "taps=cache"], "set taps=engine, too"),
     ],
 )
-def test_what_does_not_go_with_an_engine_is_refused(settings, said):
+def test_options_that_an_engine_excludes_are_refused(settings, said):
     options = options_of("taps=engine", "score.enabled=false", *settings)
     with pytest.raises(UserError, match=said):
         check_engine(options)
@@ -364,14 +366,13 @@ def test_what_does_not_go_with_an_engine_is_refused(settings, said):
 
 def test_refusals_come_before_any_work(tmp_path):
     bench = Bench(tmp_path)
-    bench.train("taps=engine", "engine.python=/nowhere/python", "score.enabled=false").refused(
-        "no interpreter"
-    )
+    nowhere = ("taps=engine", "engine.python=/nowhere/python", "score.enabled=false")
+    bench.train(*nowhere).refused("no interpreter")
     bench.train("taps=engine", "engine.url=http://user:key@a/v1").refused("has a secret in it")
     assert not (tmp_path / "outputs").exists() or not bench.runs()
 
 
 @pytest.mark.parametrize("name", ["medusa2", "prompt"])
-def test_a_drafter_that_needs_the_layers_is_refused(tmp_path, server, name):
+def test_drafter_that_needs_the_layers_is_refused(tmp_path, server, name):
     bench = Bench(tmp_path)
     train(bench, server, f"drafter={name}").refused("target")

@@ -1,4 +1,4 @@
-"""Kinds of files: each is read, or refused in one line that says what reads it; damage is one line too."""
+"""Every kind of file is read, or refused in one line; damaged records are set aside by their line."""
 
 import bz2
 import gzip
@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from decode.errors import UserError
-from distill.prompts.sources import Source
+from distill.prompts.sources import Source, read_prompts
 
 RECORDS = [{"question": f'q{i}, "so"\n{i}', "answer": f"a{i}", "weight": i} for i in range(4)]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
@@ -32,10 +32,6 @@ def parquet(path) -> bytes:
     return path.read_bytes()
 
 
-SQUAD = {
-    "title": "t",
-    "paragraphs": [{"context": "c", "qas": [{"question": "q", "answers": [{"text": "a"}]}]}],
-}
 KINDS = {
     "p.jsonl": LINES,
     "marked.jsonl": b"\xef\xbb\xbf" + LINES,
@@ -72,100 +68,103 @@ def test_every_kind_of_file_gives_the_same_prompts(name, tmp_path):
     assert reading.unread == ({"version": 1} if name == "object.json" else {})
 
 
-def test_texts_are_read_compressed_as_well(tmp_path):
-    (tmp_path / "p.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
-    assert len(Source(path=str(tmp_path / "p.txt.gz")).read(strict=True).prompts) == 2
+SQUAD = {
+    "title": "t",
+    "paragraphs": [{"context": "c", "qas": [{"question": "q", "answers": [{"text": "a"}]}]}],
+}
+OTHERS = {  # file -> its content, columns, texts of each prompt, and what is not read
+    "p.txt": ("\ufefffirst\n\n zwei ü \r\n".encode(), {}, [["first"], ["zwei ü"]], {}),
+    "p.txt.gz": (gzip.compress(b"one\ntwo\n"), {}, [["one"], ["two"]], {}),
+    "p.json": (b'{\n"wish": "q"}', {"prompt": "wish"}, [["q"]], {}),
+    "squad.json": (
+        json.dumps({"data": [SQUAD, SQUAD | {"paragraphs": []}], "version": "2"}).encode(),
+        {},
+        [["c\n\nq", "a"]],
+        {"title": 1, "version": 1},
+    ),
+    "rows.json": (
+        b'{"rows": [{"row_idx": 0, "row": {"prompt": "q"}}]}',
+        {"prompt": "row.prompt"},
+        [["q"]],
+        {"row_idx": 1},
+    ),
+}
 
 
-def test_one_record_may_be_a_file(tmp_path):
-    (tmp_path / "p.json").write_text(json.dumps({"wish": "q"}, indent=1))
-    (prompt,) = Source(path=str(tmp_path / "p.json"), columns={"prompt": "wish"}).read(strict=True).prompts
-    assert prompt.messages[0]["content"] == "q"
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layouts_are_read(name, tmp_path):
+    data, columns, said, unread = OTHERS[name]
+    (tmp_path / name).write_bytes(data)
+    reading = Source(path=str(tmp_path / name), columns=columns).read(strict=True)
+    assert [[m["content"] for m in p.messages] for p in reading.prompts] == said
+    assert reading.unread == unread
 
 
-def test_squads_own_file_is_read(tmp_path):
-    (tmp_path / "train.json").write_text(
-        json.dumps({"data": [SQUAD, SQUAD | {"paragraphs": []}], "version": "2"})
-    )
-    reading = Source(path=str(tmp_path / "train.json")).read(strict=True)
-    assert [[m["content"] for m in p.messages] for p in reading.prompts] == [["c\n\nq", "a"]]
-    assert reading.unread == {"title": 1, "version": 1}
+def test_lines_of_texts_are_ids(tmp_path):
+    (tmp_path / "p.txt").write_bytes(OTHERS["p.txt"][0])
+    assert [p.id for p in read_prompts(tmp_path / "p.txt")] == ["1", "3"]
 
 
+FEW = gzip.compress(LINES * 50)
+UNREADABLE = "cannot be read to its end"
 REFUSED = {
-    "p.zip": (b"PK\x03\x04rest", "a zip archive or a workbook; unpack it, or save it as CSV"),
+    "p.zip": (b"PK\x03\x04rest", "a zip archive or a workbook"),
     "p.xlsx": (b"PK\x03\x04rest", "save it as CSV"),
     "p.arrow": (b"ARROW1\0\0", r"prompts\.dataset=arrow prompts\.files="),
-    "p.jsonl.tar.gz": (gzip.compress(b"\0" * 257 + b"ustar" + b"\0" * 300), "a tar archive; unpack it"),
-    "utf16.jsonl": (LINES.decode().encode("utf-16"), "UTF-16; save it as UTF-8"),
-    "cut.jsonl.gz": (gzip.compress(LINES * 50)[:-20], "cannot be read to its end"),
-    "flipped.jsonl.gz": (gzip.compress(LINES * 50)[:40] + b"\0\0\0\0" * 9, "cannot be read to its end"),
-    "cut.jsonl.zst": (zstd(LINES * 50)[:-20], "cannot be read to its end"),
-    "cut.jsonl.xz": (lzma.compress(LINES * 50)[:-20], "cannot be read to its end"),
-    "cut.jsonl.bz2": (bz2.compress(LINES * 50)[:-20], "cannot be read to its end"),
+    "p.jsonl.tar.gz": (gzip.compress(b"\0" * 257 + b"ustar" + b"\0" * 300), "a tar archive"),
+    "utf16.jsonl": (LINES.decode().encode("utf-16"), "UTF-16"),
+    "cut.jsonl.gz": (FEW[:-20], UNREADABLE),
+    "flipped.jsonl.gz": (FEW[:40] + b"\0\0\0\0" * 9, UNREADABLE),
+    "cut.jsonl.zst": (zstd(LINES * 50)[:-20], UNREADABLE),
+    "cut.jsonl.xz": (lzma.compress(LINES * 50)[:-20], UNREADABLE),
+    "cut.jsonl.bz2": (bz2.compress(LINES * 50)[:-20], UNREADABLE),
     "cut.parquet": (b"PAR1" + b"\0" * 40, "cannot be read as Parquet"),
-    "columns.json": (
-        b'{"a": {"0": "q"}, "b": {"0": "a"}}',
-        "an object with a, b, and no single list of records",
-    ),
+    "columns.json": (b'{"a": {"0": "q"}, "b": {"0": "a"}}', "an object with a, b, and no single list"),
     "two.json": (b'{"train": [{"prompt": "q"}], "test": [{"prompt": "q"}]}', "object with train, test"),
-    "names.csv": (
-        b"first question,first answer\nq,a\n",
-        r"it has first question, first answer; .*prompts\.columns",
-    ),
+    "names.csv": (b"first question,first answer\nq,a\n", r"first question, first .*prompts\.columns"),
     "empty.csv": (b"", "no column that says what is asked"),
     "old-mac.csv": (b"prompt\rq\rr\r", "its first line has no names of columns"),
     "twice.csv": (b"prompt,prompt\nq,r\n", "two columns have one name"),
-    "long.csv": (
-        b"prompt\n" + b"x" * 2_000_000,
-        r":2: a line longer than 1,000,000 bytes \(prompts\.max_bytes\)",
-    ),
-    "twice.json": (
-        b'{"data": [{"prompt": "q", "prompt": "r"}]}',
-        "the key 'prompt' stands twice in an object",
-    ),
-    "rows.json": (b'{"rows": [{"row_idx": 0, "row": {"prompt": "q"}}]}', r"row_idx, row; prompts\.columns"),
+    "long.csv": (b"prompt\n" + b"x" * 2_000_000, r":2: .* 1,000,000 bytes \(prompts\.max_bytes\)"),
+    "twice.json": (b'{"data": [{"prompt": "q", "prompt": "r"}]}', "the key 'prompt' stands twice"),
+    "rows.json": (OTHERS["rows.json"][0], r"row_idx, row; prompts\.columns"),
+    "malformed.jsonl": (b"{}\n3\n", "malformed.jsonl:1: needs .*; .*no prompts in it that can be used"),
+    **dict.fromkeys(("blank.jsonl", "blank.txt"), (b" \n", "no prompts in it")),
+    "none.json": (b"[]", "no prompts in it"),
+    "empty.json": (b"", "no prompts in it"),
+    "folder": (None, r"a folder; prompts\.dataset="),
+    "nowhere.jsonl": (None, "no such file"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_file_that_is_not_read_is_one_line(name, tmp_path):
+def test_file_that_cannot_be_read_is_one_line(name, tmp_path):
     data, said = REFUSED[name]
-    (tmp_path / name).write_bytes(data)
+    (tmp_path / "folder").mkdir()
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
     with pytest.raises(UserError, match=said) as caught:
         Source(path=str(tmp_path / name)).read(strict=False)
     assert "\n" not in str(caught.value)
     assert str(tmp_path / name) in str(caught.value)
 
 
-def test_a_path_reads_the_rows_of_an_export(tmp_path):
-    (tmp_path / "p.json").write_text('{"rows": [{"row_idx": 0, "row": {"prompt": "q"}}]}')
-    reading = Source(path=str(tmp_path / "p.json"), columns={"prompt": "row.prompt"}).read(strict=True)
-    assert (len(reading.prompts), reading.unread) == (1, {"row_idx": 1})
-
-
-def test_rows_that_are_broken_are_set_aside_by_line(tmp_path):
-    rows = (
-        b'id,prompt\n1,"q\n\nq"\n2\n3,"q" r\n\n4,\xff\n5,q,r\n6,r\n7,'
-        + b"x" * 900
-        + b'\n8,"never ends\n9,s\n'
-    )
-    (tmp_path / "p.csv").write_bytes(rows)
+def test_broken_rows_of_csv_are_set_aside_by_line(tmp_path):
+    rows = b'id,prompt\n1,"q\n\nq"\n2\n3,"q" r\n\n4,\xff\n5,q,r\n6,r\n7,LONG\n8,"never ends\n9,s\n'
+    path = tmp_path / "p.csv"
+    path.write_bytes(rows.replace(b"LONG", b"x" * 900))
     with pytest.raises(UserError, match=":11: a line longer than 800 bytes"):
-        Source(path=str(tmp_path / "p.csv"), max_bytes=800).read(strict=False)
-    (tmp_path / "p.csv").write_bytes(rows.replace(b"x" * 900, b"x"))
-    reading = Source(path=str(tmp_path / "p.csv"), max_bytes=800).read(strict=False)
+        Source(path=str(path), max_bytes=800).read(strict=False)
+    path.write_bytes(rows)
+    reading = Source(path=str(path), max_bytes=800).read(strict=False)
     assert [p.id for p in reading.prompts] == ["1", "6", "7"]
-    said = [(r.line, r.reason) for r in reading.rejected]
-    assert [line for line, _ in said] == [5, 6, 8, 9, 12]
-    assert "1 cells, and there are 2 names" in said[0][1]
-    assert "not CSV" in said[1][1]
-    assert said[2][1] == "not UTF-8"
-    assert "3 cells" in said[3][1]
-    assert "not CSV" in said[4][1]
+    assert [r.line for r in reading.rejected] == [5, 6, 8, 9, 12]
+    reasons = ["1 cells, and there are 2 names", "not CSV", "not UTF-8", "3 cells", "not CSV"]
+    for rejected, reason in zip(reading.rejected, reasons, strict=True):
+        assert reason in rejected.reason
 
 
-def test_a_key_that_stands_twice_is_a_fault(tmp_path):
+def test_duplicate_key_is_a_fault(tmp_path):
     lines = ['{"prompt": "q"}', '{"prompt": "r", "meta": {"a": 1, "a": 2}}', '{"prompt": "s"}']
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
     (tmp_path / "p.json").write_text(f"[{', '.join(lines)}]")
@@ -175,19 +174,49 @@ def test_a_key_that_stands_twice_is_a_fault(tmp_path):
         assert [r.reason for r in reading.rejected] == ["the key 'a' stands twice in an object"]
 
 
-def test_a_long_line_is_not_loaded_and_nul_bytes_are_no_json(tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_bytes(b'{"prompt": "a"}\n' + b"\0" * 30_000_000 + b'\n{"prompt": "b"}\n\0\0\n')
-    tracemalloc.start()
-    reading = Source(path=str(path), max_bytes=1000).read(strict=False)
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert most < 1_000_000
+def test_long_records_are_set_aside_and_not_held(tmp_path):
+    path, table = tmp_path / "p.jsonl", tmp_path / "p.parquet"
+    long = json.dumps({"prompt": "x" * 1_000_000}).encode()
+    path.write_bytes(b'{"prompt": "a"}\n' + long + b'\n{"prompt": "b"}\n' + b"\0" * 30_000_000 + b"\n\0\0\n")
+    for options in ({}, {"max_bytes": 1000}):
+        tracemalloc.start()
+        reading = Source(path=str(path), **options).read(strict=False)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < (1_000_000 if options else 10_000_000)
+        assert [p.messages[0]["content"] for p in reading.prompts] == ["a", "b"]
+        assert [r.line for r in reading.rejected] == [2, 4, 5]
+        assert all(len(r.raw) == 500 for r in reading.rejected[:2])
+        assert (
+            f"{options.get('max_bytes', 1_000_000):,} bytes (prompts.max_bytes)" in reading.rejected[0].reason
+        )
+    path.write_bytes(long)
+    assert len(Source(path=str(path), max_bytes=len(long)).read(strict=True).prompts) == 1
+    pq.write_table(pa.table({"prompt": ["a", "x" * 101]}), table)
+    assert len(Source(path=str(table), max_bytes=100).read(strict=False).rejected) == 1
+
+
+def test_list_that_breaks_off_keeps_what_comes_before(tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text('[\n{"prompt": "a"},\n{"prompt": 3},\n{"prompt": "b"},\n{"prompt": "c')
+    reading = Source(path=str(path)).read(strict=False)
     assert [p.messages[0]["content"] for p in reading.prompts] == ["a", "b"]
-    assert [r.line for r in reading.rejected] == [2, 4]
+    assert [r.line for r in reading.rejected] == [3, 5]
+    assert "nothing behind it was read" in reading.rejected[1].reason
 
 
-def test_columns_of_tables_that_are_skipped_are_named(tmp_path):
+def test_record_that_is_not_utf8_is_set_aside(tmp_path):
+    (tmp_path / "p.json").write_bytes(b'[{"prompt": "a"},\n{"prompt": "\xff"}, {"prompt": "b"}]')
+    broken = pa.array([b"a", b"\xff\xfe", b"b"])
+    column = pa.Array.from_buffers(pa.string(), 3, broken.buffers())
+    pq.write_table(pa.table({"prompt": column}), tmp_path / "p.parquet")
+    for name in ("p.json", "p.parquet"):
+        reading = Source(path=str(tmp_path / name)).read(strict=False)
+        assert [p.messages[0]["content"] for p in reading.prompts] == ["a", "b"]
+        assert [(r.line, r.reason) for r in reading.rejected] == [(2, "not UTF-8")]
+
+
+def test_columns_that_are_not_read_are_named(tmp_path):
     rows = [{"prompt": "q", "pixels": [1], "source": "web"}, {"prompt": "r", "pixels": [2], "source": None}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
     reading = Source(path=str(tmp_path / "p.parquet")).read(strict=True)
@@ -195,32 +224,24 @@ def test_columns_of_tables_that_are_skipped_are_named(tmp_path):
     (tmp_path / "p.csv").write_text("prompt,source\nq,web\nr,\n")
     reading = Source(path=str(tmp_path / "p.csv")).read(strict=True)
     assert reading.unread == {"source": 1}
-    said = "field `source` of 1 record was not read; prompts.columns={prompt: ...} maps fields"
-    assert reading.unread_line() == f"{tmp_path}/p.csv: {said}"
+    assert reading.unread_line().startswith(f"{tmp_path}/p.csv: field `source` of 1 record was not read")
 
 
-def test_calls_of_a_table_have_no_nulls_of_other_calls(tmp_path):
+def test_calls_in_a_table_have_no_nulls_of_other_calls(tmp_path):
     calls = [{"city": "Ulm"}, {"a": 1, "b": None}]
+    functions = [{"function": {"name": "f", "arguments": arguments}} for arguments in calls]
     talks = [
-        [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]},
-        ]
-        for arguments in calls
+        [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [function]}]
+        for function in functions
     ]
     pq.write_table(pa.table({"messages": talks}), tmp_path / "p.parquet")
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    read = {
-        name: [
-            p.messages[1]["tool_calls"][0]["function"]["arguments"]
-            for p in Source(path=str(tmp_path / name)).read(strict=True).prompts
-        ]
-        for name in ("p.parquet", "p.jsonl")
-    }
-    assert read == {"p.parquet": [{"city": "Ulm"}, {"a": 1}], "p.jsonl": calls}
+    for name, read in (("p.parquet", [{"city": "Ulm"}, {"a": 1}]), ("p.jsonl", calls)):
+        prompts = Source(path=str(tmp_path / name)).read(strict=True).prompts
+        assert [p.messages[1]["tool_calls"][0]["function"]["arguments"] for p in prompts] == read
 
 
-def test_names_that_stand_twice_in_a_table_are_faults(tmp_path):
+def test_duplicate_names_in_a_table_are_faults(tmp_path):
     columns = [pa.array(["q", "r"])] * 2
     pq.write_table(pa.table(columns, names=["prompt", "prompt"]), tmp_path / "columns.parquet")
     with pytest.raises(UserError, match="two columns have one name"):

@@ -1,6 +1,7 @@
-"""What is left out counts, for whichever reason; and why nothing is held out or left to train on."""
+"""Prompts that are left out are counted and named; an empty split says why."""
 
 import json
+import re
 
 import pytest
 from chats import FAMILIES, tokenizer_of
@@ -12,7 +13,7 @@ from decode.errors import UserError
 from distill.config import build
 from distill.prompts import split as inputs
 from distill.prompts.chat_template import Chat
-from distill.prompts.length import NONE, Limit
+from distill.prompts.length import NONE, Limit, strictest
 from distill.prompts.prompt import Prompt
 from distill.prompts.rendered import RenderedTexts
 
@@ -35,39 +36,33 @@ def read(path, records, *overrides: str, limit: Limit = NONE) -> inputs.Inputs:
 
 
 GIVEN = ("rollout=given", "prompts.heldout_share=0", "score.enabled=false")
-# Why -> records beside 30 good ones, the options, and what is said.
+ALL = ("prompts.heldout_share=0",)
+QUESTIONS = [asked(i) for i in range(30, 40)]
+# Why -> ten more records than 30 good ones, the options, and what is said.
 REASONS = {
-    "malformed": (["{"] * 10, (), r"10 of \d+ prompts are left out: 10 as .*p.jsonl:31: not JSON .*; set"),
-    "two reasons": (
-        ["{"] * 6 + [{"prompt": ""}] * 4,
-        (),
-        r"6 as .*:31: not JSON .*; 4 as .*:37: message 1 \(user\)",
-    ),
-    "no answer given": (
-        [asked(i) for i in range(30, 40)],
-        GIVEN,
-        "10 of 40 prompts are left out: 10 as .*does not end with an answer; set rollout=hf, .* or set",
-    ),
-    "a call that the template has not": (
-        [{"messages": [*asked(i)["messages"], CALL]} for i in range(30, 40)],
+    "malformed": (["{"] * 10, (), r"10 of \d+ prompts are left out: 10 as .*p.jsonl:31: not JSON"),
+    "two reasons": (["{"] * 6 + [{"prompt": ""}] * 4, (), r"6 as .*:31: not JSON .*; 4 as .*:37: message 1"),
+    "no answer given": (QUESTIONS, GIVEN, "10 of 40 .* does not end with an answer; set rollout=hf"),
+    "no tool calls in the template": (
+        [{"messages": [*record["messages"], CALL]} for record in QUESTIONS],
         GIVEN,
         "10 of 40 prompts are left out: 10 as .*tool call",
     ),
     "rendered already": (
         [{"text": f"<|user|>hi {i}<|assistant|>ho<|end|>"} for i in range(10)],
-        ("prompts.heldout_share=0",),
-        r"10 as .*p.jsonl:31: message 1 \(user\): .* rendered already: <\|\w+\|> .*prompts\.template=none",
+        ALL,
+        r"10 as .*p.jsonl:31: message 1 .* rendered already: <\|\w+\|> .*prompts\.template=none",
     ),
     "long, and malformed": (
         ["{"] * 5 + [{"prompt": "x" * 500 + str(i)} for i in range(5)],
-        ("prompts.heldout_share=0",),
-        r"10 of 40 .* 5 as .*not JSON.*; 5 have more than 99 tokens .*; raise max_tokens to 503, or set",
+        ALL,
+        r"10 of 40 .* 5 as .*not JSON.*; 5 have more than 99 tokens .*; raise max_tokens to 503",
     ),
 }
 
 
 @pytest.mark.parametrize("why", REASONS)
-def test_all_that_is_left_out_counts_and_the_share_that_is_advised_is_enough(why, tmp_path):
+def test_left_out_prompts_are_counted(why, tmp_path):
     more, options, said = REASONS[why]
     records = [*(answered(i) for i in range(30)), *more]
     limit = Limit(99, "max_tokens", 0)
@@ -83,14 +78,7 @@ def test_all_that_is_left_out_counts_and_the_share_that_is_advised_is_enough(why
     assert len(read(tmp_path / "p.jsonl", less, *options, limit=limit).train) >= 20, "a tenth may be"
 
 
-def test_nothing_left_is_one_line_with_its_count(tmp_path):
-    with pytest.raises(
-        UserError, match=r"3 of 3 prompts are left out: 3 as .*does not end .*; set rollout=hf"
-    ):
-        read(tmp_path / "p.jsonl", [asked(i) for i in range(3)], *GIVEN)
-
-
-def test_a_sample_stands_for_all_that_it_is_drawn_from(tmp_path):
+def test_sample_stands_for_its_whole_source(tmp_path):
     records = [*(answered(i) for i in range(90)), *["{"] * 10]
     found = read(tmp_path / "p.jsonl", records, "prompts.limit=20")
     assert len(found.train) + len(found.held) == 20
@@ -98,19 +86,13 @@ def test_a_sample_stands_for_all_that_it_is_drawn_from(tmp_path):
         read(tmp_path / "p.jsonl", [*records, "{"], "prompts.limit=20")
 
 
-def test_what_cannot_be_read_behind_a_fault_counts_too(tmp_path):
+def test_records_after_a_fault_count_too(tmp_path):
     whole = json.dumps([asked(i) for i in range(100)])
-    broken = tmp_path / "p.json"
-    for text, least, most in (
-        (whole.replace('"question 20"', "question 20"), 0.75, 0.85),
-        (whole[:-9], 0, 0),
-    ):
-        if not most:
-            assert len(read(broken, [text], "prompts.heldout_share=0").train) == 99
-            continue
-        with pytest.raises(UserError, match="about 80 stand behind these and were not read") as caught:
-            read(broken, [text])
-        assert least < float(str(caught.value).rpartition("max_left_out=")[2].split()[0]) < most
+    path = tmp_path / "p.json"
+    assert len(read(path, [whole[:-9]], *ALL).train) == 99
+    with pytest.raises(UserError, match="about 80 stand behind these and were not read") as caught:
+        read(path, [whole.replace('"question 20"', "question 20")])
+    assert 0.75 < float(str(caught.value).rpartition("max_left_out=")[2].split()[0]) < 0.85
     table = [f"question {i},a" for i in range(100)]
     with pytest.raises(UserError, match="about 59 stand behind these"):
         read(tmp_path / "p.csv", ["prompt,answer", *table[:40], '"question', *table[41:]])
@@ -124,46 +106,60 @@ def test_held_out_prompts_count_apart(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("records", "options", "said"),
+    ("share", "said"),
     [
-        (
-            [{"messages": answered(0)["messages"] + asked(i)["messages"]} for i in range(40)],
-            ["prompts.heldout_share=0.05"],
-            "all 40 prompts begin with one question, .* at any prompts.heldout_share; set",
-        ),
-        (
-            [asked(i) for i in range(3)],
-            ["prompts.heldout_share=0.01"],
-            r"share=0\.01 takes none of 3 questions, and 0\.\d+ takes one",
-        ),
-        (
-            [asked(i) for i in range(30)],
-            ["prompts.heldout_share=0"],
-            "scoring: prompts.heldout_share is 0; set",
-        ),
+        ("0.05", "all 40 prompts begin with one question, .* at any prompts.heldout_share"),
+        ("0.01", r"share=0\.01 takes none of 3 questions, and 0\.\d+ takes one"),
+        ("0", "scoring: prompts.heldout_share is 0"),
     ],
 )
-def test_a_split_that_holds_out_nothing_says_why(records, options, said, tmp_path, monkeypatch):
+def test_nothing_held_out_says_why(share, said, tmp_path, monkeypatch):
+    one = [{"messages": answered(0)["messages"] + asked(i)["messages"]} for i in range(40)]
+    records = {"0.05": one, "0.01": [asked(i) for i in range(3)], "0": [asked(i) for i in range(30)]}[share]
     path = tmp_path / "p.jsonl"
     path.write_text("\n".join(map(json.dumps, records)))
     monkeypatch.setattr(build, "read_chat", lambda *_: Chat(make_tokenizer()))
     monkeypatch.setattr(build, "read_limit", lambda *_: Limit())
-    run = options_of(f"prompts={path}", *options)
+
+    def held(share: str) -> int:
+        run = options_of(f"prompts={path}", f"prompts.heldout_share={share}")
+        return len(build.read_inputs(run.target, run.prompts, run.score, answers="write")[2])
+
     with pytest.raises(UserError, match=said) as caught:
-        build.read_inputs(run.target, run.prompts, run.score, answers="write")
-    if share := str(caught.value).partition(", and ")[2].split()[:1] * ("takes one" in str(caught.value)):
-        run = options_of(f"prompts={path}", f"prompts.heldout_share={share[0]}")
-        assert len(build.read_inputs(run.target, run.prompts, run.score, answers="write")[2]) == 1
+        held(share)
+    if advised := re.search(r", and (\S+) takes one", str(caught.value)):
+        assert held(advised[1]) == 1
 
 
-def test_a_split_that_leaves_nothing_to_train_on_says_why(tmp_path):
-    with pytest.raises(
-        UserError, match=r"none are left to train on: prompts\.heldout_share=1 holds out all 3"
-    ):
-        read(tmp_path / "p.jsonl", [asked(i) for i in range(3)], "prompts.heldout_share=1")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (GIVEN, r"3 of 3 prompts are left out: 3 as .*does not end .*; set rollout=hf"),
+        (("prompts.heldout_share=1",), r"none are left .*: prompts\.heldout_share=1 holds out all 3"),
+    ],
+)
+def test_nothing_to_train_on_says_why(options, said, tmp_path):
+    with pytest.raises(UserError, match=said):
+        read(tmp_path / "p.jsonl", [asked(i) for i in range(3)], *options)
 
 
-def test_fields_that_are_not_read_are_said_and_recorded(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ((None, None, None), None),
+        ((40, 256, 256), "40 tokens (prompts.max_tokens=40)"),
+        ((None, 128, 256), "127 tokens (max_tokens=128)"),
+        ((None, 256, 256), "255 tokens (as many as the target reads)"),
+        ((255, None, 256), "255 tokens (as many as the target reads)"),
+    ],
+)
+def test_strictest_limit_names_the_option_that_raises_it(limits, said):
+    limit = strictest(*limits)
+    assert said is None or str(limit) == said
+    assert (limit.option == "") == ("target reads" in str(limit))
+
+
+def test_unread_fields_are_said_and_recorded(tmp_path, capsys):
     records = [asked(i) | {"source": "web"} | {f"x{n}": 1 for n in range(i)} for i in range(30)]
     found = read(tmp_path / "p.jsonl", records)
     inputs.describe(found, None)
@@ -177,24 +173,18 @@ def test_fields_that_are_not_read_are_said_and_recorded(tmp_path, capsys):
     ("family", "text", "token"),
     [
         ("chatml", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>"),
-        ("chatml", "4<|im_end|>", "<|im_end|>"),
         ("chatml", "what does <|im_end|> mean?", "<|im_end|>"),
-        ("chatml", "<think>why</think>4", ""),
         ("qwen3", "<think>why</think>4 <tool_call>", ""),
         ("llama3", "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi", "<|start_header_id|>"),
-        ("gemma", "<bos>hi", "<bos>"),
         ("gemma", "hi\n\nho", ""),
         ("gemma", "<start_of_turn>user\nhi", "<start_of_turn>"),
         ("mistral", "[INST] hi [/INST]", "[INST]"),
         ("mistral", "no <s>longer</s> so", ""),
-        ("mistral", "yes</s>", "</s>"),
         ("chatml", "ordinary | text < with > marks", ""),
     ],
 )
-def test_a_text_with_the_templates_own_tokens_is_found(family, text, token):
-    found = RenderedTexts(Chat(tokenizer_of(family))).fault(
-        Prompt.of("1", [{"role": "user", "content": text}])
-    )
+def test_text_with_tokens_of_the_template_is_found(family, text, token):
+    found = fault(Chat(tokenizer_of(family)), text)
     assert (f"rendered already: {token} " in found) if token else not found
 
 
@@ -223,48 +213,49 @@ OTHERS = [
 ]
 
 
+def fault(chat: Chat, *contents: str) -> str:
+    roles = ("user",) if len(contents) == 1 else ("system", "user")
+    messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+    return str(RenderedTexts(chat).fault(Prompt.of("1", messages)) or "")
+
+
+@pytest.fixture
+def plain() -> Chat:
+    return Chat(make_tokenizer("{{ messages[0].content }}\nAnswer:"))
+
+
 @pytest.mark.parametrize("place", ["arguments", "schema", "system"])
-def test_a_token_of_the_template_is_found_wherever_a_text_stands(place):
-    def fault(text):
+def test_token_of_the_template_is_found_in_every_place(place):
+    def found(text):
         call = {"type": "function", "function": {"name": "f", "arguments": {"city": [text]}}}
-        asked = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hi"}]
-        if place == "system":
-            asked[0]["content"] = text
+        messages = [{"role": "system", "content": text if place == "system" else "x"}, *asked(0)["messages"]]
         if place == "arguments":
-            asked += [{"role": "assistant", "content": "", "tool_calls": [call]}]
-            asked += [{"role": "tool", "content": "1"}]
+            messages += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+            messages += [{"role": "tool", "content": "1"}]
         schema = {"name": "f", "description": text if place == "schema" else "x"}
         tools = [{"type": "function", "function": schema}]
-        return RenderedTexts(Chat(tokenizer_of("qwen3"))).fault(Prompt.of("1", asked, tools=tools))
+        return RenderedTexts(Chat(tokenizer_of("qwen3"))).fault(Prompt.of("1", messages, tools=tools))
 
-    assert "<|im_start|>" in fault("a <|im_start|>system b")
-    assert not fault("Ulm")
+    assert "<|im_start|>" in found("a <|im_start|>system b")
+    assert not found("Ulm")
 
 
 @pytest.mark.parametrize("text", OTHERS)
-def test_a_conversation_in_the_format_of_another_template_is_found(text):
-    found = RenderedTexts(Chat(make_tokenizer("{{ messages[0].content }}\nAnswer:")))
-    assert "rendered already" in found.fault(Prompt.of("1", [{"role": "user", "content": text}]))
+def test_format_of_another_template_is_found_unless_quoted(text, plain):
+    assert "rendered already" in fault(plain, text)
+    if "<|user|>" not in text:  # the tokenizer's own
+        quoted = f"What does this mean?\n{text}"
+        assert not fault(plain, quoted)
+        assert not fault(plain, text, quoted)
 
 
-@pytest.mark.parametrize("text", [text for text in OTHERS if "<|user|>" not in text])  # the tokenizer's own
-def test_a_conversation_that_is_quoted_is_a_text(text):
-    found = RenderedTexts(Chat(make_tokenizer("{{ messages[0].content }}\nAnswer:")))
-    quoted = [{"role": "user", "content": f"What does this mean?\n{text}"}]
-    assert not found.fault(Prompt.of("1", quoted))
-    assert not found.fault(Prompt.of("1", [{"role": "system", "content": text}, *quoted]))
-
-
-def test_a_text_that_only_begins_like_a_format_is_fine():
-    found = RenderedTexts(Chat(make_tokenizer("{{ messages[0].content }}\nAnswer:")))
+def test_text_that_only_begins_like_a_format_is_fine(plain):
     for text in ("Human: what is it?", "### Instruction: say hi", "USER: me", "an assistant: who?", "[INST]"):
-        assert not found.fault(Prompt.of("1", [{"role": "user", "content": text}]))
+        assert not fault(plain, text)
 
 
 def test_without_a_template_every_text_is_fine():
-    chat = Chat(tokenizer_of("chatml"), "none")
-    text = "<|im_start|>user\nhi<|im_end|>"
-    assert not RenderedTexts(chat).fault(Prompt.of("1", [{"role": "user", "content": text}]))
+    assert not fault(Chat(tokenizer_of("chatml"), "none"), "<|im_start|>user\nhi<|im_end|>")
 
 
 @pytest.mark.parametrize(
@@ -275,37 +266,38 @@ def test_without_a_template_every_text_is_fine():
         ({"role": "assistant", "content": "a"}, ({"name": "f"},), "the record has tools, and"),
     ],
 )
-def test_plain_text_has_no_room_for_calls_and_reasoning(message, tools, said):
+def test_plain_text_refuses_calls_and_reasoning(message, tools, said):
     chat = Chat(tokenizer_of("llama3"), "none")
     with pytest.raises(UserError, match=f"template=none: .*{said}"):
         chat.encode_answered([*asked(0)["messages"], message], tools)
 
 
-def test_a_plain_prompt_has_no_end_behind_it():
+@pytest.fixture
+def adding():
+    """A tokenizer that adds its first and its last token to every text, and the two."""
     tokenizer = build_tokenizer(FAMILIES["llama3"])
-    special = [
-        (str(token), int(tokenizer.convert_tokens_to_ids(token)))
-        for token in (tokenizer.bos_token, tokenizer.eos_token)
-    ]
-    (first, number), (last, _) = special
-    adds = TemplateProcessing(single=f"{first} $A {last}", special_tokens=special)
+    names = [str(tokenizer.bos_token), str(tokenizer.eos_token)]
+    special = [(name, int(tokenizer.convert_tokens_to_ids(name))) for name in names]
+    adds = TemplateProcessing(single=f"{names[0]} $A {names[1]}", special_tokens=special)
     tokenizer.backend_tokenizer.post_processor = adds
+    return tokenizer, *names
+
+
+def test_plain_prompt_does_not_end(adding):
+    tokenizer, first, last = adding
     chat = Chat(tokenizer, "none")
     for text in ("hi", last, f"hi{last}", f"{last}hi"):
-        own = tokenizer.encode(text, add_special_tokens=False)
-        assert tokenizer.encode(text) != [number, *own], "the tokenizer ends every text"
-        assert chat.encode([{"role": "user", "content": text}]) == [number, *own]
+        begun = tokenizer.encode(first + text, add_special_tokens=False)
+        assert tokenizer.encode(text) != begun, "the tokenizer ends every text"
+        assert chat.encode([{"role": "user", "content": text}]) == begun
 
 
-def test_a_plain_text_has_one_beginning():
-    tokenizer = build_tokenizer(FAMILIES["llama3"])
-    first, number = str(tokenizer.bos_token), int(tokenizer.bos_token_id)  # pyright: ignore[reportArgumentType]
-    adds = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, number)])
-    tokenizer.backend_tokenizer.post_processor = adds
-    chat = Chat(tokenizer, "none")
+def test_plain_text_begins_once(adding):
+    tokenizer, first, _ = adding
+    chat, number = Chat(tokenizer, "none"), tokenizer.bos_token_id
     plain, begun, twice = (chat.encode([{"role": "user", "content": first * n + "hi"}]) for n in range(3))
     assert plain == begun == [number, *tokenizer.encode("hi", add_special_tokens=False)]
     assert twice == [number, *begun], "what was written twice was meant"
-    ids, mask = chat.encode_answered([*({"role": r, "content": first + r} for r in ("user", "assistant"))])
+    ids, mask = chat.encode_answered([{"role": r, "content": first + r} for r in ("user", "assistant")])
     assert ids[0] == number != ids[1]
     assert mask[0] == 0

@@ -1,43 +1,30 @@
-"""Prompts, chat templates and loss masks."""
+"""Splits of prompts, what of a conversation is asked, and prompts without a template."""
 
 import json
 import random
 import re
 
 import pytest
-from workbench import SPECIAL, TEMPLATE, make_tokenizer
+from chats import say
+from workbench import TEMPLATE, make_tokenizer
 
 from decode.errors import UserError
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import LeftOut, Limit, Measured
 from distill.prompts.prompt import Prompt, held_out, opening, question, split, turns
 
-USER, ASSISTANT, END = SPECIAL[1:]
-UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-DIALOGUE = [
-    {"role": "user", "content": "one"},
-    {"role": "assistant", "content": "two"},
-    {"role": "user", "content": "three"},
-    {"role": "assistant", "content": "four"},
-]
+DIALOGUE = say("one", "two", "three", "four")
 
 
 def texts(count: int) -> list[Prompt]:
     return [Prompt.of(str(i), ({"role": "user", "content": f"question {i}"},)) for i in range(count)]
 
 
-def masked(chat: Chat, messages) -> str:
-    """The supervised text, token by token."""
-    ids, mask = chat.encode_answered(messages)
-    assert len(ids) == len(mask)
-    return "".join(chat.tokenizer.decode([i]) for i, m in zip(ids, mask, strict=True) if m)
-
-
 def by_id(prompt: Prompt) -> str:
     return prompt.id
 
 
-def test_the_split_is_by_text_alone():
+def test_split_is_by_text():
     prompts = texts(400)
     train, held = split(prompts, 0.1)
     assert 20 < len(held) < 60
@@ -48,14 +35,14 @@ def test_the_split_is_by_text_alone():
     assert {p.packed for p in again} == {p.packed for p in held}
 
 
-def test_a_larger_share_holds_out_the_smaller_ones_prompts_too():
+def test_larger_share_includes_the_smaller():
     prompts = texts(300)
     small, large = (split(prompts, share)[1] for share in (0.1, 0.3))
     assert {p.id for p in small} < {p.id for p in large}
     assert split(prompts, 0.0) == (prompts, [])
 
 
-def test_what_is_held_out_is_never_trained_on():
+def test_held_out_prompts_are_not_trained_on():
     held = texts(5)
     train = [*texts(12), Prompt.of("same text, other id", held[3].messages)]
     kept, mixed = held_out(train, held)
@@ -65,7 +52,7 @@ def test_what_is_held_out_is_never_trained_on():
     assert not [p for p in kept if p.messages in asked]
 
 
-def test_held_out_prompts_are_mixed_whatever_their_order():
+def test_held_out_prompts_are_mixed_in_any_order():
     held = texts(40)
     assert held_out([], held)[1] == held_out([], held[::-1])[1] != held
 
@@ -90,15 +77,17 @@ def speak(text: str) -> tuple[dict[str, str], ...]:
         ("uauu", [3, 4], 3),
         ("uuaa", [1], 1),
         ("uat", [3], 3),
+        ("uatt", [4], 4),
+        ("uatau", [5], 5),
     ],
 )
-def test_an_opening_ends_at_the_first_place_to_be_answered(speakers, places, first):
+def test_opening_ends_at_the_first_place_to_be_answered(speakers, places, first):
     messages = speak(speakers)
     assert turns(messages) == places
     assert opening(messages) == messages[:first]
 
 
-def test_one_question_falls_on_one_side_however_it_goes_on():
+def test_conversations_with_one_question_are_not_split():
     asked = texts(200)
     answered = [Prompt.of(p.id, (*p.messages, *speak("aua"))) for p in asked]
     train, held = split([*asked, *answered], 0.2)
@@ -118,56 +107,28 @@ def test_one_question_falls_on_one_side_however_it_goes_on():
     assert held_out([other], instructed)[0] == [other]
 
 
-def test_a_prompt_ends_where_the_answer_begins():
-    chat = Chat(make_tokenizer())
-    ids = chat.encode(DIALOGUE[:3])
-    assert chat.tokenizer.decode(ids) == f"{USER}one{ASSISTANT}two{END}{USER}three{ASSISTANT}"
-    assert chat.encode(DIALOGUE) == ids, "the answer that is to be written was given away"
-
-
-@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("{% gen", "{%- gen"), UNMARKED])
-def test_masks_cover_what_the_assistant_wrote_and_its_end(template):
-    chat = Chat(make_tokenizer(template))
-    assert masked(chat, DIALOGUE[:2]) == f"two{END}"
-
-
-@pytest.mark.parametrize("template", [TEMPLATE, UNMARKED])
-def test_every_answer_is_covered_marked_or_not(template):
-    assert masked(Chat(make_tokenizer(template)), DIALOGUE) == f"two{END}four{END}"
-
-
 def test_plain_text_masks_the_last_message():
     chat = Chat(make_tokenizer(None), "none")
     assert chat.tokenizer.decode(chat.encode(DIALOGUE[:1])) == "one"
-    assert masked(chat, DIALOGUE[:2]) == "\ntwo"
+    ids, mask = chat.encode_answered(DIALOGUE[:2])
+    assert mask == sorted(mask)
+    assert chat.tokenizer.decode(ids[mask.index(1) :]) == "\ntwo"
 
 
 @pytest.mark.parametrize(
     ("template", "messages", "said"),
     [
         (TEMPLATE.replace("{{ m['content'] }}<|end|>", ""), DIALOGUE, "mask is all 0"),
-        ("{% generation %}" + UNMARKED + "{% endgeneration %}", DIALOGUE, "or marks it as an answer"),
-        (
-            "{% for m in messages %}{{ m['content'] }}{% endfor %}!",
-            DIALOGUE[:2],
-            "renders an answer differently",
-        ),
         (TEMPLATE, DIALOGUE[:3], "does not end with an answer"),
-        ("{{ raise_exception('no system role') }}", DIALOGUE, "refuses the prompt 'one': no system role"),
-        ("{% generation %}{{ raise_exception('odd') }}{% endgeneration %}", DIALOGUE, "odd"),
+        (None, DIALOGUE[1:2], "mask is all 1"),
     ],
 )
-def test_a_mask_that_cannot_be_right_raises(template, messages, said):
+def test_mask_that_cannot_be_right_is_refused(template, messages, said):
     with pytest.raises(UserError, match=said):
-        Chat(make_tokenizer(template)).encode_answered(messages)
+        Chat(make_tokenizer(template), "chat" if template else "none").encode_answered(messages)
 
 
-def test_nothing_but_an_answer_cannot_be_masked():
-    with pytest.raises(UserError, match="mask is all 1"):
-        Chat(make_tokenizer(None), "none").encode_answered(DIALOGUE[1:2])
-
-
-def test_a_user_turn_is_what_surrounds_the_users_text():
+def test_user_turn_surrounds_the_text():
     chat = Chat(make_tokenizer())
     before, after = chat.user_turn()
     text = chat.tokenizer.encode("hello", add_special_tokens=False)
@@ -176,7 +137,7 @@ def test_a_user_turn_is_what_surrounds_the_users_text():
     assert plain.user_turn() == ([plain.tokenizer.bos_token_id], [])
 
 
-def test_a_base_model_is_told_which_option_helps():
+def test_base_model_names_the_option_that_helps():
     with pytest.raises(UserError, match=r"prompts\.template=none"):
         Chat(make_tokenizer(None))
     with pytest.raises(UserError, match="chat or none"):
@@ -184,7 +145,7 @@ def test_a_base_model_is_told_which_option_helps():
 
 
 @pytest.mark.parametrize("count", [50, 100])
-def test_the_share_that_is_advised_is_enough(count):
+def test_advised_share_is_enough(count):
     limit = Limit(4, "prompts.max_tokens")
     for long in range(2, count):
         measured = Measured()

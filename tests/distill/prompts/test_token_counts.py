@@ -1,6 +1,4 @@
-"""Tokens of prompts are counted once, by whichever process, and the same by several."""
-
-import json
+"""Tokens of prompts are counted once, and the same by several processes."""
 
 import numpy as np
 import pytest
@@ -39,7 +37,7 @@ def counted(monkeypatch) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_they_are_counted_once(prompts, folder, counted, given):
+def test_prompts_are_counted_once(prompts, folder, counted, given):
     chat = Chat(tokenizer_of("gemma"))
     tokens, refusals = count_tokens(prompts, chat, given)
     assert sorted(refusals) == np.flatnonzero(tokens < 0).tolist() == list(range(3, 40, 5))
@@ -61,17 +59,17 @@ def test_they_are_counted_once(prompts, folder, counted, given):
 
 def test_several_processes_count_the_same(prompts, folder, monkeypatch):
     chat = Chat(tokenizer_of("gemma"))
-    alone = count_tokens(prompts, chat, False)
+    whole = count_tokens(prompts, chat, False)
     for path in folder.glob("*.npy"):
         path.unlink()
     monkeypatch.setattr(module, "SECONDS", 0.0)
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: {0, 1})
     tokens, refusals = count_tokens(prompts, chat, False)
-    assert tokens.tolist() == alone.tokens.tolist()
-    assert refusals == alone.refusals
+    assert tokens.tolist() == whole.tokens.tolist()
+    assert refusals == whole.refusals
 
 
-def test_what_was_counted_before_a_stop_is_kept(prompts, counted, monkeypatch):
+def test_counts_before_a_stop_are_kept(prompts, counted, monkeypatch):
     chat = Chat(tokenizer_of("chatml"))
     count = module._count_chunk
 
@@ -90,7 +88,7 @@ def test_what_was_counted_before_a_stop_is_kept(prompts, counted, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["nothing", "half", "text", "another array"])
-def test_a_damaged_file_is_counted_again(prompts, folder, counted, damage):
+def test_damaged_file_is_counted_again(prompts, folder, counted, damage):
     chat = Chat(tokenizer_of("chatml"))
     tokens, _ = count_tokens(prompts, chat, False)
     (path,) = folder.glob("*.npy")
@@ -98,23 +96,17 @@ def test_a_damaged_file_is_counted_again(prompts, folder, counted, damage):
     if damage == "another array":
         np.save(path, np.arange(3))
     else:
-        path.write_bytes(
-            {"nothing": b"", "half": data[: len(data) // 2], "text": json.dumps(1).encode()}[damage]
-        )
+        path.write_bytes({"nothing": b"", "half": data[: len(data) // 2], "text": b"1"}[damage])
     counted.clear()
     assert count_tokens(prompts, chat, False).tokens.tolist() == tokens.tolist()
     assert len(counted) == 40
     assert path.read_bytes() == data
 
 
-def test_few_prompts_leave_no_file(prompts, folder):
-    count_tokens(prompts[:10], Chat(tokenizer_of("chatml")), False)
-    assert not folder.exists()
-
-
-def test_a_home_that_cannot_be_written_to_is_done_without(prompts, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
+def test_counts_without_a_file(prompts, folder, tmp_path, monkeypatch):
     chat = Chat(tokenizer_of("chatml"))
-    tokens, _ = count_tokens(prompts, chat, False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert count_tokens(prompts, chat, False).tokens.tolist() == tokens.tolist()
+    few = count_tokens(prompts[:10], chat, False)
+    assert not folder.exists(), "few are not worth a file"
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # which cannot be written to
+    assert count_tokens(prompts, chat, False).tokens[:10].tolist() == few.tokens.tolist()

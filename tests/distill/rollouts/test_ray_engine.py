@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from stores import PLAN, fill, make_writer, rows_of
-from workbench import leftovers, options_of
+from workbench import fork, leftovers, options_of
 
 from decode.errors import UserError
 from distill.config.build import build_target, read_chat
@@ -42,10 +42,17 @@ def fate(store, load, shard: int = 0):
     return row
 
 
+def planned(bench, *more, **given):
+    """A run's options, what makes its rows, and its plan."""
+    run = options_of(*bench.command, *more)
+    parts = build_target(run.target), read_chat(run.target, run.prompts.template), read_prompts(bench.prompts)
+    return run, parts, replace(rollout_plan(run, *parts), **given)
+
+
 # -- a worker, without Ray -----------------------------------------------------------------------
 
 
-def test_a_worker_loads_once_and_says_what_became_of_a_shard(parts, tmp_path):
+def test_worker_loads_once_and_reports_each_shard(parts, tmp_path):
     store, loaded = begun(tmp_path, parts[2]), []
     worker = Worker(store, lambda: loaded.append(1) or nothing())
     for shard in (0, 2):
@@ -57,7 +64,7 @@ def test_a_worker_loads_once_and_says_what_became_of_a_shard(parts, tmp_path):
     assert not leftovers(tmp_path)
 
 
-def test_what_a_user_can_mend_comes_back_as_text(parts, tmp_path):
+def test_errors_of_the_user_come_back_as_text(parts, tmp_path):
     store = begun(tmp_path, parts[2])
 
     def other():
@@ -71,80 +78,65 @@ def test_what_a_user_can_mend_comes_back_as_text(parts, tmp_path):
     assert store.missing() == [0, 1, 2, 3]
 
 
-def test_a_shard_that_kills_every_worker_is_given_up(parts, tmp_path):
+def test_shard_that_kills_every_worker_is_given_up(parts, tmp_path):
     store = begun(tmp_path, parts[2])
-
-    def kill(*work):
-        os.kill(os.getpid(), 9)
-
     for _ in range(ray_engine.TRIES):
-        child = os.fork()
-        if not child:
-            fate(store, lambda: kill)
-        assert os.waitpid(child, 0)[1] == 9
+        assert fork(lambda: fate(store, lambda: lambda *work: os.kill(os.getpid(), 9)) and 0) == 9
     number, text, _ = fate(store, nothing)
     assert number == 0
     assert "workers died 6 times at shard-00000.parquet" in text
-    assert fate(store, nothing)[1] == "whole", "the next run does not begin anew"
+    assert fate(store, nothing)[1] == "whole", "the next run does not begin again"
 
 
-def test_what_cannot_be_had_is_one_line(bench, monkeypatch):
-    wrong = bench.train("rollout.engine=ray", "score.enabled=false")
-    assert wrong.err == "error: rollout.engine=ray: choose it with rollout=ray, which has its settings\n"
+def test_missing_gpus_and_packages_are_one_line(bench, monkeypatch):
+    bench.train("rollout.engine=ray", "score.enabled=false").refused("choose it with rollout=ray")
     many = torch.cuda.device_count() + 1
     greedy = Fleet(replace(CREW, workers=1, gpus_per_worker=many), nothing)
-    with pytest.raises(UserError, match=f"1 workers want {many} GPUs, and this"), greedy.connected():
+    with pytest.raises(UserError, match=f"1 workers want {many} GPUs"), greedy.connected():
         pass
     monkeypatch.setitem(sys.modules, "ray.data", None)
-    with pytest.raises(UserError, match=r"Ray is not installed; pip install 'foredraft\[ray\]'"):
+    with pytest.raises(UserError, match=r"pip install 'foredraft\[ray\]'"):
         Fleet(CREW, nothing)
 
 
-def test_engines_in_workers_are_refused_what_they_cannot_do(bench, monkeypatch):
-    def options(*more):
-        return options_of(*bench.command, "rollout=ray", *more)
-
-    run = options("rollout.engine_python=/opt/vllm/bin/python")
-    target, chat = build_target(run.target), read_chat(run.target, run.prompts.template)
-    prompts = read_prompts(bench.prompts)
-
-    def refused(run, said, **changes):
-        plan = replace(rollout_plan(run, target, chat, prompts), **changes)
-        with pytest.raises(UserError, match=said):
-            work_of(run, target, chat, RolloutStore(bench.root / "none", plan, prompts), None)
-
-    refused(run, "rollout.until=answer", until="length")
-    refused(run, "workers could not tell whether they have this target", target="of other weights")
-    refused(options('rollout.engine_arguments=["--max-model-len=64"]'), "give rollout.engine_python")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    refused(run, "rollout.gpus_per_worker=0: the engines of 2 workers would share a GPU")
+ENGINE = ("rollout=ray", "rollout.engine_python=/opt/vllm/bin/python")
+ARGUMENTS = 'rollout.engine_arguments=["--max-model-len=64"]'
 
 
-def test_rows_of_engines_are_kept_apart_by_what_decides_them(bench):
-    words = ["rollout=ray", "rollout.engine_python=/opt/vllm/bin/python"]
-    more = ['rollout.engine_arguments=["--max-model-len=64"]']
-    runs = [options_of(*bench.command, *given) for given in (["rollout=ray"], words, [*words, *more])]
-    target, chat = build_target(runs[0].target), read_chat(runs[0].target, runs[0].prompts.template)
-    plans = [rollout_plan(run, target, chat, read_prompts(bench.prompts)) for run in runs]
+@pytest.mark.parametrize(
+    ("words", "given", "said"),
+    [
+        (ENGINE, {"until": "length"}, "rollout.until=answer"),
+        (ENGINE, {"target": "of other weights"}, "workers could not tell whether they have this target"),
+        (("rollout=ray", ARGUMENTS), {}, "give rollout.engine_python"),
+        (ENGINE, {"seed": 1}, "rollout.gpus_per_worker=0: the engines of 2 workers would share a GPU"),
+    ],
+)
+def test_impossible_plans_of_engines_are_refused(bench, monkeypatch, words, given, said):
+    run, (target, chat, prompts), plan = planned(bench, *words, **given)
+    if "GPU" in said:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match=said):
+        work_of(run, target, chat, RolloutStore(bench.root / "none", plan, prompts), None)
+
+
+def test_engine_and_its_arguments_are_in_the_plan(bench):
+    plans = [planned(bench, *words)[2] for words in (["rollout=ray"], ENGINE, [*ENGINE, ARGUMENTS])]
     name = str(bench.target)
     assert [plan.server for plan in plans] == ["", name, f"{name} --max-model-len=64"]
     assert len({plan.key for plan in plans}) == 3
 
 
-def test_a_temperature_that_is_greedy_is_planned_as_such(bench):
+def test_tiny_temperature_is_planned_as_greedy(bench):
     """No samples that are all alike, and no temperature that an engine would divide by."""
-    words = ["rollout.samples=null", "rollout.temperature=1e-39", "rollout.prompt_temperature=1e-45"]
-    run, greedy = (
-        options_of(*bench.command, *given) for given in (words, [words[0], "rollout.temperature=0"])
-    )
-    target, chat = build_target(run.target), read_chat(run.target, run.prompts.template)
-    prompts = read_prompts(bench.prompts)
-    plan = rollout_plan(run, target, chat, prompts)
+    samples = "rollout.samples=null"
+    tiny = ["rollout.temperature=1e-39", "rollout.prompt_temperature=1e-45"]
+    plan, greedy = (planned(bench, samples, *more)[2] for more in (tiny, ["rollout.temperature=0"]))
     assert (plan.samples, plan.sampler["temperature"], plan.prompt_sampler) == (1, 0.0, {"temperature": 0.0})
-    assert plan.sampler == rollout_plan(greedy, target, chat, prompts).sampler
+    assert plan.sampler == greedy.sampler
     for wrong in ("rollout.temperature=.inf", "rollout.prompt_temperature=.nan", "rollout.top_p=0"):
         with pytest.raises(UserError, match=r"(sampling: |not a number|must be)"):
-            rollout_plan(options_of(*bench.command, wrong), target, chat, prompts)
+            planned(bench, wrong)
 
 
 # -- two of them ---------------------------------------------------------------------------------
@@ -158,7 +150,7 @@ def fleet():
 
 
 @pytest.mark.proof
-def test_the_command_gives_the_rows_of_one_process(bench, tmp_path, fleet):
+def test_command_gives_the_rows_of_one_process(bench, tmp_path, fleet):
     assert bench.base.rollout.temperature == 1
     options = ["score.enabled=false", "trainer.max_steps=1", "score.every=1"]
     one = bench.train(*options, f"output_dir={tmp_path / 'hf'}")
@@ -174,12 +166,9 @@ def test_the_command_gives_the_rows_of_one_process(bench, tmp_path, fleet):
 
 
 @pytest.mark.proof
-def test_a_worker_that_is_killed_loses_no_shard_and_doubles_none(bench, tmp_path, fleet):
+def test_worker_that_is_killed_loses_no_shard_and_doubles_none(bench, tmp_path, fleet):
     options = ["rollout=ray", "rollout.temperature=0.0", "rollout.shard_size=3"]
-    run = options_of(*bench.command, *options)
-    target, chat = build_target(run.target), read_chat(run.target, run.prompts.template)
-    prompts = read_prompts(bench.prompts)
-    plan = rollout_plan(run, target, chat, prompts)
+    run, (target, chat, prompts), plan = planned(bench, *options)
     straight = RolloutStore(tmp_path / "hf", plan, prompts)
     fill(straight, make_writer(target, chat, plan))
     away, log = portable(run), tmp_path / "log"

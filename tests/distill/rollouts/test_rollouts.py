@@ -1,7 +1,5 @@
-"""Rollouts: rows are a function of the plan and the shard number; a shard under its name is whole."""
+"""Rows are a function of the plan and the shard number, and a shard with its name is whole."""
 
-import hashlib
-import json
 import os
 import time
 from dataclasses import replace
@@ -43,33 +41,32 @@ def test_rows_are_a_function_of_the_plan_and_the_shard_number(parts, writer, tmp
         broken.path(lost).unlink()
     fill(broken, writer)
     assert rows_of(broken) == want
-    assert [f.read_bytes() for f in sorted(broken.folder.glob("*.parquet"))] == [
-        f.read_bytes() for f in sorted(straight.folder.glob("*.parquet"))
-    ]
+    files = [sorted(store.folder.glob("*.parquet")) for store in (broken, straight)]
+    assert [a.read_bytes() == b.read_bytes() for a, b in zip(*files, strict=True)] == [True] * 4
     backwards = {i: writer(i, *broken._work(i)) for i in reversed(range(4))}
     assert [backwards[i] for i in range(4)] == want
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_shard_equals_decoding_its_rows_one_by_one(temperature, parts):
+def test_shard_equals_decoding_its_rows_one_by_one(temperature, parts):
     target, chat, prompts = parts
     plan = replace(PLAN, sampler={"temperature": temperature})
     rows = make_writer(target, chat, plan)(1, prompts[:4], 3)
     assert len(rows) >= 5
     for row in rows:
         length = row["loss_mask"].count(0)
-        alone = generate(
+        limits = {"max_new_tokens": plan.max_new_tokens, "stop": plan.stop}
+        (output,) = generate(
             target,
             None,
             [row["tokens"][:length]],
-            max_new_tokens=plan.max_new_tokens,
             sampler=Sampler(temperature),
             seed=plan.seed,
             requests=[row["id"]],
-            stop=plan.stop,
-        )
-        assert row["tokens"][length:] == alone.outputs[0].tokens
-        assert row["finish_reason"] == ("stop" if alone.outputs[0].stopped else "length")
+            **limits,
+        ).outputs
+        assert row["tokens"][length:] == output.tokens
+        assert row["finish_reason"] == ("stop" if output.stopped else "length")
 
 
 def test_masks_cover_the_answer_and_prompts_stay_within_their_limit(parts, writer):
@@ -87,7 +84,7 @@ def test_masks_cover_the_answer_and_prompts_stay_within_their_limit(parts, write
             assert length > len(before) + len(after), "an empty self-written prompt was kept"
 
 
-def test_rows_that_go_on_to_their_length_are_not_ended_by_an_end_token(parts):
+def test_rows_until_their_length_ignore_end_tokens(parts):
     target, chat, prompts = parts
     plan = replace(PLAN, stop=list(range(3, 80)))  # a random model seldom says <|end|>
     until_end = {row["id"]: row for row in make_writer(target, chat, plan)(1, prompts[:4], 0)}
@@ -101,27 +98,9 @@ def test_rows_that_go_on_to_their_length_are_not_ended_by_an_end_token(parts):
         assert sum(row["loss_mask"]) == plan.max_new_tokens
         start = until_end[row["id"]]["tokens"] if row["id"] in until_end else before
         assert row["tokens"][: len(start)] == start
-    with pytest.raises(UserError, match="answer or length"):
-        make_writer(target, chat, replace(PLAN, until="dawn"))
 
 
-def test_the_manifest_counts_and_hashes(parts, writer, tmp_path):
-    store = RolloutStore(tmp_path, PLAN, parts[2])
-    assert not store.complete
-    fill(store, writer)
-    assert store.complete
-    manifest = store.manifest()
-    assert manifest["key"] == PLAN.key == store.folder.name
-    assert manifest["plan"]["seed"] == 0
-    for shard, rows in zip(manifest["shards"], rows_of(store), strict=True):
-        assert shard["rows"] == len(rows)
-        assert shard["answer_tokens"] == sum(sum(row["loss_mask"]) for row in rows)
-        data = (store.folder / shard["file"]).read_bytes()
-        assert shard["sha256"] == hashlib.sha256(data).hexdigest()
-    store.check()
-
-
-def test_other_rows_under_the_same_plan_are_another_content(parts, writer, tmp_path):
+def test_other_rows_of_one_plan_are_another_content(parts, writer, tmp_path):
     """Which names what is kept of them, the target's hidden states for example."""
     whole, less = (RolloutStore(tmp_path / name, PLAN, parts[2]) for name in ("whole", "less"))
     fill(whole, writer)
@@ -130,7 +109,7 @@ def test_other_rows_under_the_same_plan_are_another_content(parts, writer, tmp_p
     assert whole.content() != less.content()
 
 
-def test_a_shard_that_was_changed_is_noticed(parts, writer, tmp_path):
+def test_shard_that_was_changed_is_noticed(parts, writer, tmp_path):
     store = RolloutStore(tmp_path, PLAN, parts[2])
     fill(store, writer)
     store.path(1).write_bytes(store.path(0).read_bytes())
@@ -138,30 +117,13 @@ def test_a_shard_that_was_changed_is_noticed(parts, writer, tmp_path):
         store.check()
 
 
-def test_whatever_decides_the_rows_names_the_store():
-    changes = {
-        "target": "u",
-        "config": "d",
-        "tokenizer": "l",
-        "dtype": "bfloat16",
-        "stop": [3, 4],
-        "template": "none",
-        "answers": "given",
-        "server": "m",
-        "drafter": "d",
-        "prompts": "q",
-        "samples": 2,
-        "self_prompts": 6,
-        "until": "length",
-        "sampler": {"temperature": 0.5},
-        "prompt_sampler": {"temperature": 0.5},
-        "max_prompt_tokens": 25,
-        "max_new_tokens": 13,
-        "shard_size": 5,
-        "batch_size": 4,
-        "seed": 1,
-        "moment": "2026-11-28T00:00:00",
-    }
+def test_every_field_of_a_plan_is_in_its_key():
+    sampler = {"temperature": 0.5}
+    changes = dict.fromkeys(("config", "tokenizer", "dtype", "template", "answers", "until"), "another")
+    changes |= dict.fromkeys(("target", "server", "drafter", "prompts", "moment"), "another")
+    changes |= dict.fromkeys(("samples", "self_prompts", "max_prompt_tokens", "max_new_tokens"), 100)
+    changes |= dict.fromkeys(("shard_size", "batch_size", "seed"), 100)
+    changes |= {"stop": [3, 4], "sampler": sampler, "prompt_sampler": sampler}
     assert changes.keys() == set(RolloutPlan.__dataclass_fields__), "a field the test does not know"
     keys = [replace(PLAN, **{name: value}).key for name, value in changes.items()]
     assert len({PLAN.key, *keys}) == len(changes) + 1
@@ -178,16 +140,17 @@ def test_given_answers_are_taken_as_they_are(parts):
     plan = replace(PLAN, answers="given", self_prompts=0)
     messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"})
     (row,) = make_writer(target, chat, plan)(0, [Prompt.of("a", messages, weight=0.5)], 0)
-    text = chat.tokenizer.decode(row["tokens"])
-    assert text == "{1}hi{2}hello{3}".format(*SPECIAL)
+    assert chat.tokenizer.decode(row["tokens"]) == "{1}hi{2}hello{3}".format(*SPECIAL)
     assert sum(row["loss_mask"]) == len("hello") + 1
     assert (row["finish_reason"], row["ids"], row["weight"]) == ("given", "reencoded", 0.5)
 
 
-def test_self_written_prompts_that_cannot_be_are_refused(parts):
+def test_impossible_plans_are_refused(parts):
     target, chat, _ = parts
     with pytest.raises(UserError, match=r"prompts\.self must be 0"):
         make_writer(target, chat, replace(PLAN, answers="given"))
+    with pytest.raises(UserError, match="answer or length"):
+        make_writer(target, chat, replace(PLAN, until="dawn"))
     with pytest.raises(UserError, match="no room"):
         make_writer(target, chat, replace(PLAN, max_prompt_tokens=2))
     plain = Chat(chat.tokenizer, "none")
@@ -199,11 +162,11 @@ def test_self_written_prompts_that_cannot_be_are_refused(parts):
         chat.tokenizer.bos_token = start
 
 
-def test_a_prompt_that_fills_the_context_of_what_answers_is_named(parts):
+def test_prompt_that_fills_the_context_is_named(parts):
     """Those that the target cannot read were left out before; a server may read less."""
     target, chat, _ = parts
     plan = replace(PLAN, max_prompt_tokens=10_000, self_prompts=0)
-    room = target.max_positions - 2  # besides the two tokens of the template
+    room = target.max_positions - 2  # without the two tokens of the template
     prompts = [Prompt.of(str(n), ({"role": "user", "content": "x" * n},)) for n in (room - 1, room, room + 1)]
     rows = make_writer(target, chat, plan)(0, prompts[:1], 0)
     assert len(rows[0]["tokens"]) == target.max_positions
@@ -213,67 +176,41 @@ def test_a_prompt_that_fills_the_context_of_what_answers_is_named(parts):
         make_writer(target, chat, plan)(0, [replace(prompts[1], file="p.jsonl", line=7)], 0)
 
 
-def test_a_shard_without_rows_is_a_shard(parts, writer, tmp_path):
+def test_shard_without_rows_is_a_shard(parts, writer, tmp_path):
     store = RolloutStore(tmp_path, replace(PLAN, self_prompts=0), parts[2][-2:])
     fill(store, writer)
     assert rows_of(store) == [[]]
     assert store.manifest()["shards"][0]["rows"] == 0
 
 
-def test_a_full_disk_leaves_a_store_that_still_opens(parts, writer, tmp_path, monkeypatch):
-    store = RolloutStore(tmp_path, PLAN, parts[2])
-    write = pq.write_table
-    made = []
-
-    def full(table, path):
-        if len(made) == 2:
-            path.write_bytes(b"half a shard")
-            raise OSError(28, "No space left on device")
-        made.append(path)
-        write(table, path)
-
-    monkeypatch.setattr(rollouts.pq, "write_table", full)
-    with pytest.raises(OSError, match="No space left"):
-        fill(store, writer)
-    assert store.missing() == [2, 3]
-    assert not list(store.folder.glob("*.tmp"))
-    monkeypatch.undo()
-    fill(store, writer)
-    assert store.complete
-    assert len(rows_of(store)) == 4
-
-
-def test_a_kill_in_the_middle_of_a_shard_loses_no_finished_one(parts, writer, tmp_path, monkeypatch):
-    straight = RolloutStore(tmp_path / "a", PLAN, parts[2])
+@pytest.mark.parametrize("end", ["killed", "full disk"])
+def test_end_in_the_middle_of_a_shard_loses_no_finished_one(end, parts, writer, tmp_path, monkeypatch):
+    straight, store = (RolloutStore(tmp_path / name, PLAN, parts[2]) for name in "ab")
     fill(straight, writer)
-    store = RolloutStore(tmp_path / "b", PLAN, parts[2])
     write = pq.write_table
 
-    def die(table, path):
+    def broken(table, path):
         if "shard-00002" in path.name:
             path.write_bytes(b"half a shard")
-            os.kill(os.getpid(), 9)
+            if end == "killed":
+                os.kill(os.getpid(), 9)
+            raise OSError(28, "No space left on device")
         write(table, path)
 
-    monkeypatch.setattr(rollouts.pq, "write_table", die)
-    assert fork(lambda: fill(store, writer) or 0) == 9
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(rollouts.pq, "write_table", broken)
+        if end == "killed":
+            assert fork(lambda: fill(store, writer) or 0) == 9
+        else:
+            with pytest.raises(OSError, match="No space left"):
+                fill(store, writer)
     assert store.missing() == [2, 3]
-    assert list(store.folder.glob("shard-00002*.tmp")), "the kill came too early to prove anything"
+    assert bool(list(store.folder.glob("shard-00002*.tmp"))) == (end == "killed")
     before = store.path(0).stat().st_mtime_ns
     fill(store, writer)
     assert store.path(0).stat().st_mtime_ns == before, "a finished shard was made again"
     assert rows_of(store) == rows_of(straight)
     assert not list(store.folder.glob("*.tmp"))
-
-
-def test_a_kill_before_the_manifest_is_mended(parts, writer, tmp_path):
-    store = RolloutStore(tmp_path, PLAN, parts[2])
-    fill(store, writer)
-    (store.folder / "manifest.json").unlink()
-    assert not store.complete
-    fill(store, lambda *work: pytest.fail("a shard was made again"))
-    assert store.complete
 
 
 def test_two_processes_share_the_shards(parts, tmp_path):
@@ -302,17 +239,11 @@ def test_two_processes_share_the_shards(parts, tmp_path):
     assert len(store.manifest()["shards"]) == store.shards
 
 
-def test_a_shard_that_another_process_holds_is_waited_for(parts, writer, tmp_path):
-    store = RolloutStore(tmp_path, PLAN, parts[2])
-    told = []
+def test_shard_that_another_process_holds_is_waited_for(parts, tmp_path):
+    store, told = RolloutStore(tmp_path, PLAN, parts[2]), []
     child = os.fork()
     if not child:
-
-        def slow(shard, prompts, count):
-            time.sleep(0.3)
-            return []
-
-        fill(store, slow)
+        fill(store, lambda *work: time.sleep(0.3) or [])
         os._exit(0)
     while not list(tmp_path.glob("*/shard-*.lock")):
         time.sleep(0.01)
@@ -327,7 +258,7 @@ def test_nothing_to_roll_out_is_refused(tmp_path):
         RolloutStore(tmp_path, replace(PLAN, self_prompts=0), [])
 
 
-def test_the_estimate_is_an_upper_bound_of_what_is_made(parts, writer, tmp_path):
+def test_estimate_is_an_upper_bound(parts, writer, tmp_path):
     target, _, prompts = parts
     store = RolloutStore(tmp_path, PLAN, prompts)
     text = estimate(store, target, target.model.lm_head)
@@ -338,35 +269,16 @@ def test_the_estimate_is_an_upper_bound_of_what_is_made(parts, writer, tmp_path)
     assert "no rollouts to make" in estimate(store, target, target.model.lm_head)
 
 
-def test_more_memory_than_there_is_is_refused(parts, tmp_path, monkeypatch):
+def test_estimated_memory_is_bounded_or_refused(parts, tmp_path, monkeypatch):
     target, _, prompts = parts
-    store = RolloutStore(tmp_path, PLAN, prompts)
+    lengths = (10 * target.max_positions, 10**9)
+    stores = [RolloutStore(tmp_path, replace(PLAN, max_new_tokens=length), prompts) for length in lengths]
+    texts = [estimate(store, target, None) for store in stores]
+    assert len({text.rpartition(" MiB for")[0].rpartition(" ")[2] for text in texts}) == 1
     monkeypatch.setattr("distill.rollouts.estimate.memory_bytes", lambda device: 1000)
-    with pytest.raises(
-        UserError, match=r"needs up to .* GiB .*; lower rollout.batch_size=\d+ or rollout.max"
-    ):
-        estimate(store, target, None)
+    with pytest.raises(UserError, match=r"needs up to .* GiB .*; lower rollout.batch_size="):
+        estimate(stores[0], target, None)
 
 
-def test_the_estimate_of_memory_ends_at_the_targets_context(parts, tmp_path):
-    target, _, prompts = parts
-    assert target.max_positions
-    plans = [replace(PLAN, max_new_tokens=length) for length in (10 * target.max_positions, 10**9)]
-    texts = [estimate(RolloutStore(tmp_path, plan, prompts), target, None) for plan in plans]
-    sizes = [text.rpartition(" MiB for")[0].rpartition(" ")[2] for text in texts]
-    assert sizes[0] == sizes[1]
-
-
-def test_the_target_says_where_answers_end(parts):
+def test_target_knows_where_answers_end(parts):
     assert stop_tokens(parts[0]) == PLAN.stop
-    assert json.dumps(PLAN.stop)
-
-
-def test_texts_are_the_rows_of_all_shards_in_order(parts, writer, tmp_path):
-    store = RolloutStore(tmp_path, PLAN, parts[2])
-    fill(store, writer)
-    rows = [row for shard in rows_of(store) for row in shard]
-    assert [(t.tokens.tolist(), t.loss_mask.tolist()) for t in store.texts()] == [
-        (r["tokens"], r["loss_mask"]) for r in rows
-    ]
-    assert len(rows) > 8

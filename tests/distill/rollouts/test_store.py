@@ -1,11 +1,12 @@
-"""Stores: in a folder of the user's own, at a url that machines share, and what they say of themselves."""
+"""Stores of rollouts in a given folder or at a url, and their notes."""
 
+import hashlib
 import json
 import os
 import shutil
 import sys
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import datasets
 import fsspec
@@ -25,15 +26,11 @@ from distill.rollouts.store import SCHEMA, RolloutStore
 
 OTHERS = {
     "target": ("u", r"answers of another target, /m/one \(t\), not of /m/one \(u\)"),
-    "config": ("d", "another configuration of the target;"),
-    "tokenizer": ("l", "another tokenizer;"),
+    "config": ("d", "another configuration of the target"),
+    "tokenizer": ("l", "another tokenizer"),
     "dtype": ("bfloat16", "another dtype of the target, float32, and bfloat16 is wanted"),
-    "sampler": (
-        {"temperature": 0.5},
-        "another sampler, {'temperature': 1.0, .*, and {'temperature': 0.5}",
-    ),
-    "prompts": ("q", "other prompts;"),
-    "samples": (2, "another rollout setting samples, 1, and 2 is wanted"),
+    "sampler": ({"temperature": 0.5}, "another sampler, {'temperature': 1.0, .*, and {'temperature': 0.5}"),
+    "prompts": ("q", "other prompts"),
     "stop": ([3, 4], "another rollout setting stop"),
 }
 
@@ -67,29 +64,40 @@ def parquets(folder) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted(folder.glob("*.parquet"))}
 
 
+def remake(store: RolloutStore) -> None:
+    fill(store, refuse)
+    store.check()
+
+
 # -- what a store says ---------------------------------------------------------------------------
 
 
-def test_the_manifest_counts_what_there_is_and_says_who_made_it(parts, writer, tmp_path):
+def test_manifest_counts_and_hashes(parts, writer, tmp_path):
     origin = {"target": "owner/name", "revision": "abc"}
     store = RolloutStore(tmp_path, PLAN, parts[2], origin=origin)
+    assert not store.complete
     fill(store, writer)
-    rows = [row for shard in rows_of(store) for row in shard]
-    manifest = store.manifest()
-    tokens, answered = sum(len(r["tokens"]) for r in rows), sum(sum(r["loss_mask"]) for r in rows)
+    assert store.complete
+    manifest, shards = store.manifest(), rows_of(store)
+    for shard, made in zip(manifest["shards"], shards, strict=True):
+        assert shard["rows"] == len(made)
+        assert shard["answer_tokens"] == sum(sum(row["loss_mask"]) for row in made)
+        assert shard["sha256"] == hashlib.sha256((store.folder / shard["file"]).read_bytes()).hexdigest()
+    rows = [row for shard in shards for row in shard]
+    answered = sum(sum(r["loss_mask"]) for r in rows)
     assert manifest["counts"] == {
         "rows": len(rows),
-        "prompt_tokens": tokens - answered,
+        "prompt_tokens": sum(len(r["tokens"]) for r in rows) - answered,
         "answer_tokens": answered,
         "finish_reason": Counter(row["finish_reason"] for row in rows),
         "ids": {"exact": len(rows)},
     }
-    assert manifest["origin"] == origin
-    assert manifest["plan"]["tokenizer"] == "k"
-    assert manifest["plan"]["sampler"] == PLAN.sampler
-    assert manifest["versions"]["torch"] == torch.__version__
-    assert manifest["versions"]["transformers"] == transformers.__version__
-    assert manifest["versions"]["foredraft"]
+    assert (manifest["key"], manifest["origin"]) == (PLAN.key, origin)
+    assert manifest["plan"] == json.loads(json.dumps(asdict(PLAN)))
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    assert versions.items() <= manifest["versions"].items()
+    texts = [(t.tokens.tolist(), t.loss_mask.tolist()) for t in store.texts()]
+    assert texts == [(r["tokens"], r["loss_mask"]) for r in rows]
 
 
 def test_shards_are_read_by_datasets(store, straight, tmp_path):
@@ -98,7 +106,7 @@ def test_shards_are_read_by_datasets(store, straight, tmp_path):
     assert read.to_list() == [row for shard in straight for row in shard]
 
 
-def test_a_shard_says_whose_it_is(store):
+def test_shard_carries_plan_and_number(store):
     assert is_whole(store.path(1), PLAN.key, 1)
     assert not is_whole(store.path(1), PLAN.key, 2)
     assert not is_whole(store.path(1), replace(PLAN, seed=1).key, 1)
@@ -110,7 +118,7 @@ def test_a_shard_says_whose_it_is(store):
 # -- a folder of the user's own ------------------------------------------------------------------
 
 
-def test_a_given_folder_is_the_store_and_is_gone_on_with_and_reused(parts, writer, straight, tmp_path):
+def test_given_folder_is_continued_and_reused(parts, writer, straight, tmp_path):
     mine = tmp_path / "mine"
     store = RolloutStore(tmp_path / "root", PLAN, parts[2], str(mine))
 
@@ -121,11 +129,8 @@ def test_a_given_folder_is_the_store_and_is_gone_on_with_and_reused(parts, write
 
     with pytest.raises(KeyboardInterrupt):
         fill(store, interrupted)
-    assert sorted(p.name for p in mine.glob("*.[jp]*")) == [
-        "plan.json",
-        "shard-00000.parquet",
-        "shard-00001.parquet",
-    ]
+    assert {p.name for p in mine.glob("*.[jp]*")} == {"plan.json", *parquets(mine)}
+    assert len(parquets(mine)) == 2
     made = []
     again = RolloutStore(tmp_path / "elsewhere", PLAN, parts[2], str(mine))
     fill(again, lambda shard, *work: made.append(shard) or writer(shard, *work))
@@ -136,7 +141,7 @@ def test_a_given_folder_is_the_store_and_is_gone_on_with_and_reused(parts, write
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_store_with_an_older_kind_of_fingerprint_is_refused(parts, writer, tmp_path):
+def test_store_with_an_older_kind_of_fingerprint_is_refused(parts, writer, tmp_path):
     store = RolloutStore(tmp_path, PLAN, parts[2], str(tmp_path / "mine"), {"target": "/m/one"})
     fill(store, writer)
     path = store.folder / "plan.json"
@@ -148,7 +153,7 @@ def test_a_store_with_an_older_kind_of_fingerprint_is_refused(parts, writer, tmp
 @pytest.mark.parametrize(
     ("name", "begun"), [*((name, "finished") for name in OTHERS), ("target", "just begun")]
 )
-def test_a_store_of_another_plan_is_refused_and_told_why(name, begun, parts, writer, tmp_path):
+def test_store_of_another_plan_is_refused(name, begun, parts, writer, tmp_path):
     value, why = OTHERS[name]
     mine, origin = tmp_path / "mine", {"target": "/m/one", "revision": None}
     store = RolloutStore(tmp_path, PLAN, parts[2], str(mine), origin)
@@ -165,30 +170,31 @@ def test_a_store_of_another_plan_is_refused_and_told_why(name, begun, parts, wri
     assert parquets(mine) == before
 
 
-def test_what_is_no_store_is_refused(parts, writer, tmp_path):
+def test_folder_that_is_no_store_is_refused(parts, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file: a file; "):
-        fill(RolloutStore(tmp_path, PLAN, parts[2], str(tmp_path / "file")), refuse)
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "shard-00000.parquet").write_text("")
-    with pytest.raises(UserError, match=r"old: shards without a plan\.json"):
-        fill(RolloutStore(tmp_path, PLAN, parts[2], str(tmp_path / "old")), refuse)
-    mine = tmp_path / "mine"
-    (mine / "notes").mkdir(parents=True)
+    for name, said in (("file", "a file; "), ("old", r"shards without a plan\.json")):
+        with pytest.raises(UserError, match=f"{name}: {said}"):
+            fill(RolloutStore(tmp_path, PLAN, parts[2], str(tmp_path / name)), refuse)
+
+
+def test_other_files_of_a_folder_stay(parts, writer, tmp_path):
+    (tmp_path / "notes").mkdir()
     for name in ("notes/a.tmp", "b.tmp"):
-        (mine / name).write_text("not ours")
-    fill(RolloutStore(tmp_path, PLAN, parts[2], str(mine)), writer)
-    assert (mine / "notes" / "a.tmp").exists()
-    assert (mine / "b.tmp").exists(), "a file that is not the store's was cleaned away"
+        (tmp_path / name).write_text("not ours")
+    fill(RolloutStore(tmp_path, PLAN, parts[2], str(tmp_path)), writer)
+    assert (tmp_path / "notes" / "a.tmp").exists()
+    assert (tmp_path / "b.tmp").exists()
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "plan.json", "shard-00000.parquet"])
-def test_a_link_out_of_a_store_is_refused(store, name, tmp_path):
+def test_link_out_of_a_store_is_refused(store, name, tmp_path):
     file = store.folder / name
     shutil.move(file, tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=f"{name}: a link to a file outside its folder"):
-        reopen(store)
+        remake(store)
 
 
 @pytest.mark.parametrize(
@@ -199,15 +205,15 @@ def test_a_link_out_of_a_store_is_refused(store, name, tmp_path):
         ([{"rows": "1", "answer_tokens": 1, "sha256": ""}], "no hashes or counts of a shard"),
     ],
 )
-def test_a_manifest_of_other_shards_is_refused(store, shards, said):
+def test_manifest_of_other_shards_is_refused(store, shards, said):
     manifest = json.loads((store.folder / "manifest.json").read_text()) | {"shards": shards}
     (store.folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=said):
-        reopen(store)
+        remake(store)
 
 
 @pytest.mark.parametrize("plan", [[1], "x", {"moment": 5}, {"moment": [1]}, None], ids=str)
-def test_a_moment_that_is_none_is_not_taken(plan, tmp_path):
+def test_malformed_moment_is_ignored(plan, tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps({"plan": plan}))
     assert module.moment_of(str(tmp_path)) is None
 
@@ -215,29 +221,21 @@ def test_a_moment_that_is_none_is_not_taken(plan, tmp_path):
 # -- damaged notes -------------------------------------------------------------------------------
 
 
-def reopen(store: RolloutStore) -> None:
-    fill(store, refuse)
-    store.check()
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", '"text"', "{}", '{"plan": 3, "schema": 3}'])
 @pytest.mark.parametrize("name", ["plan.json", "manifest.json"])
-def test_a_damaged_note_is_named_in_a_line_and_written_again_once_removed(name, text, store, straight):
+def test_damaged_note_is_named_and_written_again_once_removed(name, text, store, straight):
     path = store.folder / name
     whole = path.read_text()
     path.write_text(text)
-    with pytest.raises(UserError) as refused:
-        reopen(store)
-    (line,) = str(refused.value).splitlines()
-    assert line.startswith(str(store.folder))
+    with pytest.raises(UserError, match=rf"^{store.folder}\S*: [^\n]*$"):
+        remake(store)
     path.unlink()
-    fill(store, refuse)
-    store.check()
+    remake(store)
     assert path.read_text() == whole
     assert rows_of(store) == straight
 
 
-def test_a_manifest_is_written_again_for_unchanged_shards_only(store):
+def test_manifest_is_written_again_for_unchanged_shards_only(store):
     (store.folder / "manifest.json").unlink()
     table = pq.read_table(store.path(1))
     rows = table.to_pylist()
@@ -248,12 +246,12 @@ def test_a_manifest_is_written_again_for_unchanged_shards_only(store):
 
 
 @pytest.mark.parametrize("name", ["plan.json", "manifest.json"])
-def test_a_damaged_note_at_a_url_is_named(name, parts, writer, tmp_path):
+def test_damaged_note_at_a_url_is_named(name, parts, writer, tmp_path):
     url = f"file://{tmp_path / 'url'}"
     fill(RolloutStore(tmp_path / "a", PLAN, parts[2], url), writer)
     (tmp_path / "url" / name).write_text("{")
     with pytest.raises(UserError, match=rf"{name}: damaged"):
-        reopen(RolloutStore(tmp_path / "b", PLAN, parts[2], url))
+        remake(RolloutStore(tmp_path / "b", PLAN, parts[2], url))
 
 
 # -- a url ---------------------------------------------------------------------------------------
@@ -291,7 +289,7 @@ def test_machines_without_a_common_disk_share_a_url(parts, writer, straight, tmp
     assert rows_of(third) == straight
 
 
-def test_a_rank_that_died_makes_its_shards_after_the_restart(parts, writer, straight, tmp_path, monkeypatch):
+def test_killed_rank_makes_its_shards_after_the_restart(parts, writer, straight, tmp_path, monkeypatch):
     url = f"file://{tmp_path / 'url'}"
     monkeypatch.setenv("WORLD_SIZE", "2")
     store = [RolloutStore(tmp_path / str(rank), PLAN, parts[2], url) for rank in (0, 1)]
@@ -316,7 +314,7 @@ def test_a_rank_that_died_makes_its_shards_after_the_restart(parts, writer, stra
     assert rows_of(store[0]) == rows_of(store[1]) == straight
 
 
-def test_a_shard_that_was_made_and_not_uploaded_is_uploaded(parts, writer, straight, tmp_path, monkeypatch):
+def test_shard_that_was_made_and_not_uploaded_is_uploaded(parts, writer, straight, tmp_path, monkeypatch):
     url = f"file://{tmp_path / 'url'}"
     store = RolloutStore(tmp_path / "a", PLAN, parts[2], url)
     put, kept = Mirror.put, []
@@ -340,7 +338,7 @@ def test_a_shard_that_was_made_and_not_uploaded_is_uploaded(parts, writer, strai
     assert not list((tmp_path / "url").glob("*.tmp"))
 
 
-def test_where_another_machine_was_faster_its_shard_counts(parts, writer, straight, tmp_path):
+def test_shard_of_a_faster_machine_is_kept(parts, writer, straight, tmp_path):
     url = f"file://{tmp_path / 'url'}"
     first, second = (RolloutStore(tmp_path / name, PLAN, parts[2], url) for name in "ab")
 
@@ -356,21 +354,19 @@ def test_where_another_machine_was_faster_its_shard_counts(parts, writer, straig
     assert rows_of(second) == rows_of(first) == straight
 
 
-def test_a_shard_that_was_changed_at_the_url_is_not_taken(parts, writer, tmp_path):
+def test_shard_that_was_changed_at_the_url_is_not_taken(parts, writer, tmp_path):
     url = f"file://{tmp_path / 'url'}"
     fill(RolloutStore(tmp_path / "a", PLAN, parts[2], url), writer)
     shard = tmp_path / "url" / "shard-00001.parquet"
     shard.write_bytes((tmp_path / "url" / "shard-00000.parquet").read_bytes())
-    with pytest.raises(
-        UserError, match=rf"{url}/shard-00001\.parquet: not what was written there \(sha256\)"
-    ):
+    with pytest.raises(UserError, match=rf"{url}/shard-00001\.parquet: not what was written there"):
         fill(RolloutStore(tmp_path / "b", PLAN, parts[2], url), refuse)
     shard.unlink()
     fill(RolloutStore(tmp_path / "b", PLAN, parts[2], url), writer)
     assert shard.exists()
 
 
-def test_an_object_store_needs_no_rename(parts, writer, straight, tmp_path, monkeypatch):
+def test_object_store_needs_no_rename(parts, writer, straight, tmp_path, monkeypatch):
     memory = fsspec.filesystem("memory")
     monkeypatch.setattr(type(memory), "mv", lambda *a: pytest.fail("a copy, where one PUT is atomic"))
     fill(RolloutStore(tmp_path / "a", PLAN, parts[2], "memory://bucket/store"), writer)
@@ -380,7 +376,7 @@ def test_an_object_store_needs_no_rename(parts, writer, straight, tmp_path, monk
     memory.rm("/bucket", recursive=True)
 
 
-def test_a_url_that_cannot_be_used_is_one_line(parts, tmp_path, monkeypatch):
+def test_url_that_cannot_be_used_is_one_line(parts, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     for url, why in (("s3://b/x", "[Ii]nstall s3fs.*pip install"), ("ftq://b", "ftq")):
         with pytest.raises(UserError, match=rf"^rollout\.store={url}: .*{why}") as caught:
@@ -389,18 +385,17 @@ def test_a_url_that_cannot_be_used_is_one_line(parts, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["folder", "url"])
-def test_the_folder_is_not_listed_for_every_shard(tmp_path, monkeypatch, place):
-    """Nor is the url: a million prompts are some 4,000 shards."""
+def test_store_is_not_listed_for_every_shard(tmp_path, monkeypatch, place):
+    """A million prompts are some 4,000 shards."""
     monkeypatch.setattr(module, "EVERY", 3600.0)
     listed, told = [], []
-    missing, names = RolloutStore.missing, Mirror.names
-    monkeypatch.setattr(RolloutStore, "missing", lambda self: listed.append("folder") or missing(self))
-    monkeypatch.setattr(Mirror, "names", lambda self: listed.append("url") or names(self))
+    for owner, name in ((RolloutStore, "missing"), (Mirror, "names")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda self, real=real: listed.append(real) or real(self))
     url = f"file://{tmp_path / 'there'}" if place == "url" else None
     store = RolloutStore(tmp_path / "here", replace(PLAN, self_prompts=40, shard_size=1), [], url)
     store.fill(lambda shard, prompts, count: [], told.append)
     assert told == [*range(39, -1, -1), 0]
-    assert listed.count("folder") <= 4
-    assert listed.count("url") <= 4
+    assert max(Counter(listed).values()) <= 4
     assert store.complete
     assert {"prompt_tokens": 0, "answer_tokens": 0}.items() <= store.manifest()["counts"].items()

@@ -1,4 +1,4 @@
-"""Rows of a shard: turn after turn, several answers a prompt, batches by length, a drafter that helps."""
+"""Rows of a shard: turns, samples, batches by length, and drafters that help."""
 
 from dataclasses import replace
 
@@ -17,19 +17,21 @@ from distill.losses.divergences import kl
 from distill.losses.objective import Objective
 from distill.losses.weights import constant, weighted
 from distill.prompts.chat_template import Chat
-from distill.prompts.prompt import Prompt, turns
+from distill.prompts.prompt import Prompt
 from distill.rollouts.writer import Writer
 from drafters.base import Batch
 from drafters.models.lm import DraftLM
 
 END = 3
 TALK = replace(PLAN, self_prompts=0, max_prompt_tokens=60)
-THINKING = (  # leaves what stands before the bar out of earlier answers
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>"
-    "{{ m['content'] if loop.last else m['content'].split('|')[-1] }}<|end|>"
+TURN = (  # of which ANSWER is what an earlier or the last answer shows
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>ANSWER<|end|>"
     "{% else %}<|user|>{{ m['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+CUT = TURN.replace("ANSWER", "{{ m['content'] if loop.last else m['content'].split('|')[-1] }}")
+WHY = "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+REASONS = TURN.replace("ANSWER", WHY + "{{ m['content'] }}")
 
 
 class Parrot:
@@ -59,33 +61,15 @@ def answers(row) -> list[str]:
     return [part for part in text.split("<|pad|>") if part]
 
 
-@pytest.mark.parametrize(
-    ("roles", "places"),
-    [
-        ("u", [1]),
-        ("uu", [1, 2]),
-        ("uau", [3]),
-        ("sua", []),
-        ("suau", [4]),
-        ("uat", [3]),
-        ("uatt", [4]),
-        ("uatau", [5]),
-        ("usu", [1, 3]),
-    ],
-)
-def test_the_target_answers_whatever_has_no_answer(roles, places):
-    names = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
-    assert turns([{"role": names[role], "content": "x"} for role in roles]) == places
+def text_of(row) -> str:
+    return make_tokenizer().decode(row["tokens"])
 
 
-def test_every_turn_is_answered_in_one_row_where_the_template_allows_it():
+def test_every_turn_is_answered_in_one_row():
     chat = Chat(make_tokenizer())
     parrot = Parrot(chat, "one", "two")
     (row,) = Writer(parrot, chat, TALK)(0, [Prompt.of("p", user("a", "b"), weight=0.5)], 0)
-    assert (
-        chat.tokenizer.decode(row["tokens"])
-        == "<|user|>a<|assistant|>one<|end|><|user|>b<|assistant|>two<|end|>"
-    )
+    assert text_of(row) == "<|user|>a<|assistant|>one<|end|><|user|>b<|assistant|>two<|end|>"
     assert answers(row) == ["one<|end|>", "two<|end|>"]
     assert (row["id"], row["finish_reason"], row["ids"], row["weight"]) == ("p", "stop", "exact", 0.5)
     first, second = (requests[0] for requests in parrot.asked)
@@ -94,40 +78,29 @@ def test_every_turn_is_answered_in_one_row_where_the_template_allows_it():
     assert row["tokens"][: len(second.tokens)] == second.tokens
 
 
-def test_where_the_template_rewrites_earlier_answers_a_turn_has_a_row_of_its_own():
-    chat = Chat(make_tokenizer(THINKING))
-    one, two = Writer(Parrot(chat, "hm|yes", "no"), chat, TALK)(0, [Prompt.of("p", user("a", "b"))], 0)
-    assert (one["id"], two["id"]) == ("p", "p@1")
-    assert chat.tokenizer.decode(one["tokens"]) == "<|user|>a<|assistant|>hm|yes<|end|>"
-    assert (
-        chat.tokenizer.decode(two["tokens"])
-        == "<|user|>a<|assistant|>yes<|end|><|user|>b<|assistant|>no<|end|>"
-    )
-    assert (answers(one), answers(two)) == (["hm|yes<|end|>"], ["no<|end|>"])
-
-
-REASONS = (  # the reasoning of the last answer alone, before a bar
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>"
-    "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m['content'] }}<|end|>{% else %}<|user|>{{ m['content'] }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+@pytest.mark.parametrize(
+    ("template", "said", "message"),
+    [
+        (CUT, "hm|yes", {"role": "assistant", "content": "hm|yes"}),
+        (
+            REASONS,
+            "<think>hm</think>yes",
+            {"role": "assistant", "content": "yes", "reasoning_content": "hm"},
+        ),
+    ],
 )
-
-
-def test_the_history_of_a_conversation_holds_reasoning_apart():
-    chat = Chat(make_tokenizer(REASONS))
-    parrot = Parrot(chat, "<think>hm</think>yes", "no")
+def test_turns_have_rows_where_the_template_rewrites_earlier_answers(template, said, message):
+    chat = Chat(make_tokenizer(template))
+    parrot = Parrot(chat, said, "no")
     one, two = Writer(parrot, chat, TALK)(0, [Prompt.of("p", user("a", "b"))], 0)
-    ((second,),) = parrot.asked[1:]
-    assert second.messages[1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
-    assert answers(one) == ["<think>hm</think>yes<|end|>"]
-    assert (
-        chat.tokenizer.decode(two["tokens"])
-        == "<|user|>a<|assistant|>yes<|end|><|user|>b<|assistant|>no<|end|>"
-    )
+    assert (one["id"], two["id"]) == ("p", "p@1")
+    assert parrot.asked[1][0].messages[1] == message
+    assert text_of(one) == f"<|user|>a<|assistant|>{said}<|end|>"
+    assert text_of(two) == "<|user|>a<|assistant|>yes<|end|><|user|>b<|assistant|>no<|end|>"
+    assert (answers(one), answers(two)) == ([f"{said}<|end|>"], ["no<|end|>"])
 
 
-def test_an_answer_that_is_not_read_back_ends_its_conversation_and_is_counted(capsys):
+def test_unreadable_answer_ends_its_conversation_and_is_counted(capsys):
     chat = Chat(make_tokenizer(REASONS))
     parrot = Parrot(chat, "yes</think>no</think>")
     rows = Writer(parrot, chat, TALK)(0, [Prompt.of("p", user("a", "b")), Prompt.of("q", user("c"))], 0)
@@ -136,31 +109,31 @@ def test_an_answer_that_is_not_read_back_ends_its_conversation_and_is_counted(ca
     assert "rollouts: 1 of 2 conversations of shard 0 end early" in capsys.readouterr().out
 
 
-def test_an_answer_that_was_cut_is_the_last_one():
+def test_answer_that_was_cut_is_the_last_one():
     chat = Chat(make_tokenizer())
     (row,) = Writer(Parrot(chat, "one", cut=True), chat, TALK)(0, [Prompt.of("p", user("a", "b"))], 0)
     assert (answers(row), row["finish_reason"]) == (["one"], "length")
 
 
-def test_tools_are_in_every_turn_and_encoded_text_is_said_to_be_that():
+def test_every_turn_has_the_tools_and_encoded_text_is_marked():
     listed = "{% if tools %}tools {{ tools[0].name }}{% endif %}"
     chat, tools = Chat(make_tokenizer(listed + TEMPLATE)), ({"name": "f"},)
     parrot = Parrot(chat, "one", "two", exact=False)
     (row,) = Writer(parrot, chat, TALK)(0, [Prompt.of("p", user("a", "b"), tools=tools)], 0)
-    assert chat.tokenizer.decode(row["tokens"]).startswith("tools f<|user|>a<|assistant|>one<|end|><|user|>b")
+    assert text_of(row).startswith("tools f<|user|>a<|assistant|>one<|end|><|user|>b")
     assert [request.tools for (request,) in parrot.asked] == [tools, tools]
     assert row["ids"] == "reencoded"
 
 
 @pytest.mark.parametrize(("longest", "context"), [(8, None), (60, 9)])
-def test_a_self_written_prompt_has_its_own_sampler_and_room_and_loses_its_end(longest, context):
+def test_self_written_prompt_has_its_own_sampler_and_room(longest, context):
     chat = Chat(make_tokenizer())
     before, after = chat.user_turn()
     plan = replace(PLAN, max_prompt_tokens=longest, max_new_tokens=50, prompt_sampler={"temperature": 0.7})
     parrot = Parrot(chat, "why", "so")
     parrot.context = context
     one, two = Writer(parrot, chat, plan)(3, [], 2)
-    assert chat.tokenizer.decode(one["tokens"]) == "<|user|>why<|assistant|>so<|end|>"
+    assert text_of(one) == "<|user|>why<|assistant|>so<|end|>"
     assert (one["id"], two["id"], answers(two)) == ("self-3-0", "self-3-1", ["so<|end|>"])
     room = 8 - len(before) - len(after)
     assert parrot.params == [
@@ -169,38 +142,36 @@ def test_a_self_written_prompt_has_its_own_sampler_and_room_and_loses_its_end(lo
     ]
 
 
-def test_a_turn_without_room_is_left_out():
+def test_turn_without_room_is_left_out():
     chat = Chat(make_tokenizer())
     short = replace(TALK, max_prompt_tokens=5, max_new_tokens=4)  # later turns: 14, 23, ...
-    (row,) = Writer(Parrot(chat, "one"), chat, short)(0, [Prompt.of("p", user("a", "b" * 9))], 0)
-    assert answers(row) == ["one<|end|>"]
-    (row,) = Writer(Parrot(chat, "one", "two"), chat, short)(0, [Prompt.of("p", user("a", "bbb"))], 0)
-    assert answers(row) == ["one<|end|>", "two<|end|>"]
-    parrot = Parrot(chat, "one", "two")
-    parrot.context = 8
-    (row,) = Writer(parrot, chat, short)(0, [Prompt.of("p", user("a", "bbb"))], 0)
-    assert answers(row) == ["one<|end|>"]
+    one, two = "one<|end|>", "two<|end|>"
+    for second, context, said in (("b" * 9, None, [one]), ("bbb", None, [one, two]), ("bbb", 8, [one])):
+        parrot = Parrot(chat, "one", "two")
+        parrot.context = context
+        (row,) = Writer(parrot, chat, short)(0, [Prompt.of("p", user("a", second))], 0)
+        assert answers(row) == said
 
 
-def test_samples_of_a_prompt_differ_and_the_first_is_what_one_alone_would_be(parts):
+def test_samples_of_a_prompt_differ(parts):
     target, chat, prompts = parts
-    alone = make_writer(target, chat, TALK)(0, prompts[:3], 0)
+    first = make_writer(target, chat, TALK)(0, prompts[:3], 0)
     rows = make_writer(target, chat, replace(TALK, samples=3))(0, prompts[:3], 0)
     assert [row["id"] for row in rows] == [f"p{i}{s}" for i in range(3) for s in ("", "#1", "#2")]
-    assert rows[::3] == alone
+    assert rows[::3] == first
     assert len({tuple(row["tokens"]) for row in rows}) == 9
 
 
-def test_prompts_of_similar_length_begin_together_and_change_no_row(parts, monkeypatch):
+def test_batches_by_length_change_no_row(parts, monkeypatch):
     target, chat, _ = parts
     prompts = [Prompt.of(str(n), user("x" * n)) for n in (9, 1, 7, 3, 5)]
-    seen = []
-    call = engines.generate
-    monkeypatch.setattr(
-        engines,
-        "generate",
-        lambda t, d, rows, **o: seen.append([len(r) - 2 for r in rows]) or call(t, d, rows, **o),
-    )
+    seen, call = [], engines.generate
+
+    def generate(target, drafter, rows, **options):
+        seen.append([len(row) - 2 for row in rows])
+        return call(target, drafter, rows, **options)
+
+    monkeypatch.setattr(engines, "generate", generate)
     rows = {size: make_writer(target, chat, replace(TALK, batch_size=size))(0, prompts, 0) for size in (2, 5)}
     assert seen == [[1, 3, 5, 7, 9]] * 2
     assert [row["id"] for row in rows[2]] == ["9", "1", "7", "3", "5"]
@@ -208,7 +179,7 @@ def test_prompts_of_similar_length_begin_together_and_change_no_row(parts, monke
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_drafter_that_helps_changes_no_row(temperature, parts, make_drafter):
+def test_drafter_that_helps_changes_no_row(temperature, parts, make_drafter):
     target, chat, prompts = parts
     drafter = make_drafter("eagle", target)
     target.tap(())
@@ -221,7 +192,7 @@ def test_a_drafter_that_helps_changes_no_row(temperature, parts, make_drafter):
 
 
 @pytest.mark.parametrize(("speed", "name"), [(0.0, "chain"), (100.0, "plain")])
-def test_a_plan_is_chosen_once_and_changes_no_row(speed, name, parts, monkeypatch, capfd):
+def test_plan_is_chosen_once_and_changes_no_row(speed, name, parts, monkeypatch, capfd):
     """The target drafts for itself, by a clock that says what that costs."""
     target, chat, prompts = parts
     drafter = DraftLM(target.model.config.to_dict(), target.model)
@@ -249,30 +220,27 @@ def test_a_plan_is_chosen_once_and_changes_no_row(speed, name, parts, monkeypatc
     assert (engine.drafter is None) == (name == "plain")
 
 
-def test_a_rows_weight_scales_its_share_of_the_loss(parts, make_drafter):
+def test_weight_of_a_row_scales_its_loss(parts, make_drafter):
     target, _, _ = parts
     drafter = make_drafter("eagle", target)
     tokens = torch.randint(4, 60, (2, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[:, :2] = False
     read = target.read(tokens)
-    totals = {}
-    for name, rows, weight in (("both", 2, [2.0, 0.5]), ("first", 1, None), ("second", 1, None)):
+    objective, ratios = Objective(kl, constant), drafter.aux_weights_at(1.0)
+
+    def total(rows: list[int], weight=None) -> float:
         kept = mask.clone()
-        if rows == 1:
-            kept[int(name == "first")] = False
+        kept[[row for row in (0, 1) if row not in rows]] = False
         steps = drafter.unroll(Batch(tokens, kept, read.taps, read.last), target)
         steps = weighted(steps, torch.tensor(weight), 9) if weight else steps
-        objective = Objective(kl, constant)
-        totals[name], _ = objective(
-            steps, read.last, target.head, drafter.aux_weights_at(1.0), 1.0, tokens, None
-        )
-    assert totals["both"].item() == pytest.approx(
-        2 * totals["first"].item() + totals["second"].item() / 2, rel=1e-5
-    )
+        return objective(steps, read.last, target.head, ratios, 1.0, tokens, None)[0].item()
+
+    both = total([0, 1], [2.0, 0.5])
+    assert both == pytest.approx(2 * total([0]) + total([1]) / 2, rel=1e-5)
 
 
-def test_a_given_answer_at_the_end_is_neither_sent_nor_stops_a_turn():
+def test_given_answer_at_the_end_is_replaced():
     chat = Chat(make_tokenizer())
     given = ({"role": "assistant", "content": "gold"},)
     parrot = Parrot(chat, "one", "two")

@@ -51,49 +51,44 @@ def parts(tokenizer, text, messages=None, tools=()):
     return message.pop("content"), message.pop("reasoning_content", ""), *message
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
+CALLED = "<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}"
+ANSWERS = {
+    "harmony": [
         (THOUGHT + BETWEEN + "One.", ("One.", "Think one.")),
         ("<|channel|>final<|message|>One.", ("One.", "")),
         ("One.", ("One.", "")),
-        (THOUGHT + "<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}", None),
+        (THOUGHT + CALLED, None),
         (THOUGHT + BETWEEN + "One." + BETWEEN + "Two.", None),
         (THOUGHT, None),
     ],
-)
-def test_harmony(text, wanted):
-    tokenizer = build(HARMONY)
-    assert parts(tokenizer, text) == wanted
-    assert parts(tokenizer, text, say("a", "b", "c", system="s")) == wanted
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
+    "qwen3": [
         ("<think>\nWhy?\n</think>\n\nSo.", ("So.", "Why?")),
         ("<think>\n\n</think>\n\nSo.", ("So.", "")),
         ("So.\n", ("So.\n", "")),
         ("So.</think>", None),
         ("<think>\nWhy?\n</think>\n\nSo.</think>", None),
     ],
+    "opened": [("Why?\n</think>\n\nSo.", ("So.", "Why?")), ("<think>", None)],
+}
+TOKENIZERS = {"harmony": build(HARMONY), "opened": build(OPENED), "qwen3": tokenizer_of("qwen3")}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"), [(k, *case) for k, cases in ANSWERS.items() for case in cases]
 )
-def test_qwen3(text, wanted):
-    assert parts(tokenizer_of("qwen3"), text) == wanted
-
-
-def test_a_prompt_that_opens_the_reasoning():
-    tokenizer = build(OPENED)
-    assert parts(tokenizer, "Why?\n</think>\n\nSo.") == ("So.", "Why?")
-    assert parts(tokenizer, "<think>") is None
+def test_answer_is_split_into_reasoning_and_content(name, text, wanted):
+    assert parts(TOKENIZERS[name], text) == wanted
+    if name == "harmony":
+        assert parts(TOKENIZERS[name], text, say("a", "b", "c", system="s")) == wanted
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "gemma", "mistral", "pocket"])
-def test_without_a_format_an_answer_is_its_text(name):
+def test_answer_without_a_format_is_its_text(name):
     assert parts(tokenizer_of(name), "One <b>and</b> [two].\n") == ("One <b>and</b> [two].\n", "")
 
 
-def test_special_tokens_are_left_out_as_servers_do():
+def test_special_tokens_are_left_out():
+    """As servers do."""
     assert parts(make_tokenizer(TEMPLATE), "One<|user|> more") == ("One more", "")
 
 
@@ -102,10 +97,10 @@ def test_special_tokens_are_left_out_as_servers_do():
     [
         (tokenizer_of("chatml"), '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
         (tokenizer_of("llama3"), '{"name": "f", "parameters": {}}'),
-        (build(HARMONY), " to=functions.f<|channel|>commentary json<|message|>{}"),
+        (TOKENIZERS["harmony"], " to=functions.f<|channel|>commentary json<|message|>{}"),
     ],
     ids=["chatml", "llama3", "harmony"],
 )
-def test_an_answer_that_calls_a_tool_is_not_taken_for_text(tokenizer, call):
+def test_tool_call_is_not_taken_for_text(tokenizer, call):
     assert parts(tokenizer, call, tools=[TOOL]) is None
     assert parts(tokenizer, "One.", tools=[TOOL]) == ("One.", "")

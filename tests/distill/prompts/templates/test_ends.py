@@ -1,11 +1,11 @@
-"""Who ends an answer: the model's files, the tokenizer, the template, and where all of them are heard."""
+"""End tokens of answers, from the model's files, the tokenizer and the template."""
 
 import json
 import shutil
 from typing import Any
 
 import pytest
-from chats import FAMILIES, POCKET, Family, build, say, tokenizer_of
+from chats import POCKET, Family, build, say
 from workbench import options_of
 
 from decode.generation.generate import generate
@@ -17,7 +17,7 @@ from distill.engines.openai_protocol import with_ids
 from distill.prompts.chat_template import Chat
 from distill.prompts.templates.clock import now
 from distill.prompts.templates.ends import AnswerFrame, find_frame
-from distill.prompts.templates.renderer import Span, TemplateRenderer
+from distill.prompts.templates.renderer import TemplateRenderer
 from distill.prompts.templates.rendering import Rendering
 
 TURN = "{{ '<|' + m.role + '|>' + m.content }}"
@@ -32,40 +32,36 @@ def tokenizer_with(end: str, *special: str, eos: str = "<|eos|>") -> Any:
     return build(Family(LOOP.replace("END", end), (*ROLES, *special, eos), eos), merges=())
 
 
+def frame(end: str = "", after: str = "", stop: str = "") -> AnswerFrame:
+    return AnswerFrame("<|assistant|>", end, after, (stop or end,) if stop or end else ())
+
+
 ENDINGS = {
-    "one": ("<|end|>\n", ["<|end|>"], AnswerFrame("<|assistant|>", "<|end|>", "\n", ("<|end|>",))),
-    "none, so the next turn does": ("", [], AnswerFrame("<|assistant|>", "", "", ("<|user|>",))),
-    "words": ("\n\n", [], AnswerFrame("<|assistant|>")),
-    "two together": (
-        "<|done|><|end|>",
-        ["<|done|>", "<|end|>"],
-        AnswerFrame("<|assistant|>", "<|end|>", "", ("<|done|>",)),
-    ),
-    "two, of which eos is one": (
-        "<|eos|><|end|>",
-        ["<|end|>"],
-        AnswerFrame("<|assistant|>", "<|eos|>", "<|end|>", ("<|eos|>",)),
-    ),
+    "one": ("<|end|>\n", ["<|end|>"], frame("<|end|>", "\n")),
+    "none, so the next turn does": ("", [], frame(stop="<|user|>")),
+    "words": ("\n\n", [], frame()),
+    "two together": ("<|done|><|end|>", ["<|done|>", "<|end|>"], frame("<|end|>", stop="<|done|>")),
+    "two, of which eos is one": ("<|eos|><|end|>", ["<|end|>"], frame("<|eos|>", "<|end|>")),
     "another at the last": (
         "{% if loop.last %}<|return|>{% else %}<|end|>{% endif %}",
         ["<|end|>", "<|return|>"],
-        AnswerFrame("<|assistant|>", "<|return|>", "", ("<|end|>",)),
+        frame("<|return|>", stop="<|end|>"),
     ),
-    "one more behind the last": (
+    "one more after the last": (
         "<|end|>\n{% if loop.last and not add_generation_prompt %}<|eos|>{% endif %}",
         ["<|end|>"],
-        AnswerFrame("<|assistant|>", "<|end|>", "\n<|eos|>", ("<|end|>",)),
+        frame("<|end|>", "\n<|eos|>"),
     ),
 }
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_what_a_template_writes_behind_answers_is_read_off_two_turns(name):
-    end, special, frame = ENDINGS[name]
-    assert find_frame(TemplateRenderer(Rendering(tokenizer_with(end, *special), {}, now()))) == frame
+def test_what_follows_an_answer_is_read_off_two_turns(name):
+    end, special, found = ENDINGS[name]
+    assert find_frame(TemplateRenderer(Rendering(tokenizer_with(end, *special), {}, now()))) == found
 
 
-def test_ends_of_answers_and_of_calls_where_the_next_turn_is_what_ends_them():
+def test_next_turn_ends_answers_and_calls():
     template = LOOP.replace("{{ '<|'", "{% set c = m.tool_calls %}{{ '<|'").replace(
         "m.content", "(c[0].function.name if c else m.content)"
     )
@@ -77,58 +73,34 @@ def test_ends_of_answers_and_of_calls_where_the_next_turn_is_what_ends_them():
     assert tokenizer.decode(written) == "one<|user|>two"
 
 
-@pytest.mark.parametrize(
-    ("inner", "text", "span"),
-    [
-        ("one", "Qone<|end|>\n", "one<|end|>"),  # the block ends before the token
-        ("one<|end|>", "Qone<|end|>\n", "one<|end|>"),
-        ("one<|end|>\n", "Qone<|end|>\nQ", "one<|end|>"),
-        ("one<|end|>\n<|eos|>", "Qone<|end|>\n<|eos|>", "one<|end|>"),
-        ("a<|end|>b", "Qa<|end|>b<|end|>", "a<|end|>b<|end|>"),
-        ("a<|end|>b", "Qa<|end|>b<|call|>", "a<|end|>b"),
-        ("", "Q<|end|>\n", "<|end|>"),
-    ],
-)
-def test_a_span_reaches_to_its_end_token_and_no_further(inner, text, span):
-    frame = AnswerFrame("Q", "<|end|>", "\n<|eos|>", ("<|end|>",))
-    assert text[slice(*frame.fit(Span(1, 1 + len(inner)), text))] == span
-
-
-def test_sources_that_agree_are_left_alone_and_others_named():
+def test_ends_that_only_one_source_knows_are_named():
     tokenizer = tokenizer_with("<|end|>", "<|end|>")
     end, eos = tokenizer.convert_tokens_to_ids(["<|end|>", "<|eos|>"])
     chat = Chat(tokenizer)
-    assert chat.ends([eos, end], 10**6).remark(tokenizer) is None
-    assert chat.ends([eos, end], 10**6).ids == [eos, end]
-    template = chat.ends([eos], 10**6)
-    assert template.ids == [eos, end]
-    assert template.remark(tokenizer) == (
-        f"target: its chat template ends answers with '<|end|>' ({end}), and generation_config.json names "
-        f"'<|eos|>' ({eos}); answers end at all of them here, and an engine may need the same list"
-    )
-    assert "its tokenizer ends answers with '<|eos|>'" in str(chat.ends([end], 10**6).remark(tokenizer))
-    assert "names no end token" in str(chat.ends([], 10**6).remark(tokenizer))
+    for files, ids, said in (
+        ([eos, end], [eos, end], "None"),
+        ([eos], [eos, end], f"its chat template ends answers with '<|end|>' ({end}), and generation_config"),
+        ([end], [end, eos], "its tokenizer ends answers with '<|eos|>'"),
+        ([], [eos, end], "names no end token"),
+    ):
+        ends = chat.ends(files, 10**6)
+        assert ends.ids == ids
+        assert said in str(ends.remark(tokenizer))
     assert Chat(tokenizer, "none").ends([end], 10**6).template == ()
     assert chat.ends([eos], vocabulary=end).ids == [token for token in (eos,) if token < end]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_families_end_where_they_say(name):
-    tokenizer: Any = tokenizer_of(name)
-    ends = Chat(tokenizer).ends([], 10**6).template
-    wanted = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "mistral": "</s>"}.get(name, "<|im_end|>")
-    assert tokenizer.convert_ids_to_tokens(list(ends)) == [wanted]
-
-
-def test_generation_stops_at_an_end_that_the_template_alone_knows(tmp_path, capsys):
+def test_generation_stops_at_an_end_of_the_template(tmp_path, capsys):
     """The bundled target ends its answers with token 3, as files that name 5 and 6 do not say."""
     folder = tmp_path / "target"
     shutil.copytree(POCKET, folder)
-    for file, ends in (("generation_config.json", {"eos_token_id": 5}), ("config.json", {"eos_token_id": 5})):
+    for file, changes in (
+        ("generation_config.json", {"eos_token_id": 5}),
+        ("config.json", {"eos_token_id": 5}),
+        ("tokenizer_config.json", {"eos_token": "<|reserved_1|>"}),
+    ):
         settings = json.loads((folder / file).read_text())
-        (folder / file).write_text(json.dumps(settings | ends))
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|reserved_1|>"}))
+        (folder / file).write_text(json.dumps(settings | changes))
     options = options_of(f"target={folder}", "target.dtype=float32").target
     assert file_ends(str(folder)) == [5]
     chat = read_chat(options, "chat")

@@ -1,4 +1,4 @@
-"""What was written survives the template, or is refused in one line; what may differ between them may."""
+"""A text that a template leaves out or changes is refused in one line."""
 
 import re
 from typing import Any
@@ -52,50 +52,42 @@ PLAIN = "{{ m.content }}"
 CUT = "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}"
 
 
-def test_reasoning_that_is_cut_from_the_content_is_refused_in_every_turn():
+def test_reasoning_cut_from_the_content_is_refused():
     chat, thought = chat_of(turns(CUT)), "<think>Two and two.</think>\n\n4"
-    for messages in (
-        say("2+2?", thought),
-        say("2+2?", thought, "Sure?", "Yes"),
-        say("a", "b", "2+2?", thought),
-    ):
-        with pytest.raises(
-            UserError, match=r"leaves out the content 'Two and two\.', so the answer cannot be"
-        ):
+    for messages in (say("2+2?", thought, "Sure?", "Yes"), say("a", "b", "2+2?", thought)):
+        with pytest.raises(UserError, match=r"leaves out the content 'Two and two\.'"):
             chat.encode_answered(messages)
     assert runs(chat, say("2+2?", "4", "Sure?", "Yes")) == ["4<|im_end|>", "Yes<|im_end|>"]
 
 
-def test_reasoning_of_earlier_turns_that_the_last_one_would_keep_is_context():
+def test_reasoning_that_only_the_last_turn_keeps():
     late = "{{ m.content if loop.last or m.role == 'user' else m.content.split('</think>')[-1] }}"
-    messages = say("2+2?", "<think>Two.</think>4", "Sure?", "<think>I am.</think>Yes")
-    wanted = ["<think>I am.</think>Yes<|im_end|>"]
-    assert runs(chat_of(turns(late)), messages) == wanted
     marked = "{% if m.role == 'user' %}" + PLAIN + "{% else %}{% generation %}" + late + "{% endgeneration %}"
-    assert runs(chat_of(turns(marked + "{% endif %}")), messages) == wanted
+    messages = say("2+2?", "<think>Two.</think>4", "Sure?", "<think>I am.</think>Yes")
+    for body in (late, marked + "{% endif %}"):
+        assert runs(chat_of(turns(body)), messages) == ["<think>I am.</think>Yes<|im_end|>"]
 
 
 @pytest.mark.parametrize("arguments", [{"city": "Ulm"}, {}])
-def test_a_call_whose_name_stands_in_the_list_of_tools_alone_is_refused(arguments):
+def test_call_named_only_in_the_list_of_tools_is_refused(arguments):
     chat = chat_of(turns(PLAIN, "{{ tools | tojson }}"))
     asked = [*say("Rain?"), answer(tool_calls=[call(arguments)])]
     with pytest.raises(UserError, match="leaves out the tool call 'weather'"):
         chat.encode_answered(asked, [WEATHER])
 
 
-def test_an_argument_that_is_left_out_is_refused():
+def test_argument_that_is_left_out_is_refused():
     first = "{{ m.tool_calls[0].function.name + ' city ' + m.tool_calls[0].function.arguments.city }}"
     chat = chat_of(turns("{% if m.tool_calls %}" + first + "{% else %}{{ m.content }}{% endif %}"))
-    assert runs(chat, [*say("Rain?"), answer(tool_calls=[call({"city": "Ulm"})])]) == [
-        "weather city Ulm<|im_end|>"
-    ]
-    for arguments, lost in (({"city": "Ulm", "days": 3}, "days"), ({"city": "Ulm", "x": {"y": ["z"]}}, "x")):
-        with pytest.raises(UserError, match=f"leaves out the argument '{lost}' of a tool call"):
-            chat.encode_answered([*say("Rain?"), answer(tool_calls=[call(arguments)])])
-    with pytest.raises(UserError, match="leaves out the tool call 'weather'"):
-        chat.encode_answered(
-            [*say("Rain?"), answer(tool_calls=[call({"city": "Ulm"}), call({"city": "Ulm"})])]
-        )
+    ulm = {"city": "Ulm"}
+    assert runs(chat, [*say("Rain?"), answer(tool_calls=[call(ulm)])]) == ["weather city Ulm<|im_end|>"]
+    for calls, lost in (
+        ([call(ulm | {"days": 3})], "argument 'days' of a tool call"),
+        ([call(ulm | {"x": {"y": ["z"]}})], "argument 'x' of a tool call"),
+        ([call(ulm), call(ulm)], "tool call 'weather'"),
+    ):
+        with pytest.raises(UserError, match=f"leaves out the {lost}"):
+            chat.encode_answered([*say("Rain?"), answer(tool_calls=calls)])
 
 
 CALLS = "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name + ' ' }}{{ ARGUMENTS }}{% endfor %}"
@@ -103,24 +95,14 @@ CALLS = "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name + ' ' }}{{
 
 @pytest.mark.parametrize("arguments", [{"city": "Ulm", "n": [1, None]}, '{"city": "Ulm", "n": [1, null]}'])
 @pytest.mark.parametrize(
-    "written",
-    ["'' + c.function.arguments", "c.function.arguments", "c.function.arguments | tojson"],
+    "written", ["'' + c.function.arguments", "c.function.arguments", "c.function.arguments | tojson"]
 )
-def test_arguments_are_written_as_json_whichever_form_the_template_takes(written, arguments):
+def test_arguments_are_json_in_every_form_of_template(written, arguments):
     """Text (DeepSeek-V3), whatever it is given (which prints an object as Python does), an object."""
     chat = chat_of(turns(CALLS.replace("ARGUMENTS", written)))
     asked = [*say("Rain?"), answer(tool_calls=[call(arguments)])]
     assert runs(chat, asked) == ['weather {"city": "Ulm", "n": [1, null]}<|im_end|>']
     assert '{"city": "Ulm", "n": [1, null]}' in chat.tokenizer.decode(chat.encode([*asked, *say("So?")]))
-
-
-def test_contents_are_typed_for_templates_that_read_them_so():
-    """Such a template writes nothing of a text, in silence."""
-    chat = chat_of(turns("{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}"))
-    assert runs(chat, say("a?", "one", "b?", "two")) == ["one<|im_end|>", "two<|im_end|>"]
-    assert "a?" in chat.tokenizer.decode(chat.encode(say("a?")))
-    assert chat.ends([], 10**6).template == tuple(chat.tokenizer("<|im_end|>")["input_ids"])
-    assert chat.user_turn() == Chat(build(FAMILIES["chatml"], merges=())).user_turn()
 
 
 @pytest.mark.parametrize("body", ["{{ m.content }}", "{{ m.content | tojson }}"])
@@ -131,31 +113,30 @@ def test_contents_are_never_printed_as_objects(body):
 
 
 @pytest.mark.parametrize("role", ["system", "user", "tool"])
-def test_a_prompt_without_what_was_said_is_refused(role):
+def test_prompt_without_what_was_said_is_refused(role):
     chat = chat_of(turns("{{ m.content if m.role != 'ROLE' else '' }}".replace("ROLE", role)))
-    spoken = [{"role": "system", "content": "Brief."}, *say("Rain?"), answer("I ask."), *say("Yes?")]
-    spoken[3] = {"role": "tool", "content": "19"}
-    with pytest.raises(UserError, match=f"leaves out the text '.*' of the {role}"):
-        chat.encode(spoken)
-    with pytest.raises(UserError, match=f"leaves out the text '.*' of the {role}"):
-        chat.encode_answered([*spoken, answer("No.")])
+    system, result = ({"role": r, "content": c} for r, c in (("system", "Brief."), ("tool", "19")))
+    spoken = [system, *say("Rain?"), answer("I ask."), result]
+    for work, messages in ((chat.encode, spoken), (chat.encode_answered, [*spoken, answer("No.")])):
+        with pytest.raises(UserError, match=f"leaves out the text '.*' of the {role}"):
+            work(messages)
 
 
-def test_a_call_that_an_earlier_turn_lost_is_refused_in_a_prompt():
+def test_call_that_an_earlier_turn_lost_is_refused_in_a_prompt():
     chat = chat_of(turns(PLAIN))
     asked = [*say("Rain?"), answer(tool_calls=[call({"city": "Ulm"})]), {"role": "tool", "content": "19"}]
     with pytest.raises(UserError, match=r"leaves out the (tool call|argument)"):
         chat.encode(asked)
 
 
-def test_a_text_in_two_places_needs_two_places():
+def test_text_said_twice_is_written_twice():
     once = "{% if loop.index0 == 0 or m.role == 'assistant' %}{{ m.content }}{% endif %}"
     chat = chat_of(turns(once))
     with pytest.raises(UserError, match="leaves out the text 'again' of the user"):
         chat.encode(say("again", "fine", "again"))
 
 
-def test_an_end_token_inside_an_answer_is_refused():
+def test_end_token_inside_an_answer_is_refused():
     chat = Chat(tokenizer_of("chatml"))
     for messages in (say("a", "one<|im_end|>"), say("a", "one<|im_end|>two", "b", "three")):
         with pytest.raises(UserError, match=r"the content 'one<\|im_end\|>.*' has '<\|im_end\|>' in it"):
@@ -175,7 +156,7 @@ def test_answers_that_are_not_to_be_trained_on_are_context():
         chat.encode_answered([m | {"train": False} for m in messages])
 
 
-def test_a_developer_is_the_system_where_the_template_knows_none(capsys):
+def test_developer_is_the_system_where_the_template_knows_none(capsys):
     messages = [{"role": "developer", "content": "Brief."}, *say("Hi", "Yes.")]
     chat = Chat(tokenizer_of("chatml"))
     assert chat.encode(messages) == chat.encode([{**messages[0], "role": "system"}, *messages[1:]])
@@ -186,41 +167,7 @@ def test_a_developer_is_the_system_where_the_template_knows_none(capsys):
     assert not capsys.readouterr().out
 
 
-def test_a_refusal_names_the_option_that_helps():
-    """Here a prompt holds an empty block unless it is told to think, as Qwen3.5's does."""
-    empty = "<think>\n\n</think>\n\n"
-    body = "{% if m.role == 'assistant' %}{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}"
-    template = turns(body + "{% endif %}" + PLAIN).replace(
-        PROMPT,
-        PROMPT.replace("{% endif %}", "")
-        + "{% if enable_thinking is defined and enable_thinking %}{{ '<think>\n' }}"
-        + "{% else %}{{ EMPTY }}{% endif %}{% endif %}".replace("EMPTY", repr(empty)),
-    )
-    thought = [*say("2+2?"), answer("4", reasoning_content="Two and two.")]
-    with pytest.raises(UserError, match=r"prompts\.template_options='\{enable_thinking: true\}' helps"):
-        chat_of(template).encode_answered(thought)
-    assert runs(chat_of(template, enable_thinking=True), thought) == ["Two and two.\n</think>\n\n4<|im_end|>"]
-    assert runs(chat_of(template), say("2+2?", "4")) == ["4<|im_end|>"]
-    with pytest.raises(UserError) as refused:  # one that no option helps
-        chat_of(template).encode_answered([*say("2+2?"), answer(tool_calls=[call({})])])
-    assert "template_options" not in str(refused.value)
-
-
-def test_marks_lose_the_header_in_every_turn():
-    """gpt-oss's blocks begin with what the prompt has already."""
-    block = "{% generation %}" + HEAD + PLAIN + END + "{% endgeneration %}"
-    template = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}" + block + "{% else %}"
-        "" + HEAD + PLAIN + END + "{% endif %}{% endfor %}" + PROMPT
-    )
-    assert runs(chat_of(template), say("a", "one", "b", "two")) == ["one<|im_end|>", "two<|im_end|>"]
-    split = template.replace(
-        block, block.replace(PLAIN + END, "{% endgeneration %}{% generation %}" + PLAIN + END)
-    )
-    assert runs(chat_of(split), say("a", "one", "b", "two")) == ["one<|im_end|>", "two<|im_end|>"]
-
-
-def test_marks_of_an_answer_that_was_given_another_prompt_are_context():
+def test_marked_answer_to_another_prompt_is_context():
     """Here prompts begin the reasoning, and an earlier answer has none."""
     first = "{{ '<think>' + m.reasoning_content + '. ' if m.reasoning_content else 'So: ' }}"
     blocks = "".join("{% generation %}" + part + "{% endgeneration %}" for part in (first, PLAIN))
@@ -238,17 +185,7 @@ def test_marks_on_what_the_user_said_are_refused():
         chat_of(template).encode_answered(say("Good day", "one"))
 
 
-def test_a_header_that_the_prompt_lacks_is_not_the_targets():
-    """As DiffusionGemma's behind the result of a tool."""
-    template = turns(PLAIN).replace(
-        "if add_generation_prompt", "if add_generation_prompt and messages | length < 3"
-    )
-    assert runs(chat_of(template), say("a", "one")) == ["one<|im_end|>"]
-    with pytest.raises(UserError, match="renders an answer differently from its prompt"):
-        chat_of(template).encode_answered(say("a", "one", "b", "two"))
-
-
-# -- the checker by itself -------------------------------------------------------------------------
+# -- the checker -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,12 +201,7 @@ def test_a_header_that_the_prompt_lacks_is_not_the_targets():
         (answer(tool_calls=[call({"on": True, "x": 1.5})]), "weather(on=True, x=1.5)", None),
         (answer(tool_calls=[call({"on": True})]), "weather(on=1)", "leaves out the argument 'true'"),
         (answer(tool_calls=[call({"x": None})]), "weather x", None),
-        (
-            answer(tool_calls=[call({"x": "y"})]),
-            "weather {'x': 'y'}",
-            "prints arguments of a tool call as Python",
-        ),
-        (answer("<think>a</think>b"), "</think><think>a</think>b", "puts reasoning before the </think>"),
+        (answer(tool_calls=[call({"x": "y"})]), "weather {'x': 'y'}", "prints arguments of a tool call as"),
         (answer("x" * 60), "", f"leaves out the content '{'x' * 40}...'"),
     ],
 )
@@ -278,26 +210,23 @@ def test_parts_of_an_answer_in_its_span(message, span, fault):
     assert found is None if fault is None else str(found).startswith(fault)
 
 
-def test_reasoning_in_the_content_behind_a_block_that_the_prompt_closes():
+def test_reasoning_after_a_closed_block_of_the_prompt():
     message = answer("<think>a</think>b")
-    assert fault_in_answer(message, "<think>a</think>b", "<think>\n\n</think>\n\n")
+    refused = "puts reasoning before the </think>"
+    assert str(fault_in_answer(message, "</think><think>a</think>b", "")).startswith(refused)
+    assert str(fault_in_answer(message, "<think>a</think>b", "<think>\n\n</think>\n\n")).startswith(refused)
     assert fault_in_answer(message, "<think>a</think>b", "<think>\n") is None
 
 
 def test_results_of_tools_stand_as_they_are_or_as_json():
     result = {"role": "tool", "content": '{"temperature":  19}'}
-    for text in (
-        '{"temperature":  19}',
-        '{"temperature": 19}',
-        "{'temperature': 19}",
-        r"{\"temperature\":  19}",
-    ):
-        assert fault_in_prompt([result], f"x {text}") is None
+    spellings = [result["content"], '{"temperature": 19}', "{'temperature': 19}", r"{\"temperature\":  19}"]
+    assert not any(fault_in_prompt([result], f"x {text}") for text in spellings)
     assert fault_in_prompt([result], "x") == "leaves out the text '{\"temperature\":  19}' of the tool"
 
 
-def test_turns_behind_the_first_answer_are_checked_before_the_first_is_written():
-    """Here the template writes the question that begins a conversation alone."""
+def test_later_turns_are_checked_before_the_first_answer():
+    """Here the template writes only the first question of a conversation."""
     chat = chat_of(turns("{% if loop.first or m.role == 'assistant' %}{{ m.content }}{% endif %}"))
     asked = [Prompt.of("one", say("a?")), Prompt.of("two", [*say("a?"), *say("b, please?")])]
     counts = count_tokens(asked, chat, given=False)

@@ -1,4 +1,4 @@
-"""A chat template is a stranger's program: a prompt is rendered, or it is set aside in one line."""
+"""Chat templates that fail, never end or take too much memory are refused in one line."""
 
 import json
 import time
@@ -6,11 +6,12 @@ import time
 import pytest
 from chats import CHATML, GEMMA, LLAMA3, MISTRAL, QWEN3
 from transformers.utils.chat_template_utils import render_jinja_template
-from workbench import TEMPLATE, make_tokenizer, write_prompts
+from workbench import TEMPLATE, make_tokenizer, options_of, write_prompts
 
 from decode.errors import UserError
-from distill.options import PromptOptions
 from distill.prompts.chat_template import Chat
+from distill.prompts.length import Limit
+from distill.prompts.split import read
 from distill.prompts.templates import rendering
 from distill.prompts.templates.limits import TooMuchWork, render_within_limits
 
@@ -77,55 +78,44 @@ CONSTANT = {  # which Jinja computes while it compiles
 
 
 def guarded(body, text="bad"):
-    """A template that does it to one conversation alone."""
+    """A template that does it to one conversation."""
     return "{% if messages[0].content == '" + text + "' %}" + body + "{% endif %}" + TEMPLATE
 
 
 @pytest.mark.parametrize("name", FAILS)
-def test_what_a_template_raises_is_the_records_refusal(name):
-    with pytest.raises(UserError, match="target: its chat template refuses the prompt 'hi': ") as caught:
+def test_error_of_a_template_refuses_the_record(name):
+    with pytest.raises(UserError, match=r"^target: its chat template refuses the prompt 'hi': [^\n]*$"):
         Chat(make_tokenizer(FAILS[name] + TEMPLATE)).encode(HI)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_work_and_size_have_a_limit(name):
     chat, begun = Chat(make_tokenizer(guarded(ENDLESS[name]))), time.monotonic()
-    with pytest.raises(UserError, match="refuses the prompt 'bad': it ") as caught:
+    with pytest.raises(UserError, match=r"^[^\n]*refuses the prompt 'bad': it [^\n]*$"):
         chat.encode([{"role": "user", "content": "bad"}])
-    assert "\n" not in str(caught.value)
     assert time.monotonic() - begun < 10
     assert chat.encode(HI) == Chat(make_tokenizer(TEMPLATE)).encode(HI), "another prompt is rendered"
 
 
-@pytest.mark.parametrize(
-    "template", [ENDLESS["nested"], *map(guarded, CONSTANT.values())], ids=["nested", *CONSTANT]
-)
-def test_a_template_that_can_render_nothing_is_one_line_before_any_prompt(template):
-    with pytest.raises(UserError, match="target: its chat template cannot be used: it ") as caught:
+@pytest.mark.parametrize("template", [ENDLESS["nested"], *map(guarded, CONSTANT.values())])
+def test_template_that_renders_nothing_is_refused_before_any_prompt(template):
+    with pytest.raises(UserError, match=r"^target: its chat template cannot be used: it [^\n]*$"):
         Chat(make_tokenizer(template))
-    assert "\n" not in str(caught.value)
 
 
-def test_one_prompt_is_set_aside_and_a_run_of_all_is_refused(bench, tmp_path, monkeypatch):
-    from workbench import options_of
-
-    from distill.prompts.length import Limit
-    from distill.prompts.split import read
-
+def test_refused_prompt_is_set_aside_and_a_run_without_prompts_is_refused(tmp_path):
     prompts = write_prompts(tmp_path / "p.jsonl", 5)
     with prompts.open("a") as file:
         file.write(json.dumps({"messages": [{"role": "user", "content": "bad"}]}) + "\n")
-    options: PromptOptions = options_of(f"prompts={prompts}", "prompts.heldout_share=0").prompts
+    options = options_of(f"prompts={prompts}", "prompts.heldout_share=0").prompts
     result = read(options, Chat(make_tokenizer(guarded(FAILS["index"]))), Limit(), "write")
     assert len(result.train) == 5
     (refused,) = result.refused
     assert "ValueError: substring not found" in refused.reason
     assert "\n" not in str(refused)
     fails = FAILS["index"].replace("'x'", "'#'") + TEMPLATE
-    with pytest.raises(UserError, match="substring not found") as caught:
+    with pytest.raises(UserError, match=r"^[^\n]*substring not found[^\n]*$"):
         read(options, Chat(make_tokenizer(fails)), Limit(), "write")
-    assert "\n" not in str(caught.value)
 
 
 CONVERSATIONS = [
@@ -136,7 +126,7 @@ CONVERSATIONS = [
 
 
 @pytest.mark.parametrize("template", [CHATML, GEMMA, LLAMA3, MISTRAL, QWEN3, TEMPLATE])
-def test_what_is_counted_is_what_is_rendered(template):
+def test_rendering_within_limits_is_the_same(template):
     for messages in CONVERSATIONS:
         seen = {"tools": None, "documents": None, "add_generation_prompt": True, "bos_token": "<s>"}
         try:
@@ -156,7 +146,7 @@ def test_steps_do_not_depend_on_the_machine(monkeypatch):
         render_within_limits(TEMPLATE, {"messages": HI}, str)
 
 
-def test_a_template_that_differs_each_time_is_refused(monkeypatch):
+def test_template_that_differs_each_time_is_refused(monkeypatch):
     chat, count = Chat(make_tokenizer()), iter(range(99))
     real = chat.tokenizer.apply_chat_template
     monkeypatch.setattr(

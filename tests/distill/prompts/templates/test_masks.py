@@ -1,6 +1,7 @@
 """Which tokens are supervised, for every family of chat templates."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -21,14 +22,8 @@ from distill.prompts.templates.renderer import TemplateRenderer
 from distill.prompts.templates.rendering import Rendering
 
 ALL = [*FAMILIES, "pocket"]
-ENDS = {
-    "chatml": "<|im_end|>",
-    "llama3": "<|eot_id|>",
-    "gemma": "<end_of_turn>",
-    "mistral": "</s>",
-    "qwen3": "<|im_end|>",
-    "pocket": "<|end|>",
-}
+ENDS = dict.fromkeys(("chatml", "qwen3"), "<|im_end|>")
+ENDS |= {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "mistral": "</s>", "pocket": "<|end|>"}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
 ASKED = [
@@ -44,19 +39,28 @@ def runs(chat: Chat, messages, tools=()) -> list[str]:
     """The text of each run of supervised tokens."""
     ids, mask = chat.encode_answered(messages, tools)
     assert len(ids) == len(mask)
-    found: list[list[int]] = []
-    for i, token in enumerate(ids):
-        if mask[i] and (not i or not mask[i - 1]):
-            found.append([])
-        if mask[i]:
-            found[-1].append(token)
-    return [str(chat.tokenizer.decode(run, clean_up_tokenization_spaces=False)) for run in found]
+    found = re.finditer("1+", "".join(map(str, mask)))
+    tokens = (ids[run.start() : run.end()] for run in found)
+    return [str(chat.tokenizer.decode(run, clean_up_tokenization_spaces=False)) for run in tokens]
 
 
 def written(name: str, text: str) -> str:
     """What the target writes of an answer."""
     text = text.strip() if name in ("llama3", "gemma") else text
     return {"mistral": " "}.get(name, "") + text + ENDS[name]
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chat_of(template, family: str = "qwen3", **options: Any) -> Chat:
+    """A family's tokenizer with another template."""
+    tokenizer = build(FAMILIES[family])
+    tokenizer.chat_template = template
+    return Chat(tokenizer, options=options)
 
 
 # -- golden: the exact text of what is supervised -------------------------------------------------
@@ -67,7 +71,7 @@ def think(why: str, text: str) -> str:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_single_turn(name):
+def test_single_turn(name):
     chat = Chat(tokenizer_of(name))
     messages = say("Hi", "Hello you")
     whole = "<think>\n\n</think>\n\nHello you<|im_end|>" if name == "qwen3" else written(name, "Hello you")
@@ -81,30 +85,6 @@ def test_a_single_turn(name):
     assert left == ("\n" if name in ("chatml", "gemma", "qwen3") else "")
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_three_turns(name):
-    chat = Chat(tokenizer_of(name))
-    messages = say("a?", "one", "b?", "two", "c?", "three")
-    if name == "qwen3":  # the first two were written with an (empty) reasoning block, which is gone
-        assert runs(chat, messages) == ["<think>\n\n</think>\n\nthree<|im_end|>"]
-    else:
-        assert runs(chat, messages) == [written(name, text) for text in ("one", "two", "three")]
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_system_message(name):
-    chat, messages = Chat(tokenizer_of(name)), say("Hi", "Yes.", "So?", "No.", system="Be brief.")
-    if name == "gemma":
-        with pytest.raises(UserError, match=r"refuses the prompt 'Be brief\.': there is no system role"):
-            chat.encode_answered(messages)
-        with pytest.raises(UserError, match="no system role"):
-            chat.encode(messages[:2])
-        return
-    last = think("", "No.") if name == "qwen3" else written(name, "No.")
-    assert runs(chat, messages) == ([last] if name == "qwen3" else [written(name, "Yes."), last])
-    assert "Be brief." in str(chat.tokenizer.decode(chat.encode(messages)))
-
-
 TOOL_RUNS = {
     "chatml": [f"{TOOL_TEXT}<|im_end|>", "No.<|im_end|>"],
     "llama3": ['{"name": "weather", "parameters": {"city": "Ulm"}}<|eot_id|>', "No.<|eot_id|>"],
@@ -114,7 +94,7 @@ TOOL_RUNS = {
 
 
 @pytest.mark.parametrize("name", TOOL_RUNS)
-def test_a_call_of_a_tool_and_its_result(name):
+def test_tool_call_and_its_result(name):
     """Qwen3 drops the empty reasoning block that stood before the call, which a non-empty one does not."""
     chat = Chat(tokenizer_of(name))
     assert runs(chat, ASKED, [WEATHER]) == TOOL_RUNS[name]
@@ -124,60 +104,17 @@ def test_a_call_of_a_tool_and_its_result(name):
     assert runs(chat, ASKED[:2], [WEATHER]) == [call]
 
 
-def test_reasoning_before_a_call_stays_with_it():
-    reasoned = [ASKED[0], {**ASKED[1], "reasoning_content": "Ask."}, *ASKED[2:]]
-    wanted = [f"<think>\nAsk.\n</think>\n\n{TOOL_TEXT}<|im_end|>", think("", "No.")]
-    assert runs(Chat(tokenizer_of("qwen3")), reasoned, [WEATHER]) == wanted
-
-
-@pytest.mark.parametrize(
-    ("name", "said"), [("gemma", "no tool role"), ("pocket", "leaves out the tool call 'weather'")]
-)
-def test_families_without_tools_say_so(name, said):
-    with pytest.raises(UserError, match=said):
-        Chat(tokenizer_of(name)).encode_answered(ASKED, [WEATHER])
-
-
-def test_a_call_that_is_only_spoken_of_is_left_out():
-    with pytest.raises(UserError, match="leaves out the tool call 'weather'"):
-        Chat(tokenizer_of("pocket")).encode_answered([*say("How is the weather?"), ASKED[1]])
-
-
-def test_mistrals_tools_move_so_earlier_answers_were_given_another_prompt():
+def test_answers_to_another_prompt_than_shown_are_context():
     chat = Chat(tokenizer_of("mistral"))
     assert runs(chat, say("a", "one", "b", "two"), [WEATHER]) == [" two</s>"]
     assert runs(chat, say("a", "one", "b", "two")) == [" one</s>", " two</s>"]
 
 
-@pytest.mark.parametrize("inline", [True, False])
-def test_a_reasoning_block_is_the_targets_own(inline):
-    chat = Chat(tokenizer_of("qwen3"))
-    answer = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
-    if inline:
-        answer = {"role": "assistant", "content": "<think>\n2 and 2\n</think>\n\n4"}
-    assert runs(chat, [*say("2+2?"), answer]) == [think("2 and 2", "4")]
-    # A later turn drops it, and the answer as it stands there is not what the target wrote.
-    assert runs(chat, [*say("2+2?"), answer, *say("Sure?", "Yes")]) == [think("", "Yes")]
-
-
-@pytest.mark.parametrize("name", ["chatml", "llama3", "gemma", "mistral", "pocket"])
-def test_reasoning_in_the_text_is_supervised_anywhere(name):
-    text = "<think>\n2 and 2\n</think>\n\n4"
-    wanted = [written(name, text), written(name, "Yes")]
-    assert runs(Chat(tokenizer_of(name)), say("2+2?", text, "Sure?", "Yes")) == wanted
-
-
-def test_a_reasoning_block_that_the_prompt_holds_is_not_the_targets():
+def test_reasoning_block_of_the_prompt_is_context():
     chat = Chat(tokenizer_of("qwen3"), options={"enable_thinking": False})
     prompt = str(chat.tokenizer.decode(chat.encode(say("Hi"))))
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert runs(chat, say("Hi", "Hello")) == ["Hello<|im_end|>"]
-
-
-def test_reasoning_that_a_template_leaves_out_is_refused():
-    answer = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
-    with pytest.raises(UserError, match="leaves out the reasoning"):
-        Chat(tokenizer_of("chatml")).encode_answered([*say("2+2?"), answer])
 
 
 # -- marked templates -----------------------------------------------------------------------------
@@ -190,46 +127,25 @@ MARKED = {
 
 
 @pytest.mark.parametrize("where", MARKED)
-def test_marks_give_the_same_wherever_they_end(where):
-    """The end token is the target's, what the template puts behind it is not."""
+def test_marked_answer_ends_with_its_end_token(where):
+    """What the template writes after that is not the target's."""
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}"
         + MARKED[where]
         + "{% else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}"
-        + "{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
-    tokenizer = build(FAMILIES["chatml"])
-    tokenizer.chat_template = template
+    chat, plain = chat_of(template, "chatml"), Chat(tokenizer_of("chatml"))
     messages = say("a?", "one\n", "b?", "two", "c?", "three\n")
-    assert runs(Chat(tokenizer), messages) == runs(Chat(tokenizer_of("chatml")), messages)
-    assert (
-        Chat(tokenizer).encode_answered(messages)[0]
-        == tokenizer_of("chatml")(
-            str(tokenizer.apply_chat_template(messages, tokenize=False)), add_special_tokens=False
-        )["input_ids"]
-    )
-
-
-def test_marks_around_a_reasoning_block_that_the_prompt_holds():
-    tokenizer = build(FAMILIES["qwen3"])
-    plain = str(tokenizer.chat_template)
-    head = "{{- '<|im_start|>assistant\\n' }}\n{%- if loop"
-    marked = plain.replace(head, head.replace("{%- if", "{%- generation -%}\n{%- if"))
-    tail = "{{- '<|im_end|>\\n' }}\n{%- else"
-    marked = marked.replace(tail, "{{- '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}\n{%- else")
-    tokenizer.chat_template = marked
-    assert marked.count("generation") - plain.count("generation") == 2
-    for options, wanted in (({}, think("", "Hello")), ({"enable_thinking": False}, "Hello<|im_end|>")):
-        assert runs(Chat(tokenizer, options=options), say("Hi", "Hello")) == [wanted]
-    # What the marks say of earlier answers holds.
-    assert runs(Chat(tokenizer), say("Hi", "one", "So", "two")) == ["one<|im_end|>", think("", "two")]
+    assert runs(chat, messages) == runs(plain, messages)
+    whole = str(chat.tokenizer.apply_chat_template(messages, tokenize=False))
+    assert chat.encode_answered(messages)[0] == plain.tokenizer.encode(whole, add_special_tokens=False)
 
 
 # -- borders --------------------------------------------------------------------------------------
 
 
-def test_a_token_over_the_border_of_the_last_answer_is_taken_apart():
+def test_token_over_the_border_of_the_last_answer_is_taken_apart():
     """Joined, prompt and answer hold one token of two new lines, which the target could not write."""
     chat = Chat(tokenizer_of("chatml"))
     messages = say("Hi", "\nHello")
@@ -245,66 +161,21 @@ def test_a_token_over_the_border_of_the_last_answer_is_taken_apart():
     assert runs(chat, [*messages, *say("a?", "one")]) == ["one<|im_end|>"]
 
 
-def test_a_template_that_adds_more_than_a_new_line():
-    """Phi-3's ends whole conversations with the tokenizer's end token; the target stops before it."""
-    tokenizer = build(FAMILIES["chatml"])
-    tokenizer.add_special_tokens({"eos_token": "</tool_call>"})
-    tokenizer.chat_template = (
-        str(tokenizer.chat_template) + "{% if not add_generation_prompt %}</tool_call>{% endif %}"
-    )
-    assert runs(Chat(tokenizer), say("a", "one", "b", "two")) == ["one<|im_end|>", "two<|im_end|>"]
-
-
-def test_a_new_line_that_is_a_token_added_ends_no_answer():
-    tokenizer = build(FAMILIES["gemma"])
-    tokenizer.chat_template = str(tokenizer.chat_template).replace(
-        "'<end_of_turn>\\n'", "'\\n<end_of_turn>\\n'"
-    )
-    assert runs(Chat(tokenizer), say("a", "one", "b", "two")) == ["one\n<end_of_turn>", "two\n<end_of_turn>"]
+def test_newline_that_is_an_added_token_ends_no_answer():
+    template = FAMILIES["gemma"].template.replace("'<end_of_turn>\\n'", "'\\n<end_of_turn>\\n'")
+    spoken = runs(chat_of(template, "gemma"), say("a", "one", "b", "two"))
+    assert spoken == ["one\n<end_of_turn>", "two\n<end_of_turn>"]
 
 
 def test_marks_inside_a_token_of_the_last_answer_are_refused():
-    tokenizer = build(FAMILIES["chatml"])
-    tokenizer.chat_template = (
-        "{% for m in messages %}"
-        "{{ m.role + ':' }}{% if m.role == 'user' %}{{ m.content }}"
-        "{% else %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}"
-        "{% endfor %}"
+    chat = chat_of(
+        "{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'user' %}{{ m.content }}"
+        "{% else %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}assistant{% endif %}"
     )
-    assert runs(Chat(tokenizer), say("a", "one")) == ["one"]
+    assert runs(chat, say("a", "one")) == ["one"]
     with pytest.raises(UserError, match="renders an answer differently"):
-        Chat(tokenizer).encode_answered(say("a", " one"))  # ": " is one token
-
-
-def test_a_template_whose_answers_have_no_end_token():
-    tokenizer = build(FAMILIES["chatml"])
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    )
-    assert runs(Chat(tokenizer), say("a", "one", "b", "two")) == ["one\n", "two\n"]
-
-
-def test_an_earlier_answer_that_does_not_extend_its_prompt():
-    """Here prompts begin the reasoning, and the first answer has none."""
-    tokenizer = build(FAMILIES["qwen3"])
-    tokenizer.chat_template = (
-        str(tokenizer_of("chatml").chat_template) + "{% if add_generation_prompt %}<think>{% endif %}"
-    )
-    messages = say("a", "one, and one more and another one", "b", "<think>b</think>two")
-    assert runs(Chat(tokenizer), messages) == ["b</think>two<|im_end|>"]
-
-
-def test_a_system_message_that_goes_with_the_answer_is_refused():
-    """Some templates show it only where the user speaks last."""
-    tokenizer = build(FAMILIES["mistral"])
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if loop.last and m.role == 'user' %}Be brief. {% endif %}"
-        "{{ m.content }}{% endfor %}"
-    )
-    with pytest.raises(UserError, match="renders an answer differently from its prompt"):
-        Chat(tokenizer).encode_answered(say("Hi", "Hello"))
+        chat.encode_answered(say("a", " one"))  # ": " is one token
 
 
 def sentencepiece(template: str, first: str) -> PreTrainedTokenizerFast:
@@ -323,7 +194,7 @@ def sentencepiece(template: str, first: str) -> PreTrainedTokenizerFast:
     return made
 
 
-def test_spaces_that_sentencepiece_adds_are_nobodys():
+def test_spaces_that_sentencepiece_adds_are_not_supervised():
     chat = Chat(sentencepiece(str(tokenizer_of("mistral").chat_template), "first"))
     ids, mask = chat.encode_answered(say("a", "one", "b", "two"))
     tokens = chat.tokenizer.convert_ids_to_tokens([i for i, m in zip(ids, mask, strict=True) if m])
@@ -334,7 +205,7 @@ def test_spaces_that_sentencepiece_adds_are_nobodys():
         Chat(sentencepiece(joined, "first")).encode_answered(say("a", "one"))
 
 
-def test_an_answer_to_nothing_is_context():
+def test_answer_to_nothing_is_context():
     """A greeting that opens the conversation was asked for by nobody."""
     chat = Chat(tokenizer_of("chatml"))
     greeting = {"role": "assistant", "content": "Welcome"}
@@ -343,7 +214,7 @@ def test_an_answer_to_nothing_is_context():
         chat.encode_answered([greeting])
 
 
-def test_options_reach_the_template_and_tell_stores_apart():
+def test_template_options_are_in_prompts_and_the_fingerprint():
     tokenizer = tokenizer_of("qwen3")
     off, on = (Chat(tokenizer, options={"enable_thinking": value}) for value in (False, True))
     assert Chat(tokenizer).fingerprint() == Chat(tokenizer, options={}).fingerprint()
@@ -354,7 +225,7 @@ def test_options_reach_the_template_and_tell_stores_apart():
         Chat(tokenizer, "none", {"enable_thinking": False})
 
 
-def test_rules_of_a_tokenizer_beside_its_vocabulary_tell_stores_apart():
+def test_rules_of_a_tokenizer_are_in_the_fingerprint():
     chats = [Chat(copy.deepcopy(tokenizer_of("qwen3"))) for _ in range(5)]
     before = chats[0].fingerprint()
     chats[0].tokenizer(["a", "b c"], truncation=True, max_length=2)  # leaves its state behind
@@ -366,29 +237,22 @@ def test_rules_of_a_tokenizer_beside_its_vocabulary_tell_stores_apart():
     assert len({before, *(chat.fingerprint() for chat in chats)}) == 5
 
 
-COMMANDS = {
-    "config": TrainOptions,
-    "generate": GenerateOptions,
-    "score_checkpoint": ScoreCommandOptions,
-    "inspect_data": InspectOptions,
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_options_are_set_on_the_command_line(command):
-    given = {"generate": ["prompt=x"], "score_checkpoint": ["checkpoint=x"]}.get(command, [])
+@pytest.mark.parametrize(
+    ("command", "options", "given"),
+    [
+        ("config", TrainOptions, []),
+        ("generate", GenerateOptions, ["prompt=x"]),
+        ("score_checkpoint", ScoreCommandOptions, ["checkpoint=x"]),
+        ("inspect_data", InspectOptions, []),
+    ],
+)
+def test_every_command_has_template_options(command, options, given):
     words = ["prompts.template_options={enable_thinking: false}", *given]
-    options: Any = options_of(*words, cls=COMMANDS[command], name=command)
-    target, template_options = options.target, options.prompts.template_options
-    assert read_chat(target, "chat", template_options).options == {"enable_thinking": False}
+    read: Any = options_of(*words, cls=options, name=command)
+    assert read_chat(read.target, "chat", read.prompts.template_options).options == {"enable_thinking": False}
+    assert read_chat(read.target, "chat").options == {}
     with pytest.raises(UserError, match=r"prompts\.template_options=3: write it as"):
-        read_chat(target, "chat", 3)
-    assert read_chat(target, "chat").options == {}
-
-
-def test_plain_text_cannot_write_a_call():
-    with pytest.raises(UserError, match="assistant has tool_calls"):
-        Chat(tokenizer_of("chatml"), "none").encode(ASKED[:3])
+        read_chat(read.target, "chat", 3)
 
 
 # -- random conversations --------------------------------------------------------------------------
@@ -400,7 +264,7 @@ TURNS = st.lists(st.tuples(TEXT, TEXT, st.none() | TEXT), min_size=1, max_size=4
 def expected(name: str, turns) -> list[str]:
     """What is supervised of turns of (question, answer, reasoning)."""
     answers = [answer for _, answer, _ in turns]
-    if name == "qwen3":  # the last turn's alone still has its reasoning block
+    if name == "qwen3":  # only the last turn still has its reasoning block
         _, answer, why = turns[-1]
         return [think(why.strip("\n"), answer.lstrip("\n")) if why else think("", answer)]
     found = [written(name, answer) for answer in answers[:-1]]
@@ -413,7 +277,7 @@ def expected(name: str, turns) -> list[str]:
 @pytest.mark.parametrize("name", ALL)
 @settings(max_examples=60)
 @given(turns=TURNS)
-def test_any_conversation_is_supervised_where_the_assistant_wrote(name, turns):
+def test_random_conversation(name, turns):
     chat = Chat(tokenizer_of(name))
     messages = []
     for question, answer, why in turns:
@@ -439,7 +303,7 @@ class WholePrefixes(Tokens):
 @pytest.mark.parametrize("name", [*ALL, "sentencepiece"])
 @settings(max_examples=60)
 @given(turns=TURNS, places=st.lists(st.integers(0, 400), max_size=6))
-def test_borders_are_counted_from_the_nearest_special_token_as_from_the_start(name, turns, places):
+def test_borders_are_counted_as_from_the_start(name, turns, places):
     tokenizer = tokenizer_of(name if name in ALL else "mistral")
     if name not in ALL:
         tokenizer = sentencepiece(str(tokenizer.chat_template), "first")
@@ -470,20 +334,9 @@ def test_each_character_is_encoded_about_once_however_many_turns(monkeypatch):
 
 # -- templates that refuse, or change with the record ----------------------------------------------
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def chat_of(template):
-    tokenizer = build(FAMILIES["qwen3"])
-    tokenizer.chat_template = template
-    return Chat(tokenizer)
-
 
 @pytest.mark.parametrize("condition", ["messages[0].role != 'system'", "messages[-2].content|length < 9"])
-def test_a_template_that_refuses_short_questions_has_its_ends(condition):
+def test_template_that_refuses_short_questions_has_its_ends(condition):
     asked = [{"role": "system", "content": "Be brief and kind."}, *say("What is a river?", "Water.")]
     picky = chat_of(
         "{% if " + condition + " and messages|length > 1 %}{{ raise_exception('no') }}{% endif %}" + CHATML
@@ -492,14 +345,14 @@ def test_a_template_that_refuses_short_questions_has_its_ends(condition):
     assert picky.ends([], 10**6).template == chat_of(CHATML).ends([], 10**6).template != ()
 
 
-def test_a_template_that_refuses_every_probe_is_read_off_the_record():
+def test_template_that_refuses_every_probe_is_read_off_the_record():
     template = "{% if messages[0].content != 'Be kind.' %}{{ raise_exception('no') }}{% endif %}" + CHATML
     asked = [{"role": "system", "content": "Be kind."}, *say("What?", "Water.")]
     assert runs(chat_of(template), asked) == ["Water.<|im_end|>"]
 
 
 @pytest.mark.parametrize("tools_first", [False, True])
-def test_ends_that_change_with_tools_are_those_of_each_record(tools_first):
+def test_end_tokens_are_read_for_each_record(tools_first):
     listed = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
     chat = chat_of(listed + CHATML.replace("<|im_end|>", "{{ '</tool_call>' if tools else '<|im_end|>' }}"))
     wanted = {False: ["b<|im_end|>"], True: ["b</tool_call>"]}
@@ -525,6 +378,7 @@ BLOCKS = (
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+FIRST = "{% else %}{% if loop.first %}<|im_start|>{% endif %}"
 LATE = BLOCKS.replace(
     "{% endgeneration %}\n", "\n{% if not loop.last %}<|im_start|>user{% endif %}{% endgeneration %}"
 )
@@ -534,10 +388,7 @@ LATE = BLOCKS.replace(
     ("template", "said"),
     [
         (BLOCKS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %} <|im_end|>"), "end before"),
-        (
-            LATE.replace("{% else %}<|im_start|>", "{% else %}{% if loop.first %}<|im_start|>{% endif %}"),
-            "reach beyond",
-        ),
+        (LATE.replace("{% else %}<|im_start|>", FIRST), "reach beyond"),
     ],
 )
 def test_blocks_that_do_not_end_with_the_end_token_are_refused(template, said):
@@ -547,13 +398,13 @@ def test_blocks_that_do_not_end_with_the_end_token_are_refused(template, said):
         chat_of(template).encode_answered(talk)
 
 
-def test_an_answer_that_speaks_of_the_end_of_thoughts_is_not_rewritten():
+def test_answer_that_speaks_of_the_end_of_thoughts_is_not_rewritten():
     chat = Chat(tokenizer_of("qwen3"))
     with pytest.raises(UserError, match="takes what stands before </think> in the content for reasoning"):
         chat.encode_answered(say("How do I end it?", "use `</think>` to close"))
 
 
-def test_a_conversation_of_thousands_of_answers_is_one_line():
+def test_conversation_of_thousands_of_answers_is_one_line():
     talk = say(*["a", "b"] * 5000)
     with pytest.raises(UserError, match="5,000 answers in a record; split it, at 500 at most"):
         chat_of(CHATML).encode_answered(talk)
@@ -561,12 +412,12 @@ def test_a_conversation_of_thousands_of_answers_is_one_line():
 
 
 @pytest.mark.parametrize("role", ["system", "user"])
-def test_a_short_text_that_the_markup_has_too_is_found_missing(role):
-    drops = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != '" + role + "' %}")
+def test_short_text_that_the_markup_has_too_is_found_missing(role):
+    chat = chat_of(CHATML.replace("in messages %}", f"in messages if m.role != '{role}' %}}"))
     asked = [{"role": "system", "content": "be kind and"}, *say("a", "b"), *say("c", "d")]
     asked[0 if role == "system" else 1]["content"] = role  # stands in the template's source
-    with pytest.raises(UserError, match=f"leaves out the text '{role}' of the {role}"):
-        chat_of(drops).encode_answered(asked if role == "system" else asked[:3])
-    with pytest.raises(UserError, match=f"leaves out the text '{role}' of the {role}"):
-        chat_of(drops).encode(asked if role == "system" else asked[:2])
+    last = len(asked) if role == "system" else 3
+    for work, messages in ((chat.encode_answered, asked[:last]), (chat.encode, asked[: last - 1])):
+        with pytest.raises(UserError, match=f"leaves out the text '{role}' of the {role}"):
+            work(messages)
     assert runs(chat_of(CHATML), asked) == ["b<|im_end|>", "d<|im_end|>"]

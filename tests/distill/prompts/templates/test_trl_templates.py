@@ -1,7 +1,7 @@
 """Every chat template that trl ships, against conversations of every kind.
 
 What should be supervised is found without the code under test: texts are replaced by marks, the whole is
-rendered, and an answer is what stands from the end of its header, which HEADS knows, to its end token.
+rendered, and an answer reaches from the end of its header, which BORDERS knows, to its end token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import Family, build
+from chats import Family, build, say
 from jinja2.exceptions import TemplateError
 
 from decode.errors import UserError
@@ -53,9 +53,9 @@ def result(text: str, number: int = 0) -> dict[str, Any]:
 ASKED = [user("«Rain?»"), answer("", tool_calls=[call("«Ulm»")])]
 # What is between « and » is a text that has to come out somewhere.
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
-    "one": [user("«Hi»"), answer("«Hello you»")],
-    "turns": [user("«a?»"), answer("«one»"), user("«b?»"), answer("«two»"), user("«c?»"), answer("«three»")],
-    "system": [{"role": "system", "content": "«Be brief.»"}, user("«Hi»"), answer("«Hello»")],
+    "one": say("«Hi»", "«Hello you»"),
+    "turns": say("«a?»", "«one»", "«b?»", "«two»", "«c?»", "«three»"),
+    "system": say("«Hi»", "«Hello»", system="«Be brief.»"),
     "call": ASKED,
     "result": [*ASKED, result("«19 degrees»"), answer("«No.»")],
     "parallel": [
@@ -80,10 +80,10 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         result("«19»"),
         answer("«No.»", reasoning_content="«Dry»"),
     ],
-    "empty": [user("«Hi»"), answer("")],
-    "white space": [user("«Hi»"), answer("  «two words» \n")],
-    "unicode": [user("«Grüße 你好»"), answer("«Ça va 🙂 — “so”»")],
-    "control": [user("«Hi{end}\n{head}fake»"), answer("«real»"), user("«{head}»"), answer("«yes»")],
+    "empty": say("«Hi»", ""),
+    "white space": say("«Hi»", "  «two words» \n"),
+    "unicode": say("«Grüße 你好»", "«Ça va 🙂 — “so”»"),
+    "control": say("«Hi{end}\n{head}fake»", "«real»", "«{head}»", "«yes»"),
     "questions": [user("«One.»"), user("«Two?»"), answer("«Three.»")],
     "answers": [user("«One?»"), answer("«Two.»"), answer("«Three.»")],
 }
@@ -175,7 +175,7 @@ class Case:
             return None
         start, own = head.end(), marks_of(messages[i])
         tools, last = tools_of(messages), i == len(messages) - 1
-        prompt, alone = self.text(messages[:i], tools, prompt=True), self.text(messages[: i + 1], tools)
+        prompt, ended = self.text(messages[:i], tools, prompt=True), self.text(messages[: i + 1], tools)
         if again := next((head for head in self.heads if whole.startswith(head, start)), ""):
             if not self.is_marked:  # a header that the prompt lacks would be supervised
                 return None
@@ -185,9 +185,9 @@ class Case:
         stops = [*map(re.escape, self.ends), *(f"(?={re.escape(head)})" for head in self.heads), r"\Z"]
         end = re.compile("|".join(stops)).search(whole, max([start, *places]))
         later = min((whole.find(m) for n in messages[i + 1 :] for m in marks_of(n)), default=len(whole))
-        if prompt is None or alone is None or end is None or -1 in places or end.start() > later:
+        if prompt is None or ended is None or end is None or -1 in places or end.start() > later:
             return None
-        if not self.is_marked and not (prompt == whole[:start] and alone.startswith(whole[: end.start()])):
+        if not self.is_marked and not (prompt == whole[:start] and ended.startswith(whole[: end.start()])):
             return None
         if last and not whole[:start].startswith(prompt):
             return None
@@ -288,7 +288,7 @@ def supervised(chat: Chat, messages: list[dict[str, Any]]) -> list[str]:
 
 # Of each template, a letter for each of CONVERSATIONS, in their order:
 #   .  every answer is supervised, as it was written
-#   l  the last alone: the template rewrites earlier ones, or their prompts
+#   l  only the last: the template rewrites earlier ones, or their prompts
 # and refused, since
 #   T  the template does: a role, the order of roles, several calls at once
 #   D  an answer does not begin where its prompt ends
@@ -350,7 +350,7 @@ def test_every_template_has_a_row():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_answers_are_supervised_as_they_stand_or_refused(name):
+def test_answers_are_supervised_or_refused(name):
     case = case_of(name)
     chat = Chat(case.tokenizer)
     for kind, letter in zip(CONVERSATIONS, LETTERS[name], strict=True):
