@@ -1,4 +1,4 @@
-"""Commands about a checkpoint: target and prompts of its run, where they name none."""
+"""Commands on a checkpoint take target and prompts of its run where they name none."""
 
 import json
 
@@ -10,27 +10,40 @@ from distill.cli.checkpoint_defaults import with_run_settings
 from distill.cli.main import rewrite
 from distill.config.compose import compose
 
+TARGET = {"name": "/a/target", "revision": None, "fingerprint": "x", "tokenizer": ""}
+PROMPTS = ["prompts=jsonl", "prompts.path='a b.jsonl'"]
+
 
 @pytest.fixture
 def best(tmp_path):
     """A checkpoint in a run's folder."""
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "overrides.yaml").write_text(
-        "- drafter=eagle\n- target=hf\n- prompts=jsonl\n- prompts.path='a b.jsonl'\n"
-    )
+    record(tmp_path, "drafter=eagle", "target=hf", *PROMPTS)
     folder = tmp_path / "checkpoints" / "best"
     folder.mkdir(parents=True)
-    target = {"name": "/a/target", "revision": None, "fingerprint": "x", "tokenizer": ""}
-    config = {"format": 1, "drafter": "eagle", "settings": {}, "target": target}
-    (folder / "config.json").write_text(json.dumps(config))
+    write_config(folder)
     return folder
 
 
-PROMPTS = ["prompts=jsonl", "prompts.path='a b.jsonl'"]
+def record(run, *overrides):
+    (run / ".hydra").mkdir(exist_ok=True)
+    (run / ".hydra" / "overrides.yaml").write_text("".join(f"- {override}\n" for override in overrides))
+
+
+def write_config(folder, **target):
+    config = {"format": 1, "drafter": "eagle", "settings": {}, "target": TARGET | target}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def found(folder, name="score_checkpoint", *given):
+    """Overrides that a command on this checkpoint takes from its run."""
+    argv = [f"checkpoint={folder}", *given]
+    overrides = with_run_settings(argv, CONF, name)
+    assert overrides[-len(argv) :] == argv
+    return overrides[: -len(argv)]
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "found"),
+    ("name", "given", "expected"),
     [
         ("score_checkpoint", [], ["target=/a/target", *PROMPTS]),
         ("lab/context", [], ["target=/a/target", *PROMPTS]),
@@ -44,64 +57,50 @@ PROMPTS = ["prompts=jsonl", "prompts.path='a b.jsonl'"]
         ("config", [], []),
     ],
 )
-def test_what_is_not_named_is_as_in_training(best, capsys, name, given, found):
-    argv = [f"checkpoint={best}", *given]
-    assert with_run_settings(argv, CONF, name) == [*found, *argv]
-    assert ("as in training: " in capsys.readouterr().out) == bool(found)
+def test_unnamed_target_and_prompts_are_those_of_training(best, capsys, name, given, expected):
+    assert found(best, name, *given) == expected
+    assert ("as in training: " in capsys.readouterr().out) == bool(expected)
 
 
-def test_prompts_of_an_experiment_are_followed_too(best):
-    record = best.parents[1] / ".hydra" / "overrides.yaml"
-    record.write_text("- experiment=smollm2\n- target=smollm2_gguf\n- prompts.heldout_share=0.2\n")
-    argv = [f"checkpoint={best}"]
-    found = rewrite(with_run_settings(argv, CONF, "score_checkpoint"), CONF)
-    prompts = compose(found, CONF, "score_checkpoint").prompts
+def test_prompts_of_an_experiment_are_taken(best):
+    def prompts(*overrides):
+        return compose(rewrite([*overrides, "checkpoint=x"], CONF), CONF, "score_checkpoint").prompts
+
+    record(best.parents[1], "experiment=smollm2", "target=smollm2_gguf", "prompts.heldout_share=0.2")
     run = compose(["experiment=smollm2", "prompts.heldout_share=0.2"], CONF).prompts
-    assert prompts == run
-    assert len(prompts.sources) == 2
-    record.write_text("- experiment=smollm2\n- prompts=jsonl\n- prompts.path=x\n- prompts.sources=null\n")
-    found = rewrite(with_run_settings(argv, CONF, "score_checkpoint"), CONF)
-    assert compose(found, CONF, "score_checkpoint").prompts.path == "x"
-    assert with_run_settings(argv, CONF, "generate")[1:] == argv
+    assert prompts(*found(best)) == run
+    assert len(run.sources) == 2
+    record(best.parents[1], "experiment=smollm2", *PROMPTS, "prompts.sources=null")
+    assert prompts(*found(best)).path == "a b.jsonl"
+    assert found(best, "generate") == ["target=/a/target"]
+    # `prompts.path: null` of this one cannot be given on a command line, and need not be.
+    record(best.parents[1], "experiment=quick")
+    assert found(best, "limit") == ["target=/a/target", "prompts.self=128"]
 
 
-def test_who_generates_alone_takes_the_template_and_no_file(best):
-    (best.parents[1] / ".hydra" / "overrides.yaml").write_text(
-        "- prompts=jsonl\n- prompts.path=x\n- prompts.template=none\n"
-    )
-    argv = [f"checkpoint={best}"]
-    assert with_run_settings(argv, CONF, "generate") == ["target=/a/target", "prompts.template=none", *argv]
+def test_generate_takes_the_template_of_its_run(best):
+    record(best.parents[1], *PROMPTS, "prompts.template=none")
+    assert found(best, "generate") == ["target=/a/target", "prompts.template=none"]
 
 
 def test_a_store_is_read_by_the_target_that_wrote_it(tmp_path):
-    origin = {"target": "/a/target", "revision": "abc"}
     (tmp_path / "x").mkdir()
+    origin = {"target": "/a/target", "revision": "abc"}
     (tmp_path / "x" / "manifest.json").write_text(json.dumps({"origin": origin}))
-    found = ["target=/a/target", "target.revision='abc'"]
+    target = ["target=/a/target", "target.revision='abc'"]
     for argv in ([f"store={tmp_path / 'x'}"], [f"stores={tmp_path}", "sample=0"]):
-        assert with_run_settings(argv, CONF, "inspect_data") == [*found, *argv]
+        assert with_run_settings(argv, CONF, "inspect_data") == [*target, *argv]
     for argv in ([f"store={tmp_path / 'x'}", "target=/mine"], [f"store={tmp_path}"]):
         assert with_run_settings(argv, CONF, "inspect_data") == argv
 
 
-def test_the_bundled_target_is_everybodys_default(best):
-    config = json.loads((best / "config.json").read_text())
-    config["target"]["name"] = "data/pocket"
-    (best / "config.json").write_text(json.dumps(config))
-    argv = [f"checkpoint={best}"]
-    assert with_run_settings(argv, CONF, "generate") == argv
-
-
-def test_what_was_moved_out_of_its_run_still_knows_its_target(best, tmp_path):
+def test_a_checkpoint_outside_its_run_still_knows_its_target(best, tmp_path):
     moved = best.rename(tmp_path / "moved")
-    (tmp_path / ".hydra" / "overrides.yaml").unlink()
-    argv = [f"checkpoint={moved}"]
-    assert with_run_settings(argv, CONF, "limit") == ["target=/a/target", *argv]
-
-
-@pytest.mark.parametrize("other", ["nowhere", "a/b/score.json", ""])
-def test_what_is_no_checkpoint_is_left_to_the_command(other):
-    assert with_run_settings([f"checkpoint={other}"], CONF, "verify_served") == [f"checkpoint={other}"]
+    assert found(moved, "limit") == ["target=/a/target"]
+    write_config(moved, name="data/pocket")  # the default of every command
+    assert found(moved, "generate") == []
+    for other in ("nowhere", "a/b/score.json", ""):
+        assert found(other, "verify_served") == []
 
 
 @pytest.mark.parametrize(
@@ -117,49 +116,33 @@ def test_what_is_no_checkpoint_is_left_to_the_command(other):
         {"revision": "{a: b}"},
     ],
 )
-def test_a_name_is_nothing_but_a_name(best, capsys, said):
-    """A downloaded file is anybody's: what Hydra would resolve goes to a hub, and escapes to a terminal."""
-    config = json.loads((best / "config.json").read_text())
-    config["target"] |= said
-    (best / "config.json").write_text(json.dumps(config))
+def test_a_malformed_target_name_is_refused(best, capsys, said):
+    """Hydra would resolve it and send it to a hub, or a terminal would read its escapes."""
+    write_config(best, **said)
     with pytest.raises(UserError, match="no name of a target") as error:
-        with_run_settings([f"checkpoint={best}"], CONF, "generate")
+        found(best, "generate")
     assert str(error.value).isprintable()
     assert capsys.readouterr().out == ""
 
 
-def test_a_revision_comes_along_as_text(best):
-    config = json.loads((best / "config.json").read_text())
-    config["target"] |= {"name": "owner/name", "revision": "1234567"}
-    (best / "config.json").write_text(json.dumps(config))
-    found = rewrite(with_run_settings([f"checkpoint={best}"], CONF, "generate"), CONF)[:-1]
-    target = compose([*found, "checkpoint=x", "prompt=x"], CONF, "generate").target
+def test_a_revision_is_text(best):
+    write_config(best, name="owner/name", revision="1234567")
+    overrides = rewrite(found(best, "generate"), CONF)
+    target = compose([*overrides, "checkpoint=x", "prompt=x"], CONF, "generate").target
     assert (target.path, target.revision) == ("owner/name", "1234567")
 
 
 def test_held_out_prompts_that_were_too_long_stay_out(best):
-    argv, record = [f"checkpoint={best}"], best.parents[1] / "prompts.json"
     for held_out, more in ((0, []), (2, ["prompts.max_tokens=511"])):
-        record.write_text(json.dumps({"too_long": {"tokens": 511, "train": 9, "held_out": held_out}}))
-        overrides = with_run_settings(argv, CONF, "score_checkpoint")
-        assert overrides == ["target=/a/target", *PROMPTS, *more, *argv]
+        too_long = {"tokens": 511, "train": 9, "held_out": held_out}
+        (best.parents[1] / "prompts.json").write_text(json.dumps({"too_long": too_long}))
+        assert found(best) == ["target=/a/target", *PROMPTS, *more]
 
 
 @pytest.mark.parametrize(("template", "more"), [("none", ["prompts.template=none"]), ("chat", []), (3, [])])
 def test_a_published_drafter_of_a_base_model_needs_no_template(best, tmp_path, template, more):
-    published = tmp_path / "published"
-    published.mkdir()
-    (published / "config.json").write_text((best / "config.json").read_text())
+    published = best.rename(tmp_path / "published")
     (published / "recipe.json").write_text(json.dumps({"template": template}))
-    argv = [f"checkpoint={published}"]
     for name in ("generate", "score_checkpoint", "advise"):
-        assert with_run_settings(argv, CONF, name) == ["target=/a/target", *more, *argv]
-    own = [*argv, "prompts.template=chat"]
-    assert with_run_settings(own, CONF, "generate") == ["target=/a/target", *own]
-
-
-def test_a_default_that_the_runs_experiment_takes_away_is_no_override(best):
-    """`prompts.path: null` of experiment=quick: text cannot be set to null on a command line."""
-    (best.parents[1] / ".hydra" / "overrides.yaml").write_text("- experiment=quick\n")
-    argv = [f"checkpoint={best}"]
-    assert with_run_settings(argv, CONF, "limit") == ["target=/a/target", "prompts.self=128", *argv]
+        assert found(published, name) == ["target=/a/target", *more]
+    assert found(published, "generate", "prompts.template=chat") == ["target=/a/target"]

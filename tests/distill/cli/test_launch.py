@@ -18,34 +18,28 @@ def _alone(monkeypatch):
             monkeypatch.delenv(variable, raising=False)
 
 
-def names(monkeypatch, **variables: str) -> tuple[bool, str] | None:
+SLURM = {"SLURM_PROCID": 0, "SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0}
+BY_HAND = {"MASTER_ADDR": "a", "MASTER_PORT": 1}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({"LOCAL_RANK": 1, **BY_HAND}, None),  # of Lightning
+        (SLURM, (True, "7 0 ")),
+        (SLURM | {"SLURM_PROCID": 3}, (False, "7 0 ")),
+        (SLURM | {"SLURM_RESTART_COUNT": 1}, (True, "7 0 1")),
+        (SLURM | BY_HAND | {"RANK": 5, "TORCHELASTIC_RUN_ID": "x"}, (False, "a 1 x")),
+        ({"NODE_RANK": 2, **BY_HAND}, (False, "a 1")),
+        ({"NODE_RANK": 0, "LOCAL_RANK": 1, **BY_HAND}, (False, "a 1")),
+        ({"NODE_RANK": 0, "LOCAL_RANK": 0, **BY_HAND}, (True, "a 1")),
+    ],
+)
+def test_processes_of_a_launch_share_a_name(variables, expected, monkeypatch):
     for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    return launch()
-
-
-def test_a_process_alone_is_of_no_launch(monkeypatch):
-    assert launch() is None
-    assert names(monkeypatch, LOCAL_RANK="1", MASTER_ADDR="here", MASTER_PORT="1") is None
-
-
-def test_tasks_of_a_slurm_step_share_a_name_and_a_requeued_job_has_another(monkeypatch):
-    first = names(monkeypatch, SLURM_PROCID="0", SLURM_JOB_ID="7", SLURM_STEP_ID="0")
-    other = names(monkeypatch, SLURM_PROCID="3")
-    assert (first, other) == ((True, "7 0 "), (False, "7 0 "))
-    assert names(monkeypatch, SLURM_RESTART_COUNT="1") == (False, "7 0 1")
-
-
-def test_torchrun_inside_slurm_is_torchrun(monkeypatch):
-    names(monkeypatch, SLURM_PROCID="0", SLURM_JOB_ID="7", SLURM_STEP_ID="0")
-    found = names(monkeypatch, RANK="5", MASTER_ADDR="a", MASTER_PORT="1", TORCHELASTIC_RUN_ID="x")
-    assert found == (False, "a 1 x")
-
-
-def test_processes_started_by_hand_are_told_apart_by_node_and_place(monkeypatch):
-    assert names(monkeypatch, NODE_RANK="2", MASTER_ADDR="a", MASTER_PORT="1") == (False, "a 1")
-    assert names(monkeypatch, NODE_RANK="0", LOCAL_RANK="1") == (False, "a 1")
-    assert names(monkeypatch, LOCAL_RANK="0") == (True, "a 1")
+        monkeypatch.setenv(name, str(value))
+    assert launch() == expected
 
 
 def ends(body) -> tuple[int, str]:
@@ -79,7 +73,7 @@ def test_a_rank_that_lightning_started_ends_after_its_parent(monkeypatch):
     assert ends(watch_parent) == (1, "error: rank 0 of this run has ended\n")
 
 
-def test_a_finished_run_is_not_gone_on_with_under_another_objective(tmp_path):
+def test_a_finished_run_is_not_resumed_under_another_objective(tmp_path):
     """`hydra.run.dir=` of it: only a rank that Lightning started finds its folder claimed."""
     bench = Bench(tmp_path)
     folder = f"hydra.run.dir={tmp_path / 'run'}"

@@ -1,4 +1,4 @@
-"""What somebody at a terminal sees, and what a log does not: bars, lines above them, the table, `--help`."""
+"""What a terminal shows, and a log does not: bars, lines above them, the table of a run."""
 
 import io
 import os
@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 from rich.console import Console
-from workbench import CONF, ROOT, command, fork
+from workbench import CONF, fork
 
 from decode.errors import UserError
 from distill.cli.main import main
@@ -40,15 +40,9 @@ def on_terminal(body, columns: int = 80, **environment: str) -> str:
     assert fork(run) == 0
     os.close(child)
     written = b""
-    while True:
-        try:
-            part = os.read(parent, 65536)
-        except OSError:
-            break
-        if not part:
-            break
-        written += part
-    os.close(parent)
+    with suppress(OSError), os.fdopen(parent, "rb", buffering=0) as terminal:
+        while part := terminal.read(65536):
+            written += part
     return written.decode().replace("\r\n", "\n")
 
 
@@ -62,7 +56,7 @@ def work() -> None:
         outer.update(3)
 
 
-def test_bars_show_what_how_far_and_how_fast_and_go_when_done():
+def test_bars_show_count_note_and_rate_and_disappear():
     written = on_terminal(work)
     assert "1/4 steps" in written
     assert "loss 2.000, 1,000 tokens/s" in written
@@ -73,23 +67,18 @@ def test_bars_show_what_how_far_and_how_fast_and_go_when_done():
     assert written.rfind("\x1b[?25h") > written.rfind("\x1b[?25l"), "the cursor is hidden"
 
 
-def test_a_narrow_terminal_has_the_share_that_is_done():
+def test_a_narrow_terminal_shows_a_percentage():
     lines = CONTROL.sub("", on_terminal(work, columns=40)).replace("\r", "\n").splitlines()
     assert any(re.match(r"training 25% <\d", line) for line in lines)
     assert all(len(line) <= 40 for line in lines)
 
 
 @pytest.mark.parametrize("environment", [{"CI": "true"}, {"TERM": "dumb"}])
-def test_nobody_draws_where_nobody_watches(environment):
+def test_no_bar_is_drawn_in_ci_or_on_a_dumb_terminal(environment):
     assert on_terminal(work, **environment) == "step 1/4  [loss] 2.0\n"
 
 
-def test_without_a_terminal_there_are_lines_alone(capfd):
-    work()
-    assert capfd.readouterr() == ("step 1/4  [loss] 2.0\n", "")
-
-
-def test_an_error_is_one_unpainted_line_below_bars_that_are_gone():
+def test_an_error_is_one_plain_line_below_the_bars():
     def fail() -> None:
         def job(cfg, folder):
             with bar(3, "training", "steps") as shown:
@@ -106,7 +95,7 @@ def test_an_error_is_one_unpainted_line_below_bars_that_are_gone():
     assert written.partition("error: ")[2] == "wrong; mend it\n"
 
 
-def test_a_forked_child_leaves_the_bars_to_its_parent():
+def test_a_forked_child_draws_no_bar():
     def body() -> None:
         with bar(2, "training", "steps") as shown:
             shown.update()
@@ -122,46 +111,22 @@ def test_a_forked_child_leaves_the_bars_to_its_parent():
     assert "2/2 steps" not in written.partition("from the child")[2]
 
 
-HEAD = [
-    "step",
-    "replay",
-    "tau",
-    "s_1",
-    "s_2",
-    "s_3",
-    "s_4",
-    "s_5",
-    "speedup",
-    "draft",
-    "verify",
-    "other",
-    "audit",
-]
-LINE = ["800", "2.87", "3.00", "0.75", "0.59", "0.43", "0.27", "-", "1.03x", "32%", "64%", "4%", "pass"]
+CELLS = (
+    "step=800 replay=2.87 tau=3.00 s_1=0.75 s_2=0.59 s_3=0.43 s_4=0.27 s_5=- "
+    "speedup=1.03x draft=32% verify=64% other=4% audit=pass"
+)
+ROW = dict(cell.split("=") for cell in CELLS.split())
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_a_drawn_table_fits_and_says_the_same(width):
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(summary.fitted(HEAD, [LINE], width))
+    console.print(summary.fitted(list(ROW), [list(ROW.values())], width))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= width
     cells = [re.split(r"[┃│]", line)[1:-1] for line in (lines[1], lines[3])]
     shown = {name.strip(): value.strip() for name, value in zip(*cells, strict=True)}
-    assert shown == {name: value for name, value in zip(HEAD, LINE, strict=True) if name in shown}
+    assert shown == {name: value for name, value in ROW.items() if name in shown}
     assert {"step", "tau", "speedup", "audit"} <= shown.keys()
     if width == 120:
-        assert list(shown) == HEAD
-
-
-def test_help_lists_every_group_with_a_line_and_every_name_in_it():
-    text = command(lambda: main(lambda cfg, folder: 0.0, CONF), ["train.py", "--help"]).out
-    for group in [p for p in CONF.iterdir() if p.is_dir() and p.name != "lab"]:
-        (line,) = [line for line in text.splitlines() if line.startswith(f"  {group.name}: ")]
-        assert re.search(r"\(\w.*\)$", line), line
-        assert {p.stem for p in group.glob("*.yaml")} <= set(re.findall(r"\w+", text))
-    assert "resume=auto" in text
-    for path in CONF.glob("*.yaml"):
-        shown = command(lambda name=path.stem: main(lambda cfg, folder: 0.0, CONF, name), ["x", "-h"])
-        assert (shown.code, shown.out.partition(":")[0]) == (0, "usage"), path
-    assert (ROOT / "train.py").exists()
+        assert shown == ROW

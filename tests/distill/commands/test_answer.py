@@ -45,7 +45,7 @@ def run(bench, *overrides: str, drafter: bool = True) -> Outcome:
     return foredraft("generate", *argv)
 
 
-def wanted(bench, prompt, template="chat", sampler=None):
+def plain_answer(bench, prompt, template="chat", sampler=None):
     """Token ids of the plain answer, and its text."""
     target, tokenizer = load_target(str(bench / "my target")), load_tokenizer(str(bench / "my target"))
     ids = Chat(tokenizer, template).encode([{"role": "user", "content": prompt}])
@@ -57,9 +57,9 @@ def wanted(bench, prompt, template="chat", sampler=None):
 FIGURES = r"tree-16 \(depth 4, width 4\): 12 tokens, tau \d\.\d\d, \d+ tokens/s"
 
 
-def test_the_answer_is_the_targets_and_figures_stand_apart(bench):
+def test_the_answer_is_the_targets_and_figures_go_to_stderr(bench):
     done = run(bench, "prompt=How do I use grep?").succeeded()
-    tokens, text = wanted(bench, "How do I use grep?")
+    tokens, text = plain_answer(bench, "How do I use grep?")
     assert len(tokens) == LENGTH
     assert done.out == printable(text) + "\n"
     assert re.fullmatch(FIGURES + r"; plain \d+ tokens/s \(\d+\.\d\dx\)\n", done.err)
@@ -69,17 +69,13 @@ def test_any_prompt_reaches_the_target(bench, monkeypatch):
     asked = []
     encode = Chat.encode
     monkeypatch.setattr(Chat, "encode", lambda self, m: asked.append(m[0]["content"]) or encode(self, m))
-    for prompt in (NASTY, "null", "'quoted'", "-m"):
-        done = run(bench, f"prompt={prompt}", drafter=False).succeeded()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(NASTY + "\n"))
+    for given, prompt in ((NASTY, NASTY), ("null", "null"), ("'quoted'", "'quoted'"), ("-", NASTY)):
+        done = run(bench, f"prompt={given}", drafter=False).succeeded()
         assert asked.pop() == prompt
-        assert done.out == printable(wanted(bench, prompt)[1]) + "\n"
+        assert done.out == printable(plain_answer(bench, prompt)[1]) + "\n"
+        assert re.fullmatch(r"plain: 12 tokens, \d+ tokens/s\n", done.err)
         asked.clear()
-
-
-def test_without_a_drafter_it_decodes_plainly(bench):
-    done = run(bench, "prompt=hello", drafter=False)
-    assert done.out == printable(wanted(bench, "hello")[1]) + "\n"
-    assert re.fullmatch(r"plain: 12 tokens, \d+ tokens/s\n", done.err)
 
 
 def test_plain_decoding_may_be_left_out(bench, monkeypatch):
@@ -87,22 +83,21 @@ def test_plain_decoding_may_be_left_out(bench, monkeypatch):
     monkeypatch.setattr(text_generation, "generate", lambda *a, **k: calls.append(a[1]) or generate(*a, **k))
     done = run(bench, "prompt=hello", "plain=false")
     assert re.fullmatch(FIGURES + "\n", done.err)
-    assert len(calls) == 1
-    assert calls[0] is not None, "the warm-up's, with the drafter"
+    assert [drafter is None for drafter in calls] == [False], "one warm-up, with the drafter"
 
 
-def test_settings_are_those_of_the_command_line(bench):
+def test_sampling_and_decode_options_are_applied(bench):
     sampling = ["temperature=0.8", "top_k=9", "top_p=0.9", "min_p=0.01", "repetition_penalty=1.2"]
     overrides = [f"sampling.{setting}" for setting in sampling]
     done = run(bench, "prompt=hello", "prompts.template=none", "decode=chain", *overrides)
-    law = Sampler(0.8, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
-    assert done.out == printable(wanted(bench, "hello", "none", law)[1]) + "\n"
+    sampler = Sampler(0.8, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
+    assert done.out == printable(plain_answer(bench, "hello", "none", sampler)[1]) + "\n"
     assert done.err.startswith("chain-3: ")
     assert run(bench, "prompt=hello", "prompts.template=none", *overrides, "seed=1").out != done.out
 
 
 def test_stop_strings_end_the_answer(bench):
-    text = wanted(bench, "hello", sampler=Sampler(1.0))[1]
+    text = plain_answer(bench, "hello", sampler=Sampler(1.0))[1]
     letter = next(c for c in text[1:] if c.isascii() and c.isalnum())
     options = ["decode.proposal=fixed", "sampling.temperature=1.0", f"stop=['{letter}', 'never mind', '\\n']"]
     done = run(bench, "prompt=hello", *options)
@@ -111,35 +106,24 @@ def test_stop_strings_end_the_answer(bench):
     assert list(cfg.stop) == ["User:", r"\n"]
 
 
-def test_the_prompt_may_come_from_stdin(bench, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(NASTY + "\n"))
-    done = run(bench, "prompt=-", drafter=False)
-    assert done.out == printable(wanted(bench, NASTY)[1]) + "\n"
-
-
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["prompt="], "prompt: it is empty"),
         (["prompt=  \n"], "prompt: it is empty"),
         (["prompt=\udcff"], "prompt: not UTF-8"),
         ([], "prompt: must be given"),
-        (["prompt=" + "x" * 400], "402 tokens and leaves no room in the target's context of 256"),
+        (["prompt=" + "x" * 400], "402 tokens and leaves no room"),
         (["prompt=x", "checkpoint=/no/where"], "checkpoint=/no/where: no such folder"),
-        (["prompt=x", "max_new_tokens=0"], "max_new_tokens=0: must be at least 1"),
-        (["prompt=x", "threads=-1"], "threads=-1: must be at least 0"),
-        (["prompt=x", "checkpoint=/", "decode.proposal=guess"], "decode.proposal=guess"),
-        (["prompt=x", "color=blue"], "color=blue: choose auto, always or never"),
-        (["prompt=x", "colour=always"], "did you mean color?"),
+        (["prompt=x", "max_new_tokens=0"], "max_new_tokens=0"),
+        (["prompt=x", "color=blue"], "color=blue"),
         (["prompt=x", "sampling.top_p=0"], "top_p=0"),
         (["prompt=x", "checkpoint=/", "decode=auto"], "name that plan here"),
-        (["prompt=x", "checkpoint=/", "decode=calibrated"], "name that plan here"),
         (["prompt=x", "stop=['']"], "an empty stop string"),
-        (["prompt=x", "stop=a"], "stop=a: must be like []"),
+        (["prompt=x", "stop=a"], "stop=a"),
         (["prompt=x", "prompts.template=jinja"], "prompts.template=jinja"),
     ],
 )
-def test_a_mistake_is_one_line(bench, overrides, said, tmp_path, monkeypatch):
+def test_a_mistake_is_one_line_and_writes_nothing(bench, overrides, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = run(bench, *overrides, drafter=False)
     done.refused(said)
@@ -147,44 +131,39 @@ def test_a_mistake_is_one_line(bench, overrides, said, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-# -- by hand -------------------------------------------------------------------------------------
-
-
 def piece(tokens, drafted, output=None, times=None):
     return Piece(tokens, [bool(d) for d in drafted], output or Output(tokens), times or Times())
 
 
-def test_a_character_has_the_colour_of_the_token_that_completes_it(capsys):
+def test_a_character_has_the_colour_of_its_last_token(capsys):
     """Here é of two tokens, the second of them drafted, and 中 of three, the last of them not."""
     made = [piece([0], [0]), piece([6, 7, 8], [0, 1, 0]), piece([9, 10, 11], [1, 1, 1]), piece([12], [0])]
     last = show(iter(made), MIXED, color=True)
     green = "{}{}{}".format
-    wanted = f"a{green(DRAFTED, 'é', PLAIN)}b{green(DRAFTED, 'éa', PLAIN)}中\ufffd\n"
+    expected = f"a{green(DRAFTED, 'é', PLAIN)}b{green(DRAFTED, 'éa', PLAIN)}中\ufffd\n"
     legend, text = capsys.readouterr().out.split("\n\n", 1)
-    assert text == wanted
+    assert text == expected
     assert "accepted draft tokens" in legend
     assert DRAFTED in legend
     assert last is made[-1]
     show(iter(made), MIXED, color=False)
-    assert capsys.readouterr().out == re.sub(r"\x1b\[\d+m", "", wanted)
+    assert capsys.readouterr().out == re.sub(r"\x1b\[\d+m", "", expected)
 
 
 @pytest.mark.parametrize("tty", [True, False])
-def test_colour_is_for_terminals_that_want_it(tty, monkeypatch):
+@pytest.mark.parametrize(
+    ("variables", "is_wanted"),
+    [({}, True), ({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_colour_is_for_terminals_that_want_it(tty, variables, is_wanted, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: tty, raising=False)
     for name in ("NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
-    assert wants_color("auto") is tty
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert wants_color("auto") is (tty and is_wanted)
     assert wants_color("always")
     assert not wants_color("never")
-    monkeypatch.setenv("NO_COLOR", "")
-    assert wants_color("auto") is tty, "empty is as if it were not there"
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not wants_color("auto")
-    assert wants_color("always"), "what is asked for here and now comes first"
-    monkeypatch.delenv("NO_COLOR")
-    monkeypatch.setenv("TERM", "dumb")
-    assert not wants_color("auto")
 
 
 def test_figures_by_hand():
@@ -195,13 +174,13 @@ def test_figures_by_hand():
     assert plain_comparison(0.0, 0.0) == ""
 
 
-def test_stdin_that_is_no_text_is_refused(monkeypatch):
+def test_stdin_must_be_text(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
     with pytest.raises(UserError, match="not UTF-8"):
         read_prompt("-")
 
 
-def test_an_answer_sends_nothing_to_the_terminal(capsys):
+def test_an_answer_has_no_control_characters(capsys):
     text = "a\x1b[31m\x07b\rc\x9b\u202e d\te\u3000é👩\u200d🚀"
     letters = make_tokenizer()
     tokens = letters.encode(text, add_special_tokens=False)

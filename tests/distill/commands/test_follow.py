@@ -47,8 +47,23 @@ def words(bench: Bench, models: str, folder: Path, *more: str) -> list[str]:
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Runs in this process, which need not import all anew."""
+    """Runs in this process, which saves the imports."""
     monkeypatch.setattr(follow, "_train", lambda options, lock: train(options).code)
+
+
+def copy_models(bench: Bench, models: Path, *steps: int) -> None:
+    for step in steps:
+        shutil.copytree(bench.root / "ckpt" / f"step_{step}", models / f"step_{step}")
+
+
+def copy_target(bench: Bench, *folders: Path) -> None:
+    for folder in folders:
+        shutil.copytree(bench.target, folder)
+
+
+def started(command: list[str]) -> subprocess.Popen:
+    argv = [sys.executable, "-m", "foredraft", "follow", *command]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def updates(folder: Path) -> list[dict]:
@@ -60,9 +75,9 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_drafter_goes_on_with_every_newer_model(bench, tmp_path):
+def test_the_drafter_is_trained_on_for_every_newer_model(bench, tmp_path):
     models, folder = tmp_path / "models", tmp_path / "out"
-    shutil.copytree(bench.root / "ckpt" / "step_100", models / "step_100")
+    copy_models(bench, models, 100)
     command = words(bench, f"{models}/step_*", folder, "--patience", "0", "--then", "trainer.max_steps=2")
     command += ["--then", "score.every=2", "--then", f"rollout.drafter={folder}/latest"]
     done = foredraft("follow", *command).succeeded()
@@ -72,41 +87,34 @@ def test_the_drafter_goes_on_with_every_newer_model(bench, tmp_path):
     assert first["stale"] is None
     assert first["tau"] >= 1
 
-    shutil.copytree(bench.root / "ckpt" / "step_200", models / "step_200")
+    copy_models(bench, models, 200)
     printed = foredraft("follow", *command).succeeded().out
     _, second = updates(folder)
     run = folder / second["run"]
     start = read_scorecard(run / "checkpoints" / "0" / "score.json")
     assert second["stale"] == start.compared.tau
     assert second["tau"] == read_scorecard(run / "checkpoints" / "best" / "score.json").compared.tau
-    assert [path.name for path in checkpoints(run)] == ["0", "2"]  # `--then` counts in the second run alone
+    assert [path.name for path in checkpoints(run)] == ["0", "2"]  # `--then` counts from the second run on
     # It began as the drafter that the run before had made, and belongs to the new model.
     before, now = (weights_of(path) for path in (best(folder / first["run"]), run / "checkpoints" / "0"))
     assert all(torch.equal(before[name], now[name]) for name in before)
     origin = json.loads((run / "checkpoints" / "2" / "config.json").read_text())["target"]
     assert origin["name"] == f"{models}/step_200"
-    # Whoever decodes reads one link; answers of models that are no more the newest are gone.
+    # Answers of the older model are removed.
     assert (folder / "latest").resolve() == best(run)
     assert not (folder / first["run"] / "rollouts").exists()
     (plan,) = (run / "rollouts").glob("*/plan.json")
-    assert json.loads(plan.read_text())["plan"][
-        "drafter"
-    ]  # of the model before, which drafted the new one's answers
+    assert json.loads(plan.read_text())["plan"]["drafter"]  # the older one drafted the new model's answers
     assert f"{second['tau']:.2f}" in printed
 
 
 @pytest.mark.proof
-def test_a_stopped_run_goes_on_and_ends_as_if_it_had_not_been(bench, tmp_path, monkeypatch):
+def test_a_stopped_run_resumes_and_ends_with_the_same_weights(bench, tmp_path, monkeypatch):
     models = f"{bench.root}/ckpt/step_200"
     steps = ["trainer.max_steps=60", "score.every=20", "--updates", "1"]
     whole_run, stopped = tmp_path / "whole", tmp_path / "stopped"
     command = words(bench, models, stopped, *steps)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "foredraft", "follow", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    end = time.monotonic() + 120
+    process, end = started(command), time.monotonic() + 120
     while not (stopped / "0000" / "checkpoints" / "20").exists() and time.monotonic() < end:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
@@ -124,27 +132,28 @@ def test_a_stopped_run_goes_on_and_ends_as_if_it_had_not_been(bench, tmp_path, m
 @pytest.mark.usefixtures("quick")
 def test_a_model_that_is_gone_is_given_up_for_the_newest(bench, tmp_path):
     models, folder = tmp_path / "models", tmp_path / "out"
-    shutil.copytree(bench.root / "ckpt" / "step_200", models / "step_200")
-    command = words(bench, f"{models}/step_*", folder, "--updates", "1")
+    copy_models(bench, models, 200)
     half = {"target": f"{models}/step_100", "stamp": "x", "run": "0000"}
     (folder / "0000").mkdir(parents=True)
     (folder / "0000" / "rollouts.json").write_text('{"store": "of another model"}')
     (folder / FILE).write_text(json.dumps({"updates": [half]}))
-    said = foredraft("follow", *command).succeeded()
-    assert "gone or changed before its run had ended" in said.out + said.err
+    done = foredraft("follow", *words(bench, f"{models}/step_*", folder, "--updates", "1")).succeeded()
+    assert "gone or changed" in done.out + done.err
     assert [update["target"] for update in updates(folder)] == [f"{models}/step_200"]
 
 
-def test_the_newest_model_has_the_highest_number_and_all_of_its_weights(bench, tmp_path):
-    assert newest(f"{tmp_path}/step_*") is None
-    for step in (90, 100):
-        shutil.copytree(bench.target, tmp_path / f"step_{step}")
-    assert newest(f"{tmp_path}/step_*") == tmp_path / "step_100"
+def test_the_newest_model_has_the_highest_number_and_is_whole(bench, tmp_path):
+    assert newest(f"{tmp_path}/*step_*") is None
+    names = ("step_90", "step_100", "step_200.tmp", ".step_300", "step_400")
+    copy_target(bench, *(tmp_path / name for name in names))
+    for file in (tmp_path / "step_400").glob("tokenizer*"):
+        file.unlink()
+    assert newest(f"{tmp_path}/*step_*") == tmp_path / "step_100"
     file = tmp_path / "step_100" / "model.safetensors"
     written = file.read_bytes()
     for part in (b"", written[:4], written[: len(written) // 2]):
         file.write_bytes(part)
-        assert newest(f"{tmp_path}/step_*") == tmp_path / "step_90"
+        assert newest(f"{tmp_path}/*step_*") == tmp_path / "step_90"
     file.unlink()
     assert not whole(tmp_path / "step_100")
     file.write_bytes(written)
@@ -152,19 +161,9 @@ def test_the_newest_model_has_the_highest_number_and_all_of_its_weights(bench, t
     assert not whole(tmp_path / "step_100")
 
 
-def test_models_that_are_no_models_yet_are_passed_over(bench, tmp_path):
-    shutil.copytree(bench.target, tmp_path / "step_100")
-    for name in ("step_200.tmp", ".step_300"):
-        shutil.copytree(bench.target, tmp_path / name)
-    shutil.copytree(bench.target, tmp_path / "step_400")
-    for file in (tmp_path / "step_400").glob("tokenizer*"):
-        file.unlink()
-    assert newest(f"{tmp_path}/*step_*") == tmp_path / "step_100"
-
-
-def test_what_is_newer(bench, tmp_path):
-    """Higher numbers, or the same folder written again; not what a trainer leaves that goes back."""
-    models = [Path(shutil.copytree(bench.target, tmp_path / f"step_{step}")) for step in (90, 100, 110)]
+def test_a_higher_number_or_a_rewritten_folder_is_newer(bench, tmp_path):
+    models = [tmp_path / f"step_{step}" for step in (90, 100, 110)]
+    copy_target(bench, *models)
     last = Update(str(models[1]), stamp(models[1]), "0000", tau=1.0)
     assert [follow._is_newer(model, last) for model in models] == [False, False, True]
     (models[1] / "model.safetensors").touch()
@@ -176,10 +175,9 @@ def test_what_is_newer(bench, tmp_path):
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_model_that_goes_away_while_it_is_read_does_not_end_it(bench, tmp_path, monkeypatch):
+def test_a_model_that_is_removed_while_read_stops_nothing(bench, tmp_path, monkeypatch):
     models, folder = tmp_path / "models", tmp_path / "out"
-    for step in (100, 200):
-        shutil.copytree(bench.root / "ckpt" / f"step_{step}", models / f"step_{step}")
+    copy_models(bench, models, 100, 200)
     run = follow._train
 
     def keep_last(options, lock):
@@ -193,30 +191,25 @@ def test_a_model_that_goes_away_while_it_is_read_does_not_end_it(bench, tmp_path
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_drafter_that_trains_nothing_is_fitted_anew(bench, tmp_path):
+def test_a_drafter_without_training_is_fitted_again(bench, tmp_path):
     models, folder = tmp_path / "models", tmp_path / "out"
     command = words(bench, f"{models}/step_*", folder, "drafter=suffix", "--patience", "0")
     command.remove("drafter.depth=2")
     for step in (100, 200):
-        shutil.copytree(bench.root / "ckpt" / f"step_{step}", models / f"step_{step}")
+        copy_models(bench, models, step)
         foredraft("follow", *command).succeeded()
     assert [update["stale"] for update in updates(folder)] == [None, None]
 
 
 def test_the_folder_stays_locked_while_a_run_lives(bench, tmp_path):
-    """Should the command be killed, its run trains on; the command again does not begin another beside it."""
+    """The run of a command that was killed trains on, and the command does not begin another."""
     folder = tmp_path / "out"
     command = words(bench, f"{bench.root}/ckpt/step_200", folder, "--updates", "1", "trainer.max_steps=2000")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "foredraft", "follow", *command],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    child, end = 0, time.monotonic() + 60
-    while not child and time.monotonic() < end:
-        found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
-        child = int((found.stdout.split() or ["0"])[0])
+    process, end = started(command), time.monotonic() + 60
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not (found := children.read_text().split()) and time.monotonic() < end:
         time.sleep(0.05)
+    child = int(found[0])
     process.kill()
     process.wait()
     try:
@@ -227,20 +220,19 @@ def test_the_folder_stays_locked_while_a_run_lives(bench, tmp_path):
 
 def test_a_model_in_parts_is_whole_with_all_of_them(bench, tmp_path):
     folder = tmp_path / "model"
-    shutil.copytree(bench.target, folder)
+    copy_target(bench, folder)
     weights = load_file(folder / "model.safetensors")
     names = sorted(weights)
     (folder / "model.safetensors").unlink()
-    parts = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
     index = folder / "model.safetensors.index.json"
     index.write_text('{"weight_map": {')
     assert not whole(folder)
-    index.write_text(
-        json.dumps({"weight_map": {name: file for file, part in parts.items() for name in part}})
-    )
-    save_file({name: weights[name] for name in parts["a.safetensors"]}, folder / "a.safetensors")
-    assert not whole(folder)
-    save_file({name: weights[name] for name in parts["b.safetensors"]}, folder / "b.safetensors")
+    parts = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
+    where = {name: file for file, part in parts.items() for name in part}
+    index.write_text(json.dumps({"weight_map": where}))
+    for file, part in parts.items():
+        assert not whole(folder)
+        save_file({name: weights[name] for name in part}, folder / file)
     assert whole(folder)
 
 
@@ -248,14 +240,14 @@ def test_a_model_in_parts_is_whole_with_all_of_them(bench, tmp_path):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("target=elsewhere",), "target: foredraft follow sets it"),
-        (("--then", "drafter.init_from=x"), "drafter.init_from: foredraft follow sets it"),
-        (("score.enabled=false",), "score.enabled: foredraft follow sets it"),
-        (("step_100",), "step_100 is no OPTION=VALUE; quote the pattern"),
-        (("--updates", "0"), "--updates is 1 or more"),
+        (("target=elsewhere",), "target: "),
+        (("--then", "drafter.init_from=x"), "drafter.init_from: "),
+        (("score.enabled=false",), "score.enabled: "),
+        (("step_100",), "quote the pattern"),
+        (("--updates", "0"), "--updates"),
     ],
 )
-def test_what_is_refused(bench, tmp_path, more, said):
+def test_options_that_follow_sets_are_refused(bench, tmp_path, more, said):
     foredraft("follow", *words(bench, f"{bench.root}/ckpt/*", tmp_path / "out", *more)).refused(said)
     assert not (tmp_path / "out").exists()
 
@@ -267,6 +259,4 @@ def test_a_folder_of_another_command_and_a_run_that_fails(bench, tmp_path):
     assert foredraft("follow", *bad).code == 2  # as the run said
     other = words(bench, f"{bench.root}/ckpt/*", folder, "--updates", "1")
     foredraft("follow", *other).succeeded()  # the first had done nothing yet
-    foredraft("follow", *other, "drafter.depth=1").refused(
-        "another configuration", "give --folder another folder", f"drafter.init_from={folder}/latest"
-    )
+    foredraft("follow", *other, "drafter.depth=1").refused("another configuration", "--folder")

@@ -1,8 +1,9 @@
-"""foredraft inspect-data: rows and statistics of a store, by hand and on the pocket target's own answers."""
+"""foredraft inspect-data: rows and statistics of a store, by hand and on answers of the bundled target."""
 
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -30,26 +31,14 @@ from distill.rollouts.store import SCHEMA as STORES
 from distill.rollouts.store import find
 from distill.rollouts.surprisal import SurprisalStats, lines, measure, reference_distribution
 
-SCHEMA = pa.schema(
-    {
-        "id": pa.string(),
-        "tokens": pa.list_(pa.int32()),
-        "loss_mask": pa.list_(pa.int8()),
-        "finish_reason": pa.string(),
-        "ids": pa.string(),
-    }
-)
+TYPES = {"tokens": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.int8())}
+SCHEMA = pa.schema({"id": pa.string(), **TYPES, "finish_reason": pa.string(), "ids": pa.string()})
 
 
 def row(name, prompt, answer, reason="stop", ids="exact"):
     mask = [0] * len(prompt) + [1] * len(answer)
-    return {
-        "id": name,
-        "tokens": prompt + answer,
-        "loss_mask": mask,
-        "finish_reason": reason,
-        "ids": ids,
-    }
+    tokens = {"tokens": prompt + answer, "loss_mask": mask}
+    return {"id": name, **tokens, "finish_reason": reason, "ids": ids}
 
 
 def table(rows):
@@ -67,10 +56,6 @@ def write_store(folder: Path, shards, **plan) -> Path:
     return folder
 
 
-def script(*argv: str) -> Outcome:
-    return foredraft("inspect-data", *argv)
-
-
 # -- counts, by hand -------------------------------------------------------------------------------
 
 HAND = [
@@ -82,63 +67,45 @@ HAND = [
 ]
 
 
-@pytest.mark.parametrize("cuts", [[5], [2, 3], [1, 0, 4]], ids=str)
-def test_counts_do_not_depend_on_the_shards(cuts):
-    counts, first = RowCounts(16, 8), 0
-    for size in cuts:
-        counts.add(table(HAND[first : first + size]))
-        first += size
+def counted(*shards, max_tokens=8):
+    counts = RowCounts(16, max_tokens)
+    for rows in shards:
+        counts.add(table(rows))
+    return counts
+
+
+@pytest.mark.parametrize("shards", [[HAND], [HAND[:2], HAND[2:]], [HAND[:1], [], HAND[1:]]])
+def test_counts_do_not_depend_on_the_shards(shards):
+    counts = counted(*shards)
     assert counts.answer.tolist() == [4, 4, 8, 4, 0]
     assert counts.prompt.tolist() == [3, 1, 2, 3, 2]
     assert counts.reasons == {"stop": 3, "length": 2}
     assert counts.ids == {"exact": 4, "reencoded": 1}
     assert (counts.cut, counts.lost, counts.duplicates) == (1, 2, 1)
-    # 4: 5 and 2 times, 5: 3 and 2, 6: 1 and 1, 7: 1 and 2, 2: 2 and 0
-    assert {i: (int(e), int(o)) for i, (e, o) in enumerate(counts.halves.T) if e or o} == {
-        2: (2, 0),
-        4: (5, 3),
-        5: (3, 2),
-        6: (1, 1),
-        7: (1, 2),
-    }
+    # Of the even and of the odd rows.
+    assert {i: (e, o) for i, (e, o) in enumerate(counts.halves.T.tolist()) if e or o} == (
+        {2: (2, 0), 4: (5, 3), 5: (3, 2), 6: (1, 1), 7: (1, 2)}
+    )
+    said = [" ".join(line.split()) for line in counts.lines([])]
+    assert "answer tokens 0 4 8 8 8" in said  # percentiles
+    assert said[-1] == "1: 37.50% 2: 62.50% 4: 75.00% 8: 100.00%"
 
 
-def test_a_row_that_just_fits_is_not_cut():
-    counts = RowCounts(16, 5)
-    counts.add(table(HAND))
-    assert (counts.cut, counts.lost) == (3, 2 + 5 + 2)
+def test_rows_longer_than_max_tokens_are_cut():
+    counts = counted(HAND, max_tokens=5)
+    assert (counts.cut, counts.lost) == (3, 2 + 5 + 2), "a row of 5 just fits"
 
 
-def test_a_draft_vocabulary_is_chosen_on_one_half_and_measured_on_the_other():
-    counts = RowCounts(16, 8)
-    counts.add(table(HAND))
+def test_coverage_is_measured_on_the_other_half():
+    counts = counted(HAND)
     # The even rows' order: 4 (5), 5 (3), 2 (2), 6, 7; the odd rows have 8 tokens, 3 of them 4, 2 of them 5.
     for size, share in ((1, 3 / 8), (2, 5 / 8), (3, 5 / 8), (4, 6 / 8), (5, 1.0)):
         assert counts.coverage(size, ()) == pytest.approx(share)
     assert counts.coverage(2, [7]) == pytest.approx(5 / 8), "7 is in, which puts 5 out: 3 + 2 of 8"
     assert counts.coverage(1, [0]) == 0
-    alone = RowCounts(16, 8)
-    alone.add(table(HAND[:1]))
-    assert alone.coverage(4, ()) is None
-
-
-def test_what_is_said_of_the_counts():
-    counts = RowCounts(16, 8)
-    counts.add(table(HAND))
-    said = [" ".join(line.split()) for line in counts.lines([])]
-    assert said == [
-        "rows 5, 1 of them duplicates of another, 1 WITHOUT A SUPERVISED TOKEN",
-        "tokens 31, 64.5% (20) supervised",
-        "percentiles 0 50 90 99 100",
-        "prompt tokens 1 2 3 3 3",
-        "answer tokens 0 4 8 8 8",
-        "finish_reason stop 3, length 2",
-        "ids exact 4, reencoded 1",
-        "cut at max_tokens=8 1 rows (20.0%), which lose 2 supervised tokens (10.0%)",
-        "draft vocabulary most frequent tokens of half the rows: share of the others' answers",
-        "1: 37.50% 2: 62.50% 4: 75.00% 8: 100.00%",
-    ]
-    assert any("-" in line for line in RowCounts(16, 8).lines([])), "a store without rows has no shares"
+    for few in (counted(HAND[:1]), counted()):  # no odd row
+        assert few.coverage(4, ()) is None
+        assert "-" in few.lines([])[-1]
 
 
 @pytest.mark.parametrize(
@@ -149,21 +116,21 @@ def test_what_is_said_of_the_counts():
         ({"tokens": [1, 2, 3, 4, 4, 5, -1]}, r"-1\.\.5"),
     ],
 )
-def test_rows_that_cannot_be_are_refused(bad, said):
+def test_malformed_rows_are_refused(bad, said):
     with pytest.raises(UserError, match=said):
-        RowCounts(16, 8).add(table([HAND[0] | bad]))
+        counted([HAND[0] | bad])
 
 
 # -- entropy, by hand ------------------------------------------------------------------------------
 
 
 class Known:
-    """A target whose law at position t is row t, whatever the tokens."""
+    """A target whose distribution at position t is row t, whatever the tokens."""
 
     device = torch.device("cpu")
 
-    def __init__(self, laws, max_positions=None):
-        self.head = Head(torch.tensor(laws).log().T.contiguous())
+    def __init__(self, probs, max_positions=None):
+        self.head = Head(torch.tensor(probs).log().T.contiguous())
         self.max_positions = max_positions
 
     def read(self, tokens):
@@ -171,20 +138,19 @@ class Known:
         return TargetOutput(states, states[:, :, None][:, :, :0])
 
 
-LAWS = [[0.5, 0.25, 0.125, 0.125], [0.25] * 4, [0.9, 0.05, 0.03, 0.02], [0.125, 0.5, 0.25, 0.125]]
-ENTROPY = [1.75 * math.log(2), 2 * math.log(2), -sum(p * math.log(p) for p in LAWS[2]), 1.75 * math.log(2)]
+PROBS = [[0.5, 0.25, 0.125, 0.125], [0.25] * 4, [0.9, 0.05, 0.03, 0.02], [0.125, 0.5, 0.25, 0.125]]
+ENTROPY = [1.75 * math.log(2), 2 * math.log(2), -sum(p * math.log(p) for p in PROBS[2]), 1.75 * math.log(2)]
 ROW = {"tokens": [3, 1, 2, 0], "loss_mask": [0, 1, 0, 1]}
 
 
-def test_a_token_is_measured_by_the_law_before_it():
+def test_a_token_is_measured_by_the_distribution_before_it():
     """Token 1 by row 0 and token 3 by row 2; the fourth row predicts nothing."""
-    found = measure(Known(LAWS), [ROW], Sampler(1.0))
+    found = measure(Known(PROBS), [ROW], Sampler(1.0))
     np.testing.assert_allclose(found.entropy, [ENTROPY[0], ENTROPY[2]], rtol=1e-6)
     np.testing.assert_allclose(found.surprisal, [2 * math.log(2), -math.log(0.9)], rtol=1e-5)
-    second = [sum(p * math.log(p) ** 2 for p in LAWS[t]) for t in (0, 2)]
-    np.testing.assert_allclose(
-        found.variance, [second[0] - ENTROPY[0] ** 2, second[1] - ENTROPY[2] ** 2], 1e-5
-    )
+    second = [sum(p * math.log(p) ** 2 for p in PROBS[t]) for t in (0, 2)]
+    variance = [second[0] - ENTROPY[0] ** 2, second[1] - ENTROPY[2] ** 2]
+    np.testing.assert_allclose(found.variance, variance, 1e-5)
     assert found.likeliest.tolist() == [False, True]
     assert found.place.tolist() == [0, 1]
     difference, error = found.excess()
@@ -195,25 +161,24 @@ def test_a_token_is_measured_by_the_law_before_it():
 def test_places_count_supervised_tokens_and_long_rows_are_cut(monkeypatch):
     monkeypatch.setattr(surprise, "CHUNK", 2)
     everything = {"tokens": [3, 1, 2, 0], "loss_mask": [1, 1, 1, 1]}
-    found = measure(Known(LAWS), [everything, ROW], Sampler(1.0))
+    found = measure(Known(PROBS), [everything, ROW], Sampler(1.0))
     assert found.place.tolist() == [1, 2, 3, 0, 1], "what the first token was drawn from is not known"
     np.testing.assert_allclose(found.entropy[:3], ENTROPY[:3], rtol=1e-6)
-    assert measure(Known(LAWS, max_positions=3), [everything], Sampler(1.0)).place.tolist() == [1, 2]
-    assert not len(measure(Known(LAWS), [{"tokens": [1], "loss_mask": [1]}], Sampler(1.0)).entropy)
+    assert measure(Known(PROBS, max_positions=3), [everything], Sampler(1.0)).place.tolist() == [1, 2]
+    assert not len(measure(Known(PROBS), [{"tokens": [1], "loss_mask": [1]}], Sampler(1.0)).entropy)
 
 
-def test_a_warped_law_leaves_tokens_without_a_chance():
-    found = measure(Known(LAWS), [ROW], Sampler(1.0, top_k=1))
+def test_warpers_make_tokens_impossible():
+    found = measure(Known(PROBS), [ROW], Sampler(1.0, top_k=1))
     assert found.possible.tolist() == [False, True]
     np.testing.assert_allclose(found.entropy, 0, atol=1e-9)
     assert found.excess() == (0, 0)
     plan = {"sampler": {"temperature": 1.0, "top_k": 1}, "answers": "write"}
     said = lines(found, reference_distribution(plan))
-    assert any("without a chance       1 tokens" in line for line in said)
     assert any(line.startswith("WARNING") for line in said)
 
 
-def test_the_law_is_the_stores_own_where_tokens_are_drawn():
+def test_the_reference_is_the_sampler_of_the_store():
     def plan(answers="write", **sampler):
         return reference_distribution({"answers": answers, "sampler": sampler})
 
@@ -228,31 +193,33 @@ def verdict(excess: float, drawn: bool) -> str:
     """Of 100 tokens with entropy 1, variance 1 and this excess."""
     ones = np.ones(100)
     found = SurprisalStats(ones, ones + excess, ones, ones > 0, np.arange(100))
-    law = reference_distribution({"answers": "write" if drawn else "given", "sampler": {"temperature": 1.0}})
-    said = lines(found, law)
+    plan = {"answers": "write" if drawn else "given", "sampler": {"temperature": 1.0}}
+    said = lines(found, reference_distribution(plan))
     assert f"{excess:+.3f} +- 0.100 from the entropy (z = {10 * excess:.1f})" in said[1]
     return said[3]
 
 
-def test_the_verdict_by_hand():
-    for excess in (0.39, -0.39):
-        assert all("agree" in verdict(excess, drawn) for drawn in (True, False))
-    assert verdict(0.41, True).startswith("WARNING: surprisal and entropy differ")
-    assert verdict(-0.41, True).startswith("WARNING: surprisal and entropy differ")
-    assert verdict(0.41, False).startswith("WARNING: surprisal is above")
-    assert verdict(-0.41, False).startswith("surprisal is below the entropy")
+@pytest.mark.parametrize(
+    ("excess", "drawn", "said"),
+    [
+        (0.39, True, "surprisal and entropy agree"),
+        (-0.39, False, "surprisal and entropy agree"),
+        (0.41, True, "WARNING: surprisal and entropy differ"),
+        (-0.41, True, "WARNING: surprisal and entropy differ"),
+        (0.41, False, "WARNING: surprisal is above"),
+        (-0.41, False, "surprisal is below"),
+    ],
+)
+def test_four_standard_errors_are_a_difference(excess, drawn, said):
+    assert verdict(excess, drawn).startswith(said)
 
 
 def test_places_are_shown_in_ranges_that_double():
     place = np.arange(20)
     found = SurprisalStats(place * 1.0, place + 1.0, place + 1.0, place > 0, place)
     reference = reference_distribution({"answers": "given", "sampler": {}})
-    shown = [line.split() for line in lines(found, reference)[5:]]
-    assert shown == [
-        ["1..8", "8", "3.500", "4.500"],
-        ["9..16", "8", "11.500", "12.500"],
-        ["17..32", "4", "17.500", "18.500"],
-    ]
+    shown = [" ".join(line.split()) for line in lines(found, reference)[5:]]
+    assert shown == ["1..8 8 3.500 4.500", "9..16 8 11.500 12.500", "17..32 4 17.500 18.500"]
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -260,14 +227,8 @@ def test_places_are_shown_in_ranges_that_double():
 
 def test_supervised_text_is_coloured_or_in_brackets():
     tokenizer = make_tokenizer()
-    ids, mask = Chat(tokenizer).encode_answered(
-        [
-            {"role": "user", "content": "a\tb\x1b[31m"},
-            {"role": "assistant", "content": "é\n"},
-            {"role": "user", "content": "c"},
-            {"role": "assistant", "content": "d"},
-        ]
-    )
+    texts = [("user", "a\tb\x1b[31m"), ("assistant", "é\n"), ("user", "c"), ("assistant", "d")]
+    ids, mask = Chat(tokenizer).encode_answered([{"role": role, "content": text} for role, text in texts])
     shown = {"id": "x", "tokens": ids, "loss_mask": mask, "finish_reason": "given", "ids": "reencoded"}
     text = "<|user|>a␉b␛[31m<|assistant|>{}é␊\n<|end|>{}<|user|>c<|assistant|>{}d<|end|>{}"
     header = f"-- row 3, id x: {len(ids) - sum(mask)} prompt tokens, 6 supervised, finish_reason given, "
@@ -300,20 +261,15 @@ def tiny(tmp_path_factory):
     root = tmp_path_factory.mktemp("tiny")
     folder = make_target(root / "target")
     target, chat = load_target(str(folder)), Chat(load_tokenizer(str(folder)))
-    plan = {
-        "template": "chat",
-        "tokenizer": chat.fingerprint(),
-        "target": target.fingerprint(),
-        "answers": "given",
-        "sampler": {"temperature": 1.0},
-        "stop": [3],
-    }
+    plan = {"template": "chat", "tokenizer": chat.fingerprint(), "target": target.fingerprint()}
+    plan |= {"answers": "given", "sampler": {"temperature": 1.0}, "stop": [3]}
     write_store(root / "stores" / "hand", [HAND[:2], HAND[2:]], **plan)
     return root
 
 
 def run(tiny, *argv):
-    return script(f"target={tiny / 'target'}", f"store={tiny / 'stores' / 'hand'}", *argv)
+    places = [f"target={tiny / 'target'}", f"store={tiny / 'stores' / 'hand'}"]
+    return foredraft("inspect-data", *places, *argv)
 
 
 def test_without_a_sample_no_target_is_loaded(tiny, monkeypatch):
@@ -337,7 +293,7 @@ def test_rows_are_drawn_by_the_seed_or_named(tiny):
     ]
 
 
-def test_colour_is_for_those_who_want_it(tiny, monkeypatch):
+def test_color_option_is_applied(tiny, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     assert SUPERVISED not in run(tiny, "sample=0", "row=b").out
     assert SUPERVISED in run(tiny, "sample=0", "row=b", "color=always").out
@@ -364,22 +320,17 @@ def test_colour_is_for_those_who_want_it(tiny, monkeypatch):
 )
 def test_a_mistake_is_one_line(tiny, overrides, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    room = tmp_path / "room"
-    room.mkdir()
-    shutil.copytree(tiny / "stores" / "hand", room / "damaged")
+    room, hand = tmp_path / "room", tiny / "stores" / "hand"
+    manifest = json.loads((hand / "manifest.json").read_text())
+    outside = [{"file": "../damaged/shard-00000.parquet", "rows": 2}]
+    changed = {"older": {"schema": STORES - 1}, "outside": {"shards": outside}}
+    for name in ("damaged", "linked", "foreign", *changed):
+        shutil.copytree(hand, room / name)
+        (room / name / "manifest.json").write_text(json.dumps(manifest | changed.get(name, {})))
     (room / "damaged" / "shard-00000.parquet").write_bytes(b"PAR1")
-    older = json.loads((tiny / "stores" / "hand" / "manifest.json").read_text()) | {"schema": STORES - 1}
-    (room / "older").mkdir()
-    (room / "older" / "manifest.json").write_text(json.dumps(older))
-    (room / "foreign").mkdir()
     (room / "foreign" / "manifest.json").write_text("{}")
-    shutil.copytree(tiny / "stores" / "hand", room / "linked")
     (room / "linked" / "shard-00000.parquet").unlink()
-    (room / "linked" / "shard-00000.parquet").symlink_to(tiny / "stores" / "hand" / "shard-00000.parquet")
-    outside = json.loads((tiny / "stores" / "hand" / "manifest.json").read_text())
-    outside["shards"][0]["file"] = "../damaged/shard-00000.parquet"
-    (room / "outside").mkdir()
-    (room / "outside" / "manifest.json").write_text(json.dumps(outside))
+    (room / "linked" / "shard-00000.parquet").symlink_to(hand / "shard-00000.parquet")
     done = run(tiny, *(override.replace("ROOM", str(room)) for override in overrides))
     done.refused(said)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["room"]
@@ -414,20 +365,18 @@ def pocket_store(tmp_path_factory) -> Callable[[float], Path]:
     return make
 
 
-def numbers(done: Outcome) -> dict[str, float]:
+def numbers(done: Outcome) -> tuple[float, float, float]:
     """Entropy, surprisal and z that were printed."""
-    lines = [line.split() for line in done.out.splitlines()]
-    entropy = next(line for line in lines if line[:1] == ["entropy"])
-    surprisal = next(line for line in lines if line[:1] == ["surprisal"] and "nats," in line)
-    return {"entropy": float(entropy[3]), "surprisal": float(surprisal[1]), "z": float(surprisal[-1][:-1])}
+    (entropy,) = re.findall(r"^entropy at T=\S+ +(\S+)", done.out, re.MULTILINE)
+    ((surprisal, z),) = re.findall(r"^surprisal +(\S+) nats,.*\(z = (\S+)\)", done.out, re.MULTILINE)
+    return float(entropy), float(surprisal), float(z)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.ci("0.7")
-def test_the_targets_own_draws_surprise_it_as_they_should(pocket_store, temperature):
-    done = script(f"store={pocket_store(temperature)}", "rows=1").succeeded()
-    found = numbers(done)
-    assert abs(found["z"]) < 4
+def test_surprisal_of_sampled_answers_is_their_entropy(pocket_store, temperature):
+    done = foredraft("inspect-data", f"store={pocket_store(temperature)}", "rows=1").succeeded()
+    assert abs(numbers(done)[2]) < 4
     assert "surprisal and entropy agree" in done.out
     assert "WARNING" not in done.out
     assert f"entropy at T={temperature:g} " in done.out
@@ -437,12 +386,12 @@ def test_the_targets_own_draws_surprise_it_as_they_should(pocket_store, temperat
 
 
 @pytest.mark.proof
-def test_greedy_answers_are_below_the_entropy_and_doubted_if_said_to_be_draws(pocket_store, tmp_path):
+def test_greedy_answers_are_below_the_entropy(pocket_store, tmp_path):
     store = pocket_store(0.0)
-    done = script(f"store={store}", "rows=0")
-    found = numbers(done)
-    assert found["surprisal"] < found["entropy"] - 0.3
-    assert found["z"] < -4
+    done = foredraft("inspect-data", f"store={store}", "rows=0")
+    entropy, surprisal, z = numbers(done)
+    assert surprisal < entropy - 0.3
+    assert z < -4
     assert "surprisal is below the entropy" in done.out
     likeliest = next(line for line in done.out.splitlines() if "likeliest" in line)
     assert float(likeliest.split()[3][:-1]) > 98
@@ -450,13 +399,12 @@ def test_greedy_answers_are_below_the_entropy_and_doubted_if_said_to_be_draws(po
     manifest = json.loads((store / "manifest.json").read_text())
     manifest["plan"]["sampler"]["temperature"] = 1.0
     (tmp_path / "lie" / "manifest.json").write_text(json.dumps(manifest))
-    lie = script(f"store={tmp_path / 'lie'}", "rows=0")
+    lie = foredraft("inspect-data", f"store={tmp_path / 'lie'}", "rows=0")
     assert "WARNING: surprisal and entropy differ" in lie.out
 
 
 @pytest.mark.proof
-def test_another_targets_answers_are_found_out(pocket_store, tmp_path):
-    """Here answers to other prompts."""
+def test_answers_to_other_prompts_are_found_out(pocket_store, tmp_path):
     store = pocket_store(1.0)
     manifest = json.loads((store / "manifest.json").read_text())
     rows = pq.read_table(store / manifest["shards"][0]["file"]).to_pylist()
@@ -465,9 +413,9 @@ def test_another_targets_answers_are_found_out(pocket_store, tmp_path):
         start, begin = one["loss_mask"].index(1), other["loss_mask"].index(1)
         swapped.append(row(one["id"], one["tokens"][:start], other["tokens"][begin:]))
     write_store(tmp_path / "swapped", [swapped], **manifest["plan"] | {"target": "another"})
-    done = script(f"store={tmp_path / 'swapped'}", "rows=0")
-    found = numbers(done)
-    assert found["surprisal"] > found["entropy"]
-    assert found["z"] > 4
+    done = foredraft("inspect-data", f"store={tmp_path / 'swapped'}", "rows=0")
+    entropy, surprisal, z = numbers(done)
+    assert surprisal > entropy
+    assert z > 4
     assert "WARNING: the store names another target" in done.out
     assert "WARNING: surprisal and entropy differ" in done.out

@@ -19,7 +19,7 @@ LENGTH = 12
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory, make_drafter):
-    """A tiny chat model, a draft model that is another one, a drafter that is none; judges of one mind."""
+    """A tiny chat model, a draft model and an EAGLE for it, and judges that always say 0 or 1."""
     root = tmp_path_factory.mktemp("bench")
     folder = make_target(root / "target")
     target = load_target(str(folder))
@@ -27,9 +27,8 @@ def bench(tmp_path_factory, make_drafter):
         (root / name).mkdir()
         hub.save(make_drafter(name, target), target, root / name, str(folder))
     for score in (0, 1):
-        (root / f"{score}.py").write_text(
-            f"import sys\nfor line in sys.stdin:\n    print({score}, flush=True)\n"
-        )
+        body = f"import sys\nfor line in sys.stdin:\n    print({score}, flush=True)\n"
+        (root / f"{score}.py").write_text(body)
     return root
 
 
@@ -39,7 +38,7 @@ def run(bench, judge: str, *overrides: str, drafter: str = "lm") -> Outcome:
     return foredraft("generate", *argv, f"judge.script={bench / judge}", r"judge.step=e")
 
 
-def test_a_judge_that_likes_nothing_leaves_the_target_its_answer(bench):
+def test_rejected_steps_are_the_targets(bench):
     target, tokenizer = load_target(str(bench / "target")), load_tokenizer(str(bench / "target"))
     ids = Chat(tokenizer).encode([{"role": "user", "content": "hello"}])
     options = {"max_new_tokens": LENGTH, "sampler": Sampler(0.0), "stop": stop_tokens(target)}
@@ -50,7 +49,7 @@ def test_a_judge_that_likes_nothing_leaves_the_target_its_answer(bench):
     assert re.fullmatch(figures + r"; plain \d+ tokens/s \(\d+\.\d\dx\); LOSSY\n", done.err)
 
 
-def test_a_judge_that_likes_everything_leaves_the_answer_to_the_draft_model(bench):
+def test_accepted_steps_are_the_draft_models(bench):
     done = run(bench, "1.py", "plain=false").succeeded()
     assert re.fullmatch(
         r"(\d+) of \1 steps are the draft model's, \d+ tokens, \d+ tokens/s; LOSSY\n", done.err
@@ -59,20 +58,13 @@ def test_a_judge_that_likes_everything_leaves_the_answer_to_the_draft_model(benc
 
 
 @pytest.mark.parametrize(
-    ("options", "drafter", "message"),
+    ("script", "options", "drafter", "said"),
     [
-        ([], "", "give checkpoint=, one of drafter=lm"),
-        ([], "eagle", "this drafter writes no steps without the target; give a checkpoint of drafter=lm"),
-        (["stop=[x]"], "lm", r"leave stop=\[\] and set judge.step"),
+        ("1.py", [], "", "drafter=lm"),
+        ("1.py", [], "eagle", "drafter=lm"),
+        ("1.py", ["stop=[x]"], "lm", "judge.step"),
+        ("none.py", [], "lm", "no such file"),
     ],
 )
-def test_what_no_judge_can_decide_on_is_refused_in_one_line(bench, options, drafter, message):
-    done = run(bench, "1.py", *options, drafter=drafter)
-    assert done.code == 2
-    assert re.search(rf"^error: judge\.script: .*{message}$", done.err.strip())
-
-
-def test_a_script_that_is_not_there_is_named(bench):
-    done = run(bench, "none.py")
-    assert done.code == 2
-    assert re.search(r"judge\.script=.*none\.py: no such file", done.err)
+def test_what_cannot_be_judged_is_refused(bench, script, options, drafter, said):
+    run(bench, script, *options, drafter=drafter).refused("judge.script", said)

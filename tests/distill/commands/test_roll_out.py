@@ -1,4 +1,4 @@
-"""Rollouts alone: the store that foredraft rollout makes is the one that train.py looks for."""
+"""foredraft rollout: it makes the store that training looks for."""
 
 import json
 
@@ -36,7 +36,7 @@ def test_a_store_is_made_once_and_training_finds_it(bench):
     assert f"reusing all 3 shards in {folder}" in trained.out
 
 
-def test_a_target_that_was_changed_in_place_answers_again(bench, tmp_path):
+def test_a_target_that_was_changed_in_place_gets_a_new_store(bench, tmp_path):
     """Fine-tuned under the same path; one element of one layer is enough, or a field of config.json."""
     folder, stores = make_target(tmp_path / "target"), []
     drafter = Eagle.for_target(load_target(str(folder)), depth=1, feature_noise=0.0, feature_weight=1.0)
@@ -67,38 +67,27 @@ def test_a_target_that_was_changed_in_place_answers_again(bench, tmp_path):
 
 
 @pytest.mark.proof
-def test_a_folder_of_ones_own_holds_the_store_and_the_malformed_records(bench, tmp_path):
+def test_a_named_folder_has_the_store_and_the_malformed_records(bench, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(bench.prompts.read_bytes() + b"{\n")
     done = roll_out(bench, f"prompts={bad}", f"rollout.store={tmp_path / 'mine'}").succeeded()
     assert done.out.splitlines()[-1] == str(tmp_path / "mine")
     (line,) = (tmp_path / "mine" / "quarantine.jsonl").read_text().splitlines()
     assert json.loads(line)["line"] == 13
-    again = roll_out(bench, f"rollout.store={tmp_path / 'mine'}", "rollout.temperature=0.5")
-    assert again.code == 2
-    assert "sampl" in again.err
+    roll_out(bench, f"rollout.store={tmp_path / 'mine'}", "rollout.temperature=0.5").refused("sampl")
 
 
-def test_answers_that_the_target_did_not_write_are_doubted(bench, tmp_path, monkeypatch):
-    seen = []
-
-    def doubtful(target, rows, plan):
-        seen.append((len(rows), plan))
-        return "WARNING"
-
-    monkeypatch.setattr(produce, "mismatch_warning", doubtful)
-    assert "WARNING" not in roll_out(bench, "seed=1").out
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+def test_given_answers_are_compared_with_the_target(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(produce, "mismatch_warning", lambda _, rows, plan: f"{len(rows)} {plan['answers']}")
+    assert "given" not in roll_out(bench, "seed=1").out
     path = tmp_path / "given.jsonl"
-    path.write_text("".join(json.dumps({"messages": talk, "weight": i}) + "\n" for i in range(3)))
-    path.write_text(path.read_text() + json.dumps({"messages": [talk[0] | {"content": "you?"}, talk[1]]}))
+    talks = [[{"role": "user", "content": text}, {"role": "assistant", "content": "yo"}] for text in "aab"]
+    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     done = roll_out(bench, "rollout=given", f"prompts={path}").succeeded()
-    assert "WARNING" in done.out.splitlines()
-    ((count, plan),) = seen
-    assert (count, plan["answers"]) == (2, "given")
+    assert "2 given" in done.out.splitlines(), "one is a duplicate"
 
 
-def test_only_answers_that_surprise_the_target_are_doubted(tiny_target):
+def test_a_warning_for_answers_that_surprise_the_target(tiny_target):
     target = tiny_target(vocab=50)
     plan = {"answers": "given", "sampler": {"temperature": 1.0}}
     out = generate(target, None, [[1, 2]] * 8, max_new_tokens=20, sampler=Sampler(1.0))
@@ -117,7 +106,7 @@ REFUSES = (
 )
 
 
-def test_prompts_that_the_chat_template_refuses_are_set_aside_before_work(tmp_path):
+def test_prompts_that_the_template_refuses_are_set_aside(tmp_path):
     target = make_target(tmp_path / "target", REFUSES)
     ask = {"role": "user", "content": "hi"}
     records = [{"id": f"p{i}", "messages": [ask | {"content": f"hi {i}"}]} for i in range(3)]
@@ -134,33 +123,32 @@ def test_prompts_that_the_chat_template_refuses_are_set_aside_before_work(tmp_pa
     assert f"{held}:1: target: its chat template refuses" in done.out
     assert f"{path}:2: target: its chat template refuses the prompt 'be': no system role" in done.out
     assert "3 rows" in done.out
-    done = foredraft("rollout", *argv, "prompts.strict=true")
-    assert (done.code, done.err.count("\n")) == (2, 1)
-    assert f"{path}:2: " in done.err
+    foredraft("rollout", *argv, "prompts.strict=true").refused(f"{path}:2: ")
 
 
-def test_answers_are_not_made_anew_where_nothing_trains(bench):
-    done = roll_out(bench, "rollout.refresh_every=2")
-    assert (done.code, "refresh_every" in done.err) == (2, True)
+def test_refreshing_answers_needs_training(bench):
+    roll_out(bench, "rollout.refresh_every=2").refused("refresh_every")
 
 
-def test_ranks_are_known_whoever_launched_them(monkeypatch):
-    names = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
-    for name in names:
+@pytest.mark.parametrize(
+    ("variables", "lightning", "expected"),
+    [
+        ({}, None, (0, 1)),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}, None, (1, 4)),
+        ({"RANK": "2", "WORLD_SIZE": "3", "SLURM_PROCID": "1", "SLURM_NTASKS": "4"}, None, (2, 3)),
+        ({}, (5, 6), (5, 6)),
+    ],
+)
+def test_ranks_are_known_under_every_launcher(monkeypatch, variables, lightning, expected):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
-    assert rank_and_world() == (0, 1)
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert rank_and_world() == (1, 4)
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert rank_and_world() == (2, 3)
-    for name in names:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(progress.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(progress.distributed, "get_rank", lambda: 5)
-    monkeypatch.setattr(progress.distributed, "get_world_size", lambda: 6)
-    assert rank_and_world() == (5, 6), "as Lightning's own launcher leaves it"
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if lightning:
+        monkeypatch.setattr(progress.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(progress.distributed, "get_rank", lambda: lightning[0])
+        monkeypatch.setattr(progress.distributed, "get_world_size", lambda: lightning[1])
+    assert rank_and_world() == expected
 
 
 @pytest.mark.proof
@@ -181,4 +169,4 @@ def test_a_drafter_helps_and_changes_no_row(bench, tmp_path):
     (eagle / "config.json").write_text(json.dumps(older))
     assert rows(f"rollout.drafter={eagle}", "decode=chain", "decode.depth=2") == plain
     lossy = roll_out(bench, f"rollout.drafter={eagle}", "decode.rule=typical", "decode.lossy=true")
-    assert (lossy.code, "one lossless plan" in lossy.err) == (2, True)
+    lossy.refused("one lossless plan")

@@ -19,7 +19,7 @@ FAR = {"kl": 0, "reverse_kl": 0, "top1_agreement": 1, "greedy_prefix": 1, "promp
 
 @pytest.fixture
 def runs(tmp_path):
-    """Three runs: of a run's folder `best` is read."""
+    """Three runs, one of them the folder of a run, whose best checkpoint is read."""
     slow = [row(SLOW, speedup=1.1), row([25.0, 18.0, 33.0, 7.0, 20.0, 22.0], 1.0, speedup=9.0)]
     fast = [
         row([1.0] * 6, batch=8),
@@ -56,19 +56,16 @@ def test_the_fastest_comes_first_with_all_its_costs(runs):
     assert lines[-1] == "float32, a machine"
 
 
-def test_what_was_given_away_has_its_card_by_another_name(tmp_path):
-    folder = Path(card(tmp_path / "a", [row([1.0] * 6)]))
-    (folder / "score.json").rename(folder / "scorecard.json")
-    assert read([str(folder)])[0].card.checkpoint.drafter == "eagle"
-
-
-def test_two_runs_of_one_drafter_are_told_apart_and_a_failed_audit_is_seen(runs):
+def test_runs_of_one_drafter_are_told_apart(runs):
     lines = table(read(runs), Choice()).splitlines()
     assert [line.split("  ")[0].strip() for line in lines[1:3]] == ["eagle (b)", "eagle (c)"]
     assert lines[2].endswith("FAIL")
 
 
 def test_runs_may_be_given_names(runs, tmp_path):
+    exported = Path(card(tmp_path / "export", [row(FAST)]))
+    (exported / "score.json").rename(exported / "scorecard.json")
+    assert read([str(exported)])[0].card.checkpoint.drafter == "eagle"
     found = read([runs[0], f"mine={runs[1]}", f"other={runs[2]}"])
     assert [s.name for s in found] == ["bigram", "mine", "other"]
     odd = card(tmp_path / "depth=2", [row(FAST)], "medusa")  # a sweep's folder is no name
@@ -79,9 +76,9 @@ def test_runs_may_be_given_names(runs, tmp_path):
         read([f"mine={runs[0]}", f"mine={runs[1]}"])
 
 
-def test_the_order_may_be_that_of_tau_and_goes_by_the_first_plan(tmp_path):
+def test_runs_are_ordered_by_tau_or_by_speedup(tmp_path):
     other = row([1.0] * 6, speedup=5.0, decode="tree-4")
-    long = card(tmp_path / "long", [row([9.0, 8.0, 15.0, 4.0, 10.0, 12.0], speedup=1.1)])
+    long = card(tmp_path / "long", [row(FAST, speedup=1.1)])
     fast = card(tmp_path / "fast", [row(SLOW, speedup=1.9), other])
     for by, order in (("tau", ["long", "fast"]), ("speedup", ["fast", "long"])):
         lines = table(read([long, fast]), Choice(by=by)).splitlines()[1:3]
@@ -116,10 +113,11 @@ def test_batch_and_plan_are_chosen(tmp_path):
     scored = read([card(tmp_path / "a", rows)])
     assert column(scored, BOTH, "tau T=1")["eagle"].startswith(f"{157 / 63:.2f}")
     assert f"eagle: T=1: {tree}" in table(scored, BOTH)
-    with pytest.raises(UserError, match=r"decode=tree-9: eagle was not scored .* of tree-7 .*, chain-2$"):
-        table(scored, Choice(decode="tree-9"))
-    with pytest.raises(UserError, match="decode=typical: eagle was not"):  # which is not lossless
-        table(scored, Choice(decode="typical"))
+    for name in ("tree-9", "typical"):  # which is lossy
+        with pytest.raises(
+            UserError, match=rf"decode={name}: eagle was not scored .* of tree-7 .*, chain-2$"
+        ):
+            table(scored, Choice(decode=name))
 
 
 def test_a_difference_is_paired_by_prompt(runs):
@@ -129,9 +127,9 @@ def test_a_difference_is_paired_by_prompt(runs):
     low, high = found.interval
     assert 0 < low < found.value < high
     near = tau_difference(row_of(row(SLOW)), row_of(row([1.1 * rounds for rounds in SLOW]))).interval
-    alone = Counts(TOKENS, SLOW).interval()
-    assert 0 < near[0] < near[1], "what is a tenth better on every prompt is better"
-    assert near[1] - near[0] < (alone[1] - alone[0]) / 5
+    single = Counts(TOKENS, SLOW).interval()
+    assert 0 < near[0] < near[1], "a tenth better on every prompt"
+    assert near[1] - near[0] < (single[1] - single[0]) / 5
     assert column(scored, Choice(against="bigram"), "less bigram's, T=0") == {
         "eagle": f"{found.value:+.2f} ({low:+.2f}..{high:+.2f})",
         "bigram": "-",
@@ -140,7 +138,7 @@ def test_a_difference_is_paired_by_prompt(runs):
         "eagle": "-",
         "bigram": f"{-found.value:+.2f} ({-high:+.2f}..{-low:+.2f})",
     }
-    assert "best" not in table(scored[:1], Choice()).splitlines()[0], "one run is beside nobody"
+    assert "best" not in table(scored[:1], Choice()).splitlines()[0]
 
 
 def test_plain_decoding_is_no_drafts_speedup(tmp_path):
@@ -179,18 +177,15 @@ def test_speedups_are_divided_where_that_is_fair(tmp_path):
     assert column(read(paths), Choice(), "speedup")["bigram"] == "1.20x", "a card from before has no interval"
 
 
-def test_answers_that_are_not_the_same_are_not_subtracted():
+def test_taus_of_different_answers_are_not_subtracted():
     other = row(FAST, tokens=[*TOKENS[:-1], 9])
     assert tau_difference(row_of(row(SLOW)), row_of(other)) is None
     assert tau_difference(row_of(row(FAST, replay=None)), row_of(row(FAST))) is None
 
 
-def test_a_score_that_is_none_is_said_to_be(tmp_path):
+def test_estimates_and_controls_are_marked(tmp_path):
     text = table(read([card(tmp_path / "a", [row(FAST)], control="shuffled_taps")]), Choice())
     assert "eagle: control=shuffled_taps: no real score" in text
-
-
-def test_what_was_counted_is_marked_and_what_was_not_trained_has_no_time(tmp_path):
     estimate = row(FAST)
     estimate["replay"]["method"] = "an estimate"
     counted = row([1.0] * 6, replay=None, speedup=1.2)
@@ -204,38 +199,24 @@ def test_what_was_counted_is_marked_and_what_was_not_trained_has_no_time(tmp_pat
     assert " min" not in lines[2]
 
 
-def test_what_is_wrong_is_said_in_a_line(runs, tmp_path):
-    with pytest.raises(UserError, match=r"nowhere: no score\.json there"):
-        read(["nowhere"])
-    with pytest.raises(UserError, match=r"^nowhere: no score\.json there"):
-        read(["mine=nowhere"])
+def test_a_missing_card_or_setting_is_named(runs, tmp_path):
+    for name in ("nowhere", "mine=nowhere"):
+        with pytest.raises(UserError, match=r"^nowhere: no score\.json there"):
+            read([name])
     card(tmp_path / "old", [], schema=2)
-    with pytest.raises(UserError, match="a scorecard of version 2, this one reads"):
+    with pytest.raises(UserError, match="a scorecard of version 2"):
         read([str(tmp_path / "old")])
-    (tmp_path / "old" / "score.json").write_text("[]")
-    with pytest.raises(UserError, match="a scorecard of version none"):
-        read([str(tmp_path / "old")])
-    with pytest.raises(UserError, match=r"T=0\.7, batch 1; it was at T=0 batch 1, T=1 batch 1:"):
-        table(read(runs), Choice([0.7]))
-    with pytest.raises(UserError, match=r"bigram: not scored at T=0, batch 8"):
-        table(read(runs), Choice(batch=8))
-    with pytest.raises(UserError, match="against=medusa: no such run; there are bigram, eagle"):
-        table(read(runs), Choice(against="medusa"))
+    for choice, said in (
+        (Choice([0.7]), r"T=0\.7, batch 1; it was at T=0 batch 1, T=1 batch 1:"),
+        (Choice(batch=8), "bigram: not scored at T=0, batch 8"),
+        (Choice(against="medusa"), "against=medusa: no such run; there are bigram, eagle"),
+    ):
+        with pytest.raises(UserError, match=said):
+            table(read(runs), choice)
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "[]",
-        '"text"',
-        "3",
-        "{",
-        "",
-        "[" * 100_000,
-        '{"schema": []}',
-        '{"schema": 4}',
-        '{"schema": 4, "rows": [3]}',
-    ],
+    "text", ["[]", "{", "", "[" * 100_000, '{"schema": []}', '{"schema": 4, "rows": [3]}']
 )
 def test_a_damaged_scorecard_is_named_and_left_out(text, runs, tmp_path, capsys):
     (tmp_path / "bad").mkdir()
@@ -248,23 +229,26 @@ def test_a_damaged_scorecard_is_named_and_left_out(text, runs, tmp_path, capsys)
         read([str(file)])
 
 
+REPLAY = row(FAST)["replay"]
+
+
 @pytest.mark.parametrize(
     "spoilt",
     [
-        row(FAST, tau_interval=[2.0]),
-        row(FAST, replay={**row(FAST)["replay"], "tau_interval": []}),
-        row(FAST, replay={**row(FAST)["replay"], "difference_interval": [1.0]}),
-        row(FAST, replay={**row(FAST)["replay"], "counts": {"tokens": TOKENS, "rounds": FAST[:-1]}}),
-        row(FAST, timing={**timing(1, 1, 1, 1, 1), "tokens": []}),
-        {**row(FAST), "tokens": 10**400},
+        {"tau_interval": [2.0]},
+        {"replay": {**REPLAY, "tau_interval": []}},
+        {"replay": {**REPLAY, "difference_interval": [1.0]}},
+        {"replay": {**REPLAY, "counts": {"tokens": TOKENS, "rounds": FAST[:-1]}}},
+        {"timing": {**timing(1, 1, 1, 1, 1), "tokens": []}},
+        {"tokens": 10**400},
     ],
 )
-def test_a_scorecard_of_other_lengths_is_left_out_too(spoilt, runs, tmp_path, capsys):
-    read([runs[0], card(tmp_path / "bad", [spoilt])])
+def test_a_scorecard_with_lists_of_wrong_lengths_is_left_out(spoilt, runs, tmp_path, capsys):
+    read([runs[0], card(tmp_path / "bad", [row(FAST) | spoilt])])
     assert "its scorecard is damaged (rows[0]." in capsys.readouterr().err
 
 
-def test_the_command_writes_what_it_prints_and_refuses_in_one_line(runs, tmp_path):
+def test_the_command_writes_the_table_it_prints(runs, tmp_path):
     out, kept, document = tmp_path / "table.txt", tmp_path / "results.json", tmp_path / "R.md"
     document.write_text("Above.\n<!-- results -->\nold\n<!-- /results -->\nBelow.\n")
     files = ["--out", str(out), "--results", str(kept), "--readme", str(document)]
@@ -273,18 +257,11 @@ def test_the_command_writes_what_it_prints_and_refuses_in_one_line(runs, tmp_pat
     assert len(json.loads(kept.read_text())["runs"]) == 3
     assert "| bigram | " in document.read_text()
     assert "<h2>Speedup</h2>" in (tmp_path / "page.html").read_text()
-    wrong = foredraft("compare", "nowhere")
-    assert (wrong.code, wrong.out) == (2, "")
-    assert (
-        wrong.err == "error: nowhere: no score.json there; give a run's folder, a checkpoint or a scorecard\n"
-    )
-    wrong = foredraft("compare", runs[0], "--batch", "8")
-    assert wrong.code == 2
-    assert len(wrong.err.splitlines()) == 1
+    foredraft("compare", "nowhere").refused("nowhere: no score.json there")
+    foredraft("compare", runs[0], "--batch", "8").refused("batch 8")
 
 
-def test_what_others_named_says_nothing_to_a_terminal(tmp_path):
-    """A scorecard that was downloaded may hold anything."""
+def test_a_downloaded_scorecard_prints_no_control_characters(tmp_path):
     (one,) = read([card(tmp_path, [row(FAST)], "eagle\x1b[2J\r", hardware="a\x9b1m machine\u202e")])
     text = table([one], Choice())
     assert "eagle\ufffd[2J\ufffd" in text

@@ -1,4 +1,4 @@
-"""The page of a whole field: every drafter, the bound above them, and what to take when."""
+"""The page of all drafters of a target: their bound, and which to use when."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUALITY |= {"plain_judge": None}
 
 @pytest.fixture
 def runs(tmp_path):
-    """A long and dear one, a cheap one that is better on some prompts, a slow one."""
+    """Long drafts that cost much, cheap ones that are better on some prompts, and slow ones."""
     lossy = row(FAST, lossy=True, rule="topk", decode="chain-2 topk LOSSY", speedup=1.9, replay=None, tau=8.0)
     return [
         card(tmp_path / "a", [row(FAST, speedup=1.2, tau=2.5), {**lossy, "quality": QUALITY}], "eagle"),
@@ -45,39 +45,29 @@ def test_the_bound_takes_the_best_drafter_for_each_prompt(runs):
     costs = [[r * c for r in rounds] for rounds, c in zip([FAST, ODD, SLOW], prices, strict=True)]
     passes = [min(*column) for column in zip(*costs, TOKENS, strict=True)]
     assert found.speedup == pytest.approx(sum(TOKENS) / sum(passes))
-    name, alone = found.single
+    name, speedup = found.single
     assert name == "suffix"
-    assert alone == pytest.approx(sum(TOKENS) / sum(costs[1]))
+    assert speedup == pytest.approx(sum(TOKENS) / sum(costs[1]))
     assert sum(found.shares.values()) == pytest.approx(1)
     assert found.shares["suffix"] > 0.5
 
 
-def test_the_bound_is_of_the_same_text_alone(tmp_path, runs):
+def test_the_bound_is_over_drafters_of_the_same_text(tmp_path, runs):
     other = card(tmp_path / "d", [row(FAST, tokens=[9] * 6)], "lyanna")
     tuned = card(tmp_path / "e", [row([1.0] * 6)], "medusa2", target_drift=DRIFT)
-    assert bound(pairs([*runs, other, tuned])[1]) == bound(pairs(runs)[1])
-    assert bound(pairs([runs[0], other, tuned])[1]) is None
-
-
-def test_what_to_take_when(runs):
-    lines = {line[0]: line[1] for line in advice(read(runs), COLD)}
-    assert lines == {
-        "passes of the target count (a GPU, a large target)": "eagle, chain-2",
-        "this machine, as it is": "suffix, chain-2",
-        "nothing may be trained, and there is no other model": "suffix, chain-2",
-        "the drafter may keep no cache": "suffix, chain-2",
-        "at most 0.5 minutes of training": "medusa, chain-2",
-        "1% of the tokens may change (LOSSY)": "eagle, chain-2 topk LOSSY",
-    }
-
-
-def test_a_target_that_drafts_for_itself_saves_none_of_its_passes(tmp_path, runs):
     skip = card(tmp_path / "s", [row([7.0] * 6, speedup=0.9)], "skip", step=0, parameters=0)
-    assert bound(pairs([*runs, skip])[1]) == bound(pairs(runs)[1])
+    assert bound(pairs([*runs, other, tuned, skip])[1]) == bound(pairs(runs)[1])
+    assert bound(pairs([runs[0], other, tuned])[1]) is None
     assert advice(read([*runs, skip]), COLD) == advice(read(runs), COLD)
 
 
-def test_rules_that_are_lossless_at_temperature_0_are_no_lossy_rows_there(tmp_path):
+def test_the_advice_for_each_need(runs):
+    found = [line[1] for line in advice(read(runs), COLD)]
+    fast, cheap = "eagle, chain-2", "suffix, chain-2"
+    assert found == [fast, cheap, cheap, cheap, "medusa, chain-2", "eagle, chain-2 topk LOSSY"]
+
+
+def test_lenience_is_lossless_at_temperature_0(tmp_path):
     lossy = {"lossy": True, "replay": None, "quality": QUALITY}
     rows = [row(FAST), row(FAST, rule="lenience", decode="lenience LOSSY", **lossy)]
     rows += [row(FAST, 1.0), row(FAST, 1.0, rule="lenience", decode="lenience LOSSY", **lossy)]
@@ -85,12 +75,9 @@ def test_rules_that_are_lossless_at_temperature_0_are_no_lossy_rows_there(tmp_pa
     assert [len(scored.lossy(temperature, 1)) for temperature in (0.0, 1.0)] == [0, 1]
 
 
-def test_where_no_draft_pays_the_page_says_so(tmp_path):
-    runs = [
-        card(tmp_path / "a", [row(FAST, speedup=0.8)]),
-        card(tmp_path / "b", [row(SLOW, speedup=0.7)], "mlp"),
-    ]
-    assert ["this machine, as it is", "plain decoding", "no draft was faster"] in advice(read(runs), COLD)
+def test_plain_decoding_is_advised_where_no_draft_pays(tmp_path):
+    run = card(tmp_path / "a", [row(FAST, speedup=0.8)])
+    assert "plain decoding" in [line[1] for line in advice(read([run]), COLD)]
 
 
 def test_every_drafter_is_on_the_page_and_lossy_rows_are_marked(runs, tmp_path):
@@ -105,12 +92,9 @@ def test_every_drafter_is_on_the_page_and_lossy_rows_are_marked(runs, tmp_path):
     assert "**Bound.** Of the 3 drafters that were scored on the same answers" in page
 
 
-def test_targets_are_not_mixed(tmp_path, runs):
-    other = card(tmp_path / "d", [row(FAST)], "lyanna", target="user/other")
-    with pytest.raises(UserError, match="--field is a page of one target; these runs have several"):
-        field_page(read([*runs, other]), COLD)
-
-
-def test_the_command_writes_it(runs, tmp_path):
+def test_the_command_writes_the_page_of_one_target(runs, tmp_path):
     foredraft("compare", *runs, "--field", str(tmp_path / "field.md")).succeeded()
     assert (tmp_path / "field.md").read_text() == field_page(read(runs), Choice([0.0]))
+    other = card(tmp_path / "d", [row(FAST)], "lyanna", target="user/other")
+    with pytest.raises(UserError, match="--field is a page of one target"):
+        field_page(read([*runs, other]), COLD)

@@ -1,6 +1,5 @@
-"""What is logged where: W&B, online and offline, TensorBoard and the CSV file hold the same numbers."""
+"""W&B, online and offline, TensorBoard and the CSV file hold the same numbers."""
 
-import csv
 import json
 import os
 import signal
@@ -15,8 +14,8 @@ import pytest
 from cards import row_of
 from fake_wandb import KEY, FakeWandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto import wandb_internal_pb2
-from workbench import Bench, fork, train
+from wandb.proto.wandb_internal_pb2 import Record
+from workbench import Bench, fork, tau, train
 
 from decode.errors import UserError
 from decode.evaluation.scorecard import read_scorecard
@@ -30,8 +29,8 @@ from distill.training import checkpointing as callbacks
 BLOCK = 32768  # of the LevelDB log format
 
 
-def records(path: Path) -> Iterator[bytes]:
-    """Raw records of a .wandb file: 7 bytes of header, then LevelDB log framing."""
+def records(path: Path) -> Iterator[Record]:
+    """Records of a .wandb file: 7 bytes of header, then LevelDB log framing."""
     data = path.read_bytes()
     assert data[:4] == b":W&B"
     place, part = 7, b""
@@ -43,23 +42,23 @@ def records(path: Path) -> Iterator[bytes]:
         part += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # whole, or last of several
-            yield part
+            yield Record.FromString(part)
             part = b""
 
 
 def read(path: Path) -> tuple[dict, list[dict], list]:
     """Configuration, history and artifacts of a .wandb file."""
+
+    def values(items) -> dict:
+        return {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
+
     config, history, artifacts = {}, [], []
-    for raw in records(path):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(raw)
+    for record in records(path):
         kind = record.WhichOneof("record_type")
         if kind == "history":
-            items = record.history.item
-            history.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+            history.append(values(record.history.item))
         elif kind in ("config", "run"):
-            update = record.config.update if kind == "config" else record.run.config.update
-            config |= {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in update}
+            config |= values((record.config if kind == "config" else record.run.config).update)
         elif kind == "request" and record.request.WhichOneof("request_type") == "log_artifact":
             artifacts.append(record.request.log_artifact.artifact)
         elif kind == "artifact":
@@ -67,13 +66,19 @@ def read(path: Path) -> tuple[dict, list[dict], list]:
     return config, history, artifacts
 
 
+def offline(folder: Path) -> None:
+    """No key, a home where W&B may write, and what is printed to stderr in a file."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        os.environ.pop(name, None)
+    os.environ["HOME"] = str(folder)
+    with (folder / "stderr").open("w") as file:
+        os.dup2(file.fileno(), 2)
+
+
 def offline_sweep(bench: Bench, folder: Path) -> int:
     """Two jobs with W&B in one process, as somebody without an account runs them."""
     os.chdir(folder)
-    for name in ("WANDB_MODE", "WANDB_API_KEY"):
-        os.environ.pop(name, None)
-    with (folder / "stderr").open("w") as file:
-        os.dup2(file.fileno(), 2)
+    offline(folder)
     sys.stderr = sys.__stderr__
     done = train(["-m", *bench.command, "logger=wandb", "seed=1,2"])
     (folder / "log").write_text(done.err)
@@ -94,41 +99,26 @@ def jobs(sweep: Path) -> list[Path]:
 
 
 @pytest.mark.proof
-def test_every_job_has_its_own_offline_run_with_its_configuration(sweep):
+def test_every_job_has_its_own_offline_run(sweep):
+    """With its configuration and the losses and scores of its files, and nothing is printed."""
     seeds = []
     for job in jobs(sweep):
         (file,) = job.glob("wandb/offline-run-*/run-*.wandb")
-        config, *_ = read(file)
+        config, history, _ = read(file)
         seeds.append(config["seed"])
-        assert config["trainer"]["max_steps"] == 6
-        assert config["drafter"]["depth"] == 2
-    assert seeds == [1, 2]
-
-
-@pytest.mark.proof
-def test_history_holds_losses_and_scores_as_the_files_do(sweep):
-    for job in jobs(sweep):
-        (file,) = job.glob("wandb/offline-run-*/run-*.wandb")
-        _, history, _ = read(file)
+        assert (config["trainer"]["max_steps"], config["drafter"]["depth"]) == (6, 2)
         losses = [row["train/loss"] for row in history if "train/loss" in row]
-        with (job / "csv" / "metrics.csv").open() as lines:
-            table = list(csv.DictReader(lines))
-        assert losses == pytest.approx([float(r["train/loss"]) for r in table if r["train/loss"]], rel=1e-6)
+        assert losses == pytest.approx(history_of(job).curves["loss"][1], rel=1e-6)
         assert len(losses) == 6
         taus = {row["trainer/global_step"]: row["score/tau"] for row in history if "score/tau" in row}
-        cards = {s: json.loads((job / "checkpoints" / str(s) / "score.json").read_text()) for s in (3, 6)}
-        assert taus == {step: card["tau"] for step, card in cards.items()}
+        assert taus == {step: tau(job / "checkpoints" / str(step)) for step in (3, 6)}
         logged = {key for row in history for key in row}
         assert {"train/divergence_1", "train/top1_2", "score/speedup", "score/survival_1"} <= logged
+    assert seeds == [1, 2]
+    assert (sweep / "log").read_text() + (sweep / "stderr").read_text() == ""
 
 
-@pytest.mark.proof
-def test_nothing_is_muttered_on_the_side(sweep):
-    assert (sweep / "log").read_text() == ""
-    assert (sweep / "stderr").read_text() == ""
-
-
-# -- a run that is killed, and goes on ---------------------------------------------------------------
+# -- a run that is killed and resumed ----------------------------------------------------------------
 
 
 def stop_at(step: int, how: int) -> None:
@@ -150,32 +140,19 @@ def read_events(folder: Path) -> EventAccumulator:
     return events
 
 
-def offline(folder: Path) -> None:
-    """No key, and a home where W&B may write."""
-    for name in ("WANDB_MODE", "WANDB_API_KEY"):
-        os.environ.pop(name, None)
-    os.environ["HOME"] = str(folder)
-
-
 @pytest.fixture(scope="module")
 def resumed(bench) -> Path:
     """Killed behind step 5, two steps behind its newest checkpoint; then made to its end."""
     words = ["logger=all", "logger.weights=always"]
     killed = bench.fork(*words, before=lambda: (offline(bench.root), stop_at(5, signal.SIGKILL)))
     assert killed == signal.SIGKILL
-
-    def again() -> None:
-        offline(bench.root)
-        with (bench.root / "stderr").open("w") as file:
-            os.dup2(file.fileno(), 2)
-
-    assert bench.fork(*words, before=again) == 0
+    assert bench.fork(*words, before=lambda: offline(bench.root)) == 0
     (folder,) = bench.runs()
     return folder
 
 
 @pytest.mark.proof
-def test_a_killed_run_goes_on_in_its_own_record_without_gaps_or_doubles(resumed, bench):
+def test_a_killed_run_resumes_its_record_without_gaps(resumed, bench):
     assert (bench.root / "stderr").read_text() == ""
     (file,) = resumed.glob("wandb/offline-run-*/run-*.wandb")
     config, history, _ = read(file)
@@ -196,13 +173,10 @@ def test_scorecards_are_tables_and_accepted_lengths_histograms(resumed):
     _, history, _ = read(file)
     tables = [r["scorecard/path"] for r in history if "scorecard/path" in r]
     table = json.loads((file.parent / "files" / tables[-1]).read_text())
-    lines = [dict(zip(table["columns"], line, strict=True)) for line in table["data"]]
-    assert [line["step"] for line in lines] == [3, 6]
-    for line, card in zip(lines, scored, strict=True):
-        row = card.headline
-        assert line["tau"] == row.tau
-        assert (line["decode"], line["audit"], line["drafter"]) == (row.decode, "pass", "eagle")
-        assert line["s_1"] == row.survival[0]
+    columns = ("step", "tau", "decode", "audit", "drafter", "s_1")
+    lines = [[line[table["columns"].index(name)] for name in columns] for line in table["data"]]
+    rows = [(step, card.headline) for step, card in zip((3, 6), scored, strict=True)]
+    assert lines == [[step, row.tau, row.decode, "pass", "eagle", row.survival[0]] for step, row in rows]
     name = f"accepted_length/{setting(scored[1].headline)}"
     shown = [r for r in history if f"{name}/values" in r]
     assert [r["trainer/global_step"] for r in shown] == [3, 6]
@@ -221,7 +195,7 @@ def test_lengths_are_what_survival_says():
     assert accepted_lengths(row) == [3, 3, 3, 1]
 
 
-def test_checkpoints_are_artifacts_where_they_lie(resumed):
+def test_checkpoints_are_artifacts(resumed):
     (file,) = resumed.glob("wandb/offline-run-*/run-*.wandb")
     *_, artifacts = read(file)
     models = [a for a in artifacts if a.type == "model"]
@@ -246,7 +220,7 @@ def connect(folder: Path, server: FakeWandb, patience: int) -> None:
 
 
 @pytest.mark.proof
-def test_with_a_key_the_run_is_online_and_ends_with_best_and_last(bench, tmp_path):
+def test_with_a_key_the_run_is_online(bench, tmp_path):
     server, place = FakeWandb(), f"output_dir={tmp_path / 'outputs'}"
     assert bench.fork("logger=wandb", place, before=lambda: connect(tmp_path, server, 60)) == 0
     (record,) = tmp_path.glob("outputs/*/*/run.json")
@@ -255,8 +229,8 @@ def test_with_a_key_the_run_is_online_and_ends_with_best_and_last(bench, tmp_pat
     assert losses == [0, 1, 2, 3, 4, 5]
     models = [a for a in server.artifacts if a["artifactTypeName"] == "model"]
     best = (folder / "checkpoints" / "best").readlink()
-    wanted = {f"step-{best}": "best", "step-6": "last"}
-    for step, name in wanted.items():
+    aliases = {f"step-{best}": "best", "step-6": "last"}
+    for step, name in aliases.items():
         (given,) = [n for m in models if step in (n := {a["alias"] for a in m["aliases"]})]
         assert name in given
     assert len(models) == len({best, Path("6")})
@@ -266,7 +240,7 @@ def test_with_a_key_the_run_is_online_and_ends_with_best_and_last(bench, tmp_pat
 
 
 @pytest.mark.proof
-def test_a_server_that_fails_costs_a_line_and_no_run(tmp_path, capfd):
+def test_a_server_that_fails_stops_no_run(tmp_path, capfd):
     bench, server = Bench(tmp_path), FakeWandb()
     server.broken = True
 
@@ -285,7 +259,7 @@ def test_a_server_that_fails_costs_a_line_and_no_run(tmp_path, capfd):
     server.close()
 
 
-def test_what_fails_is_said_once_and_repeats_no_key(capsys, monkeypatch, tmp_path):
+def test_a_failure_is_printed_once_without_the_key(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_API_KEY", "secret-key")
     logger = Wandb(tmp_path, "p", {}, "never")
     asked = []
@@ -304,11 +278,9 @@ def test_what_fails_is_said_once_and_repeats_no_key(capsys, monkeypatch, tmp_pat
     assert "secret-key" not in said
 
 
-def test_tensorboard_that_is_not_installed_names_its_extra(tmp_path, monkeypatch):
+def test_missing_tensorboard_names_its_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     options = LoggerOptions(wandb=False, tensorboard=True, project="p", weights="end")
-    with pytest.raises(UserError, match=r"not installed; pip install 'foredraft\[tensorboard\]'"):
-        tracking.loggers(options, {}, tmp_path, 0)
-    options = replace(options, weights="some")
-    with pytest.raises(UserError, match=r"logger\.weights=some: choose"):
-        tracking.loggers(options, {}, tmp_path, 0)
+    for weights, said in (("end", r"foredraft\[tensorboard\]"), ("some", r"logger\.weights=some")):
+        with pytest.raises(UserError, match=said):
+            tracking.loggers(replace(options, weights=weights), {}, tmp_path, 0)

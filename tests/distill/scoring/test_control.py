@@ -1,4 +1,4 @@
-"""foredraft score control=shuffled_taps: what a drafter is shown, and what the score says of it."""
+"""foredraft score control=shuffled_taps: the taps that a drafter reads, and the score."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def score(bench, *more: str):
     return foredraft("score", *argv, *small)
 
 
-def test_every_tap_is_that_of_some_other_place(tiny_target):
+def test_every_tap_comes_from_another_position(tiny_target):
     target = tiny_target(vocab=23, layers=4, hidden=16)
     target.tap((1, "last"))
     tokens = torch.randint(23, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -37,16 +37,12 @@ def test_every_tap_is_that_of_some_other_place(tiny_target):
     assert torch.equal(target.read(tokens[:1, :5]).taps, shown.taps[:1, :5]), "each by itself"
     ShuffledTaps(target, PROMPTS, 1)
     assert not torch.equal(target.read(tokens).taps, shown.taps)
-
-
-def test_a_drafter_without_taps_has_nothing_to_shuffle(tiny_target):
-    target = tiny_target(vocab=23, layers=4, hidden=16)
     target.tap(())
     with pytest.raises(UserError, match="reads none of the target's hidden states"):
         ShuffledTaps(target, PROMPTS, 0)
 
 
-def test_the_score_is_marked_and_output_is_still_the_targets(bench, tmp_path):
+def test_a_control_score_is_marked_and_still_lossless(bench, tmp_path):
     folder = bench.untrained_eagle()
     cards = []
     for control in ("none", "shuffled_taps"):
@@ -57,9 +53,4 @@ def test_the_score_is_marked_and_output_is_still_the_targets(bench, tmp_path):
     assert [card["control"] for card in cards] == ["none", "shuffled_taps"]
     assert all(card["audit_passed"] for card in cards)
     assert cards[0]["replay"]["tau"] != cards[1]["replay"]["tau"]
-
-
-def test_an_unknown_control_is_refused(bench):
-    done = score(bench, "checkpoint=/nowhere", "control=taps")
-    assert done.code == 2
-    assert "control=taps: choose none or shuffled_taps" in done.err
+    score(bench, "checkpoint=/nowhere", "control=taps").refused("control=taps")

@@ -31,16 +31,11 @@ def noisy(speed, seed, batches=40):
     return timed(float(value), {name: column.tolist() for name, column in columns.items()})
 
 
-def test_a_mood_that_both_share_is_in_no_interval():
-    found = speedup(noisy(1.3, 0))
-    low, high = found.interval
-    assert low < found.value < high
-    assert high - low < 0.08, "plain decoding alone varies by a factor of four"
-
-
-def test_the_interval_of_a_speedup_holds_it_nineteen_times_of_twenty():
+def test_speedup_intervals_cover_19_of_20():
+    """And is narrow: the machine's mood, a factor of four, is in both times."""
     found = [speedup(noisy(1.3, seed)).interval for seed in range(60)]
     assert 51 <= sum(low <= 1.3 <= high for low, high in found) <= 60
+    assert found[0][1] - found[0][0] < 0.08
 
 
 def test_equal_drafters_are_as_fast_as_each_other():
@@ -50,7 +45,7 @@ def test_equal_drafters_are_as_fast_as_each_other():
     assert low == pytest.approx(1.3) == high, "the same noise in both"
 
 
-def test_too_few_have_no_interval():
+def test_too_few_batches_have_no_interval():
     few = timing(1.5, 1.5, 1.5, 1.5, 1.5)
     assert speedup(timed(1.5, few)).interval is not None
     few = {name: column[: FEWEST - 1] for name, column in few.items()}
@@ -59,12 +54,10 @@ def test_too_few_have_no_interval():
     short = {"tokens": TOKENS[: FEWEST - 1]}
     pair = row(FAST[: FEWEST - 1], **short), row(SLOW[: FEWEST - 1], **short)
     difference = tau_difference(*map(row_of, pair))
-    assert difference is not None
     assert difference.interval is None
-    assert difference.text("{:+.1f}").count("+") == 1
 
 
-def test_texts_of_other_lengths_are_other_answers():
+def test_scores_of_other_answers_or_dtypes_are_incomparable():
     columns = timing(1.5, 1.5, 1.5, 1.5, 1.5)
     one = timed(1.5, columns)
     other = timed(1.5, columns | {"plain_tokens": [30, 40, 50, 60, 71]})

@@ -1,6 +1,7 @@
 """A page of counters against a scorecard: what is read, how far chance may part them, what else may."""
 
 import random
+import re
 
 import pytest
 from cards import row_of
@@ -19,17 +20,14 @@ from distill.serving.metrics import ServedAcceptance
 
 
 def test_vllm_counts_are_summed_over_its_engines():
+    older = VLLM.replace("_total{", "{").replace("_total ", " ")
+    assert counters.read(older, "there") == counters.read(VLLM, "there")
     reading = counters.read(VLLM, "there")
     assert (reading.engine, reading.model, reading.speculates, reading.depth) == ("vllm", "m", True, 3)
     assert (reading.requests, reading.tokens, reading.started) == (10, 400, 1.79534369213e9)
     found = counters.served_acceptance(reading)
     assert (found.rounds, found.drafted, found.tau) == (150, 450, 1 + 210 / 150)
     assert found.survival == (120 / 150, 70 / 150, 20 / 150)
-
-
-def test_counters_without_total_are_the_same_ones():
-    older = VLLM.replace("_total{", "{").replace("_total ", " ")
-    assert counters.read(older, "there") == counters.read(VLLM, "there")
 
 
 def test_sglang_counts_rounds_and_no_positions():
@@ -40,27 +38,18 @@ def test_sglang_counts_rounds_and_no_positions():
     assert (found.rounds, found.tau, found.survival) == (200, 2.0, ())
 
 
-def test_an_older_sglang_has_a_gauge_alone():
+def test_an_older_sglang_has_only_a_gauge():
     text = "\n".join(line for line in SGLANG.splitlines() if "verify_calls" not in line)
     found = counters.served_acceptance(counters.read(text, "there"))
     assert (found.rounds, found.tau) == (counters.WINDOW, pytest.approx(2.9))
-    assert "gauge" in found.source
-
-
-def test_two_steps_and_two_draft_tokens_are_drafts_of_one():
     text = SGLANG.replace('"0"} 4.0', '"0"} 2.0').replace('"0"} 3.0', '"0"} 2.0')
-    assert counters.read(text, "there").depth == 1
+    assert counters.read(text, "there").depth == 1, "of 2 draft tokens, one is the target's own"
 
 
 def test_histograms_of_answers_are_added_up():
     found = counters.served_acceptance(counters.read(SGLANG, "there"), [[2, 1], [1, 0, 0, 4]])
     assert (found.rounds, found.survival) == (8, (5 / 8, 4 / 8, 4 / 8))
     assert found.tau == 1 + 13 / 8
-
-
-def test_an_engine_that_counts_no_rounds():
-    with pytest.raises(UserError, match="V0 engine counts no rounds"):
-        counters.read('vllm:spec_decode_num_draft_tokens_total{model_name="m"} 5\n', "there")
 
 
 def test_several_models_have_to_be_told_apart():
@@ -75,7 +64,8 @@ def test_several_models_have_to_be_told_apart():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("<html><body>Welcome</body></html>", "metrics of neither vLLM nor SGLang"),
+        ('vllm:spec_decode_num_draft_tokens_total{model_name="m"} 5\n', "V0 engine counts no rounds"),
+        ("<html><body>Welcome</body></html>", "metrics of neither"),
         ("", "metrics of neither"),
         ("process_start_time_seconds 1.0\nhttp_requests_total 3\n", "metrics of neither"),
         (VLLM + SGLANG, "metrics of both"),
@@ -84,55 +74,53 @@ def test_several_models_have_to_be_told_apart():
         ("vllm:spec_decode_num_drafts_total NaN\n", "not finite"),
     ],
 )
-def test_what_is_no_page_of_an_engine(text, said):
+def test_a_page_without_the_counters_is_refused(text, said):
     with pytest.raises(UserError, match=said):
         counters.read(text, "there")
 
 
-# -- what is said beside the figures -------------------------------------------------------------
+# -- likely causes -------------------------------------------------------------------------------
 
 
-def told(alpha=(0.8, 0.56, 0.336), rounds=4000.0, drafted=12000.0, row=None, **known):
-    row = row or a_row()
-    found = compare(
-        ServedAcceptance("vllm", rounds, drafted, 100.0, 1 + sum(alpha), tuple(alpha), "counters"),
-        row_of(row),
-        0.02,
-    )
+def served(survival, rounds=4000.0, drafted=12000.0):
+    return ServedAcceptance("vllm", rounds, drafted, 100.0, 1 + sum(survival), tuple(survival), "counters")
+
+
+def told(survival, drafted=12000.0, **known):
+    found = compare(served(survival, drafted=drafted), row_of(a_row()), 0.02)
     facts = {"target": "org/m", "models": [], "model": "m", "trained": 3, "written": 100, "sampled": False}
-    return causes(found, ServerFacts(**{**facts, **known}))
+    return causes(found, ServerFacts(**facts | known))
 
 
-def test_another_model_is_named():
-    assert not told(models=[Model("m", "")])
-    assert not told(models=[Model("alias", "/models/M/")], model="alias")
-    (said,) = told(models=[Model("other", "org/other")], model="other")
-    assert "the server has other (org/other); the scorecard is of org/m" in said
+SAME, LOWER, HIGHER = (0.8, 0.56, 0.336), (0.68, 0.4, 0.2), (0.95, 0.9, 0.8)
 
 
-def test_depths_that_do_not_fit():
-    (said,) = told(drafted=6000.0)
-    assert "drafts have 1.50 tokens where 3 were asked for" in said
-    (said,) = told(trained=5)
-    assert "3 tokens are drafted, and the drafter was trained for 5" in said
-    said = told((0.8, 0.1, 0.05), trained=1)
-    assert "trained for 1 tokens, and position 2 is past them" in said[1]
-
-
-def test_what_is_asked_depends_on_whose_traffic_it_is():
-    lower = (0.68, 0.4, 0.2)
-    assert "send the held-out prompts" in told(lower, written=None)[1]
-    assert "draw its drafts" in told(lower, sampled=True)[1]
-    assert len(told(lower)) == 1
-    assert "does not answer at the temperature" in told((0.95, 0.9, 0.8))[1]
-    assert "a lower temperature, or greedily" in told((0.95, 0.9, 0.8), written=None, sampled=True)[1]
+@pytest.mark.parametrize(
+    ("survival", "known", "said"),
+    [
+        (SAME, {"models": [Model("m", "")]}, []),
+        (SAME, {"models": [Model("alias", "/models/M/")], "model": "alias"}, []),
+        (SAME, {"models": [Model("other", "org/other")], "model": "other"}, [r"other \(org/other\)"]),
+        (SAME, {"drafted": 6000.0}, ["1.50 tokens where 3 were"]),
+        (SAME, {"trained": 5}, ["trained for 5"]),
+        ((0.8, 0.1, 0.05), {"trained": 1}, ["", "position 2 is past"]),
+        (LOWER, {}, [""]),
+        (LOWER, {"written": None}, ["", "held-out prompts"]),
+        (LOWER, {"sampled": True}, ["", "draw its drafts"]),
+        (HIGHER, {}, ["", "at the temperature"]),
+        (HIGHER, {"written": None, "sampled": True}, ["", "a lower temperature"]),
+    ],
+)
+def test_causes_follow_from_what_is_known_of_the_server(survival, known, said):
+    for line, text in zip(told(survival, **known), said, strict=True):
+        assert re.search(text, line)
 
 
 # -- noise ---------------------------------------------------------------------------------------
 
 
 def test_noise_is_what_chance_does():
-    """Of many servers of the very drafter, a hundredth at most may be said to differ."""
+    """Of many servers of the same drafter, a hundredth at most may be said to differ."""
     row, dice, wrong = a_row(), random.Random(3), 0
     for _ in range(200):
         histograms = [draw(dice, ALPHA, TOKENS)[0] for _ in range(PROMPTS)]
@@ -141,7 +129,7 @@ def test_noise_is_what_chance_does():
     assert wrong <= 8  # the scorecard's own luck is the same in all of them
 
 
-def test_prompts_that_differ_widen_it():
+def test_prompts_that_differ_widen_the_noise():
     """A drafter that some prompts suit, and some do not: rounds of one answer are alike."""
     dice = random.Random(4)
 
@@ -164,7 +152,7 @@ def test_prompts_that_differ_widen_it():
     assert naive > 10
 
 
-def test_the_same_prompts_need_less():
+def test_the_same_prompts_have_less_noise():
     """What makes a prompt easy makes it easy for both, at temperature 0."""
     dice, wrong, noise = random.Random(5), 0, []
     for _ in range(100):
@@ -184,21 +172,20 @@ def test_the_same_prompts_need_less():
 
 
 @pytest.mark.proof
-def test_rounds_that_an_end_cuts_may_put_an_engine_above_and_never_below():
+def test_rounds_that_an_end_cuts_can_only_put_an_engine_above():
     row = a_row()
     sure = [row["replay"]["tau"]] * 2
     row["replay"] |= {"tau_interval": sure, "counts": {"tokens": [20] * 10**6, "rounds": [20.0] * 10**6}}
     expected = row["replay"]["survival"]
     for sign, agrees in ((1, True), (-1, False), (1.2, False)):
         off = tuple(s + sign * (1 - s) / 20 for s in expected)
-        found = ServedAcceptance("vllm", 2e7, 6e7, 1.0, 1 + sum(off), off, "counters")
-        assert compare(found, row_of(row), 0.0005).agrees is agrees
+        assert compare(served(off, 2e7, 6e7), row_of(row), 0.0005).agrees is agrees
 
 
-def test_small_differences_do_not_matter_however_sure():
+def test_differences_below_the_tolerance_do_not_matter():
     row = a_row()
     off = tuple(s - 0.015 for s in row["replay"]["survival"])
-    found = ServedAcceptance("vllm", 1e9, 3e9, 1.0, 1 + sum(off), off, "counters")
+    found = served(off, 1e9, 3e9)
     sure = {"tau_interval": [row["replay"]["tau"]] * 2, "counts": {"tokens": [1], "rounds": [1e9]}}
     row["replay"] |= sure
     assert not compare(found, row_of(row), 0.001).agrees

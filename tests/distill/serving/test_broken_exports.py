@@ -15,7 +15,7 @@ def replayed(rounds: list[float]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("own", "spoilt", "want"),
+    ("own", "spoilt", "chance"),
     [
         ([20.0] * 12, [25.0] * 12, 2**-12),  # each answer as with the mistake
         ([20.0] * 12, [26.0] * 12, 2**-12),  # nearer to it, if not equal
@@ -24,11 +24,7 @@ def replayed(rounds: list[float]) -> Any:
         ([20.0] * 3 + [25.0] * 9, [25.0] * 12, 2**-3),  # answers that both explain tell nothing
     ],
 )
-def test_a_mistake_explains_where_its_rounds_are_nearer(own, spoilt, want):
-    seen = Seen([0.5], [0.1], [25] * 12)
-    assert seen.chance(replayed(own), replayed(spoilt)) == pytest.approx(want)
-
-
-def test_a_dozen_answers_are_enough_to_name_one():
-    seen = Seen([0.5], [0.1], [25] * 12)
-    assert seen.chance(replayed([20.0] * 12), replayed([26.0] * 12)) < CHANCE
+def test_the_mistake_whose_rounds_are_nearer_is_likely(own, spoilt, chance):
+    found = Seen([0.5], [0.1], [25] * 12).chance(replayed(own), replayed(spoilt))
+    assert found == pytest.approx(chance)
+    assert (found < CHANCE) == (chance == 2**-12), "a dozen answers are enough"

@@ -10,6 +10,7 @@ from cards import scorecard
 from fake_engine import ALPHA, PROMPTS, TOKENS, Engine, a_card, a_row
 from workbench import make_target, make_tokenizer, options_of
 
+from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard
 from decode.model.load import load_target
 from distill.engines.launch import interpreter
@@ -40,7 +41,7 @@ def scoring(*more: str):
 
 @pytest.fixture
 def measured(target, chat, tmp_path, monkeypatch):
-    """What EngineScorer makes of an engine that runs."""
+    """Measures a running engine with EngineScorer."""
     monkeypatch.setattr(traffic, "READ_INTERVAL", 0.01)
     prompts = [Prompt.of(f"p{i}", [{"role": "user", "content": "x" * (i + 1)}]) for i in range(PROMPTS)]
 
@@ -72,7 +73,7 @@ def test_an_engine_that_drafts_as_was_scored(measured, chat):
     assert "vllm tau" in tables.settings_table(card)
 
 
-def test_a_difference_is_said_with_its_cause(measured, chat, capsys):
+def test_a_difference_is_reported_with_its_cause(measured, chat, capsys):
     card = measured(Engine(chat, alpha=[0.02, 0.7, 0.6]))
     assert not card.served[0].agrees
     assert "as with random weights" in card.served[0].cause
@@ -80,7 +81,7 @@ def test_a_difference_is_said_with_its_cause(measured, chat, capsys):
     assert "likely cause" in tables.settings_table(card)
 
 
-def test_every_temperature_and_batch_size_is_sent(measured, chat):
+def test_every_temperature_and_batch_size_is_measured(measured, chat):
     server = Engine(chat)
     rows = [a_row(), a_row(temperature=1.0)]
     card = measured(server, "score.temperatures=[0.0,1.0]", "score.batch_sizes=[1,4]", rows=rows)
@@ -89,49 +90,42 @@ def test_every_temperature_and_batch_size_is_sent(measured, chat):
     assert len(server.asked) == 4 * (PROMPTS + 1)  # one to warm up
 
 
-def test_an_engine_without_a_drafter_is_no_measurement(measured, chat):
+def test_an_engine_without_a_drafter_stops_no_run(measured, chat, capsys):
     server = Engine(chat)
     server.drafting = False
-    with pytest.raises(engine_scores.UserError, match="drafted nothing"):
+    with pytest.raises(UserError, match="drafted nothing"):
         measured(server)
-
-
-def test_a_run_goes_on_where_the_engine_fails(measured, chat, capsys):
     server = Engine(chat)
     server.drafting = False
     assert measured(server, training=True).served == []
-    assert "step 7 is not measured in vllm: score.engine: vllm 1.2 answered" in capsys.readouterr().out
+    assert "step 7 is not measured in vllm: score.engine: vllm 1.2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "said", "training"),
     [
-        (["score.engine=none", "score.engine_python=/a"], "set without an engine"),
-        ([], "give score.engine_python"),
-        (["score.engine_python=/a", "score.engine_url=http://h:1"], "give score.engine_python"),
-        (["score.engine_url=http://h:1", "score.engine_args=[--a]"], "leave out score.engine_url"),
-        (["score.engine_python=/no/python"], "no interpreter"),
-        (["score.engine_url=http://h:1", "score.min_p=0.1"], "takes no score.min_p"),
+        (["score.engine=none", "score.engine_python=/a"], "set without an engine", False),
+        ([], "give score.engine_python", False),
+        (["score.engine_python=/a", "score.engine_url=http://h:1"], "give score.engine_python", False),
+        (["score.engine_url=http://h:1", "score.engine_args=[--a]"], "leave out score.engine_url", False),
+        (["score.engine_python=/no/python"], "no interpreter", False),
+        (["score.engine_url=http://h:1", "score.min_p=0.1"], "takes no score.min_p", False),
+        (["score.engine_url=http://h:1"], "cannot load the checkpoints of a run", True),
     ],
 )
-def test_options_that_contradict_are_refused(words, said):
-    with pytest.raises(engine_scores.UserError, match=said):
-        engine_scores.check(scoring(*words), training=False)
+def test_options_that_contradict_are_refused(words, said, training):
+    with pytest.raises(UserError, match=said):
+        engine_scores.check(scoring(*words), training=training)
 
 
-def test_a_running_engine_cannot_load_the_save_points_of_a_run():
-    with pytest.raises(engine_scores.UserError, match="cannot load the checkpoints of a run"):
-        engine_scores.check(scoring("score.engine_url=http://h:1"), training=True)
-
-
-def test_an_interpreter_is_looked_at_without_our_own_packages(monkeypatch, tmp_path):
+def test_an_engines_interpreter_does_not_see_our_packages(monkeypatch, tmp_path):
     (tmp_path / "vllm.py").touch()
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # ours; the engine's interpreter does not see it
-    with pytest.raises(engine_scores.UserError, match="has no package vllm"):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(UserError, match="has no package vllm"):
         interpreter(sys.executable, "vllm", "score.engine_python")
 
 
-def test_texts_that_part_at_a_tie_and_others(target):
+def test_texts_that_differ_at_a_tie_are_counted_apart(target):
     prompt = [1, 5, 9]
     logits = target.model(torch.tensor([prompt])).logits[0, -1]
     first, second = logits.topk(2).indices.tolist()
@@ -143,7 +137,7 @@ def test_texts_that_part_at_a_tie_and_others(target):
     assert compare_texts(twin, [prompt], [[first, 4]], [[second, 7]]) == (0, 1, 0)
 
 
-def test_the_chain_of_the_engine_decides_which_checkpoint_is_best():
+def test_checkpoints_are_compared_by_the_chain_of_the_engine():
     tree, chain = a_row(), a_row(ALPHA[:2])
     tree["decode"] = "tree-16"
     card = Scorecard.from_json(scorecard([tree, chain]), "here")

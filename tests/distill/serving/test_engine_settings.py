@@ -10,8 +10,11 @@ def test_a_schedule_begins_at_1_and_has_no_gap():
     assert schedule(chains) == [[1, 4, 4], [5, 8, 2], [9, 32, 0]]
 
 
-def test_one_length_for_all_batch_sizes_needs_no_schedule():
+def test_one_length_needs_no_schedule():
     assert speculative_config([ServedChain(1, 3), ServedChain(8, 3)]) == {"num_speculative_tokens": 3}
+    assert speculative_config([ServedChain(1, 0), ServedChain(8, 0)]) == {}
+    (line,) = lines("eagle", 0.0, [ServedChain(1, 0)])
+    assert "without --speculative-config" in line
 
 
 def test_drawn_drafts_are_verified_as_a_block():
@@ -22,18 +25,7 @@ def test_drawn_drafts_are_verified_as_a_block():
 
 
 def test_the_rates_are_those_of_the_longest_draft():
-    said = list(
-        lines("eagle", 0.0, [ServedChain(1, 2, False, (0.61239, 0.3)), ServedChain(8, 1, False, (0.6,))])
-    )
-    assert json.loads(said[1].partition("are: ")[2]) == {
-        "num_speculative_tokens": 2,
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rates": [0.6124, 0.3],
-    }
-
-
-def test_where_no_draft_pays_nothing_is_configured():
-    assert speculative_config([ServedChain(1, 0), ServedChain(8, 0)]) == {}
-    assert list(lines("eagle", 0.0, [ServedChain(1, 0)])) == [
-        "   vLLM, eagle, T=0: without --speculative-config"
-    ]
+    chains = [ServedChain(1, 2, False, (0.61239, 0.3)), ServedChain(8, 1, False, (0.6,))]
+    said = json.loads(list(lines("eagle", 0.0, chains))[1].partition("are: ")[2])
+    assert said["synthetic_acceptance_rates"] == [0.6124, 0.3]
+    assert (said["num_speculative_tokens"], said["rejection_sample_method"]) == (2, "synthetic")
