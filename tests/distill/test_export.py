@@ -15,24 +15,21 @@ from distill import export as exporting
 
 SHORT = ("trainer.max_steps=1", "score.every=1")
 IMPOSSIBLE = {
-    r"drafter.taps=['last']: engines hand drafters no value": ("drafter=eagle3", "drafter.taps=[last]"),
+    "drafter.taps=['last']": ("drafter=eagle3", "drafter.taps=[last]"),
     "its fusion has a bias": ("drafter=eagle", "drafter.bias=true"),
     "no format for drafter 'hydra'": ("drafter=hydra",),
 }
 
 
 @pytest.mark.parametrize("said", IMPOSSIBLE)
-def test_an_export_that_cannot_succeed_is_refused_before_any_work(bench, said):
+def test_export_that_cannot_succeed_is_refused_before_any_work(bench, said):
     before = bench.runs()
-    done = bench.train(*IMPOSSIBLE[said], "export.to=vllm")
-    assert (done.code, done.err.count("\n")) == (2, 1)
-    assert f"error: to=vllm: {said}" in done.err.replace("to=vllm: vllm has ", "to=vllm: ")
-    assert "set to=" in done.err
+    bench.train(*IMPOSSIBLE[said], "export.to=vllm").refused("to=vllm: ", said, "set to=")
     assert bench.runs() == before
     assert not list((bench.root / "outputs").glob("rollouts/*"))
 
 
-def test_the_end_of_a_run_recommends_a_program_that_takes_its_drafter(bench):
+def test_end_of_a_run_recommends_a_program_that_takes_its_drafter(bench):
     for more, program in ((["drafter.bias=true"], "sglang"), (["drafter.bias=false"], "vllm")):
         done = bench.train(*more, *SHORT).succeeded()
         line = next(line for line in done.out.splitlines() if "foredraft export" in line)
@@ -42,31 +39,28 @@ def test_the_end_of_a_run_recommends_a_program_that_takes_its_drafter(bench):
         foredraft(*line.split()[1:]).succeeded()
 
 
-def test_a_run_for_which_plain_decoding_is_chosen_decodes_plainly_and_is_no_speedup(bench, monkeypatch):
+def test_run_for_which_plain_decoding_is_chosen_says_do_not_draft(bench, monkeypatch):
     """From training to the exported folder."""
     monkeypatch.setattr(auto, "best_forecast", lambda rows: rows[0])
     monkeypatch.setattr(Scorecard, "pays", property(lambda self: False))
     plans = "decode.plans=[{depth: 1}]", "score.alternatives=[{depth: 2}]"
     command = [word for word in bench.command if not word.startswith("decode")]
     done = train([*command, "decode=auto", *plans, "export.to=native", *SHORT]).succeeded()
-    card = json.loads((done.folder / "checkpoints" / "best" / "score.json").read_text())
-    assert [row["decode"] for row in card["rows"]] == ["plain", "chain-2"]
-    assert (card["rows"][0]["nodes"], card["rows"][0]["tau"]) == (0, 1)
-    assert "  no draft faster than plain (chain-2 " in done.out
+    best = done.folder / "checkpoints" / "best"
+    rows = json.loads((best / "score.json").read_text())["rows"]
+    assert [(row["decode"], row["nodes"]) for row in rows] == [("plain", 0), ("chain-2", rows[1]["nodes"])]
+    assert rows[0]["tau"] == 1
     assert "headline: chain-2 (plain was chosen), T=0" in done.out
-    assert (
-        "do not draft: none is faster than plain decoding on this machine; the fastest, chain-2" in done.out
-    )
-    assert "where it was scored, no draft was faster than plain decoding (the fastest, chain-2" in done.out
-    assert "do not draft" in (done.folder / "report.html").read_text()
-    checkpoint = f"checkpoint={done.folder / 'checkpoints' / 'best'}"
-    scored = foredraft("score", checkpoint, "decode=chain", "decode.depth=2").succeeded()
+    for text in (done.out, (done.folder / "report.html").read_text()):
+        assert "do not draft" in text
+    scored = foredraft("score", f"checkpoint={best}", "decode=chain", "decode.depth=2").succeeded()
     assert scored.out.rstrip().splitlines()[-1].startswith("do not draft: none is faster")
-    said = foredraft("generate", checkpoint, "prompt=x", "decode=chain", "decode.depth=0", "max_new_tokens=4")
-    assert "plain: 4 tokens, " in said.succeeded().err
+    plain = "decode=chain", "decode.depth=0", "max_new_tokens=4"
+    said = foredraft("generate", f"checkpoint={best}", "prompt=x", *plain).succeeded().err
+    assert "plain: 4 tokens, " in said
 
 
-def test_a_failing_export_leaves_a_whole_run_and_exit_code_1(bench, monkeypatch):
+def test_failing_export_leaves_a_whole_run_and_exit_code_1(bench, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
 
@@ -75,20 +69,17 @@ def test_a_failing_export_leaves_a_whole_run_and_exit_code_1(bench, monkeypatch)
         done = bench.train("seed=5", "export.to=native", *SHORT)
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert "export: [Errno 28] No space left on device" in done.err
-    assert "try next:" in done.out
     folder = bench.runs()[-1]
     assert (folder / "report.html").exists()
-    again = done.err.partition("this exports it again: ")[2].split()
-    assert again[0] == "foredraft"
-    foredraft(*again[1:]).succeeded()
+    program, *again = done.err.partition("this exports it again: ")[2].split()
+    assert program == "foredraft"
+    foredraft(*again).succeeded()
     assert next((folder / "export").iterdir()).name.endswith("-native")
     # The run has ended: the same command is a new one.
-    other = bench.train("seed=5", "export.to=native", *SHORT)
-    assert other.code == 0, other.err
-    assert other.folder != folder
+    assert bench.train("seed=5", "export.to=native", *SHORT).succeeded().folder != folder
 
 
-def test_a_run_ends_with_a_file_of_llama_cpps_converter(bench, tmp_path, monkeypatch):
+def test_run_ends_with_a_file_of_llama_cpps_converter(bench, tmp_path, monkeypatch):
     monkeypatch.delenv("FOREDRAFT_LLAMA_CPP", raising=False)
     command = [word for word in bench.command if not word.startswith("drafter.")]
     command += ["drafter=lm", "drafter.layers=1", "export.to=gguf", *SHORT]
@@ -104,11 +95,8 @@ def test_a_run_ends_with_a_file_of_llama_cpps_converter(bench, tmp_path, monkeyp
     out = next((done.folder / "export").glob("*-gguf"))
     assert (out / "drafter.gguf").read_bytes() == b"GGUF"
     assert not (out / "model.safetensors").exists()
-    assert f"{out}/drafter.gguf --spec-type draft-simple" in done.out
-    assert "TARGET.gguf is the target" in (out / "README.md").read_text()
+    assert f"{out}/drafter.gguf" in done.out
     (folder / "error").write_text("odd\n")
-    done = foredraft(
-        "export", f"checkpoint={done.folder / 'checkpoints' / 'best'}", "to=gguf", f"out={tmp_path / 'x'}"
-    )
-    done.refused("failed: odd")
-    assert not (tmp_path / "x").exists()
+    checkpoint, other = done.folder / "checkpoints" / "best", tmp_path / "x"
+    foredraft("export", f"checkpoint={checkpoint}", "to=gguf", f"out={other}").refused("failed: odd")
+    assert not other.exists()

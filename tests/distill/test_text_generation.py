@@ -26,7 +26,7 @@ class Tunes(nn.Module):
         return Target(tuned)
 
 
-def test_a_tuned_copy_of_a_target_is_made_again_for_new_weights_of_either(tmp_path):
+def test_tuned_copy_of_a_target_follows_new_weights_of_either(tmp_path):
     target, drafter = load_target(str(make_target(tmp_path))), Tunes()
     model = Model(target, chat=None)
     seen = [model.verifier(drafter)]

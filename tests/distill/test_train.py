@@ -20,7 +20,7 @@ from distill.train import COMPILED_STEPS, _kernels
         ("never", "cpu", COMPILED_STEPS, None, False),
     ],
 )
-def test_the_objective_is_compiled_where_it_is_asked_for_or_pays(option, device, steps, budget, compiles):
+def test_objective_is_compiled_where_it_is_asked_for_or_pays(option, device, steps, budget, compiles):
     strategy = SimpleNamespace(root_device=torch.device(device))
     trainer: Any = SimpleNamespace(strategy=strategy, max_steps=steps)
     options: Any = SimpleNamespace(compile_objective=option)

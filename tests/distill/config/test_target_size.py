@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from workbench import CONF, make_target, options_of
 
 from distill.config import target_size
@@ -14,21 +14,16 @@ from distill.config.target_size import fill_precision, fill_size_settings, size_
 NAMES = ("optimizer.optimizer.lr", "rollout.max_new_tokens", "max_tokens")
 
 
-@pytest.mark.parametrize(
-    ("hidden", "context", "expected"),
-    [
-        (32, 2048, (6e-3, 192, 512)),
-        (256, 2048, (6e-3, 192, 512)),
-        (256, 256, (6e-3, 128, 256)),  # half of the context, and all of it
-        (576, 8192, (1.8e-3, 512, 1024)),
-        (896, None, (9.2e-4, 512, 1024)),
-        (2048, 131_072, (2.7e-4, 1024, 2048)),
-        (4096, 131_072, (9.4e-5, 1024, 2048)),
-        (8192, 131_072, (3.3e-5, 1024, 2048)),
-    ],
-)
-def test_sizes_of_real_targets(hidden, context, expected):
-    assert size_settings(hidden, context) == dict(zip(NAMES, expected, strict=True))
+def test_sizes_of_real_targets():
+    for hidden, context, *expected in (
+        (32, 2048, 6e-3, 192, 512),
+        (256, 256, 6e-3, 128, 256),  # half of the context, and all of it
+        (576, 8192, 1.8e-3, 512, 1024),
+        (896, None, 9.2e-4, 512, 1024),
+        (2048, 131_072, 2.7e-4, 1024, 2048),
+        (8192, 131_072, 3.3e-5, 1024, 2048),
+    ):
+        assert list(size_settings(hidden, context).items()) == list(zip(NAMES, expected, strict=True))
 
 
 def test_only_null_is_filled_in_and_one_line_says_so(tmp_path, capsys):
@@ -36,21 +31,20 @@ def test_only_null_is_filled_in_and_one_line_says_so(tmp_path, capsys):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 4096, "head_dim": 8}))
     target = ["target=hf", f"target.path={folder}"]
-    cfg = compose([*target, "max_tokens=77"], CONF)
-    fill_size_settings(cfg)
+
+    def filled(*overrides: str, name: str = "config") -> tuple[DictConfig, str]:
+        fill_size_settings(cfg := compose([*target, *overrides], CONF, name))
+        return cfg, capsys.readouterr().out
+
+    cfg, said = filled("max_tokens=77")
     assert [OmegaConf.select(cfg, name) for name in NAMES] == [9.4e-5, 128, 77]
-    line = "for a target of hidden size 4096: optimizer.optimizer.lr=9.4e-05 rollout.max_new_tokens=128\n"
-    assert capsys.readouterr().out.endswith(line)  # after what DeepSpeed logs
+    assert said.endswith("hidden size 4096: optimizer.optimizer.lr=9.4e-05 rollout.max_new_tokens=128\n")
     fill_size_settings(cfg)  # nothing is null
-    fill_size_settings(compose(["prompt=x", *target], CONF, "generate"))  # nor here
-    assert capsys.readouterr().out == ""
-    fill_size_settings(cfg := compose([*target, "drafter.init_from=trained"], CONF))
+    assert capsys.readouterr().out == filled("prompt=x", name="generate")[1] == ""
+    cfg, said = filled("drafter.init_from=trained")
     assert cfg.optimizer.optimizer.lr == 3.1e-5
-    assert "for a target of hidden size 4096 and a trained drafter: optimizer.optimizer.lr=3.1e-05" in (
-        capsys.readouterr().out
-    )
-    cfg = compose(target, CONF, "rollout_alone")
-    fill_size_settings(cfg)
+    assert "a trained drafter: optimizer.optimizer.lr=3.1e-05" in said
+    cfg, _ = filled(name="rollout_alone")
     assert (cfg.rollout.max_new_tokens, cfg.max_tokens) == (128, 256)
 
 
@@ -58,18 +52,16 @@ def test_only_null_is_filled_in_and_one_line_says_so(tmp_path, capsys):
     ("fastest", "overrides", "precision"),
     [
         (torch.bfloat16, [], "bf16-mixed"),
-        (torch.float32, [], "32-true"),
-        (torch.float32, ["trainer.precision=bf16-mixed"], "bf16-mixed"),
         (torch.float32, ["trainer=ddp"], "32-true"),
+        (torch.float32, ["trainer.precision=bf16-mixed"], "bf16-mixed"),
     ],
 )
-def test_a_cpu_that_is_slow_in_bf16_trains_in_fp32(fastest, overrides, precision, monkeypatch, capsys):
+def test_cpu_that_is_slow_in_bf16_trains_in_fp32(fastest, overrides, precision, monkeypatch, capsys):
     monkeypatch.setattr(target_size, "product_dtype", lambda dtype, device: fastest)
     cfg = compose(overrides, CONF)
     fill_precision(cfg)
     assert cfg.trainer.precision == precision
-    line = "for a CPU that is slow in bf16: trainer.precision=32-true\n"
-    assert capsys.readouterr().out.endswith(line) == (precision == "32-true")
+    assert ("trainer.precision=32-true" in capsys.readouterr().out) == (precision == "32-true")
     fill_precision(compose(["prompt=x"], CONF, "generate"))  # trains nothing
 
 
@@ -97,22 +89,14 @@ def test_steps_are_passes_over_the_answers(overrides, answers, steps, every, cap
     assert options.trainer.build(logger=False, devices=1).max_steps == steps
 
 
-@pytest.mark.parametrize(
-    ("overrides", "prompts", "samples"),
-    [
-        ([], 0, 1),
-        ([], 12, 4),
-        ([], 300, 4),
-        ([], 301, 3),
-        ([], 600, 2),
-        ([], 601, 1),
-        ([], 10_000, 1),
-        (["rollout.samples=1"], 300, 1),
-        (["rollout.samples=8"], 10_000, 8),
-        (["rollout.temperature=0"], 300, 1),
-        (["rollout.temperature=0", "rollout.samples=2"], 300, 2),
-        (["rollout=given"], 300, 1),
-    ],
-)
-def test_few_prompts_are_answered_several_times(overrides, prompts, samples):
-    assert options_of(*overrides).rollout.answers_each(prompts) == samples
+def test_few_prompts_are_answered_several_times():
+    for overrides, samples in (
+        ([], {0: 1, 12: 4, 300: 4, 301: 3, 600: 2, 601: 1, 10_000: 1}),
+        (["rollout.samples=1"], {300: 1}),
+        (["rollout.samples=8"], {10_000: 8}),
+        (["rollout.temperature=0"], {300: 1}),
+        (["rollout.temperature=0", "rollout.samples=2"], {300: 2}),
+        (["rollout=given"], {300: 1}),
+    ):
+        rollout = options_of(*overrides).rollout
+        assert {prompts: rollout.answers_each(prompts) for prompts in samples} == samples, overrides

@@ -12,23 +12,16 @@ from distill.rollouts.store import RolloutStore
 from distill.utils.atomic_files import sha256
 
 
-def row(shard: int, number: int) -> dict:
-    tokens = [1000 + shard, 2000 + number, 7]
-    return {
-        "id": f"{shard}-{number}",
-        "tokens": tokens,
-        "loss_mask": [0, 1, 1],
-        "finish_reason": "stop",
-        "ids": "given",
-        "weight": 1.0,
-    }
-
-
 @pytest.fixture
 def store(tmp_path) -> RolloutStore:
     """Two shards of four rows and one."""
+
+    def rows(shard: int, prompts, count: int) -> list[dict]:
+        plain = {"loss_mask": [0, 1, 1], "finish_reason": "stop", "ids": "given", "weight": 1.0}
+        return [{"id": f"{shard}-{i}", "tokens": [1000 + shard, 2000 + i, 7]} | plain for i in range(count)]
+
     store = RolloutStore(tmp_path, PLAN, [])
-    fill(store, lambda shard, prompts, count: [row(shard, i) for i in range(count)])
+    fill(store, rows)
     return store
 
 
@@ -41,13 +34,13 @@ def stored(store: RolloutStore) -> list:
     return [r for i in range(store.shards) for r in pq.read_table(store.path(i)).to_pylist()]
 
 
-def test_rows_are_those_of_the_shards(store, capsys):
+def test_rows_are_of_the_shards(store, capsys):
     assert list(open_rows(store)) == stored(store)
-    before = copy_of(store).stat().st_ino
+    copy = copy_of(store)
+    before = copy.stat().st_ino
     assert list(open_rows(store)) == stored(store)
-    assert copy_of(store).stat().st_ino == before, "made twice"
-    digest, name = (copy_of(store).parent / f"{copy_of(store).name}.sha256").read_text().split()
-    assert (digest, name) == (sha256(copy_of(store)), copy_of(store).name)
+    assert copy.stat().st_ino == before, "made twice"
+    assert copy.with_name(f"{copy.name}.sha256").read_text().split() == [sha256(copy), copy.name]
     assert capsys.readouterr().out == ""
 
 
@@ -69,18 +62,17 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_copy_is_made_again_with_a_line(name, store, capsys):
+def test_damaged_copy_is_made_again_with_a_line(name, store, capsys):
     open_rows(store)
     DAMAGE[name](copy_of(store))
-    assert list(open_rows(store)) == stored(store)
-    assert capsys.readouterr().out == (
-        f"{copy_of(store)}: does not have the sha256 that it was made with; made again from the shards\n"
-    )
-    assert list(open_rows(store)) == stored(store)
-    assert capsys.readouterr().out == ""
+    for said in (f"{copy_of(store)}: does not have the sha256", ""):
+        assert list(open_rows(store)) == stored(store)
+        out = capsys.readouterr().out
+        assert out.startswith(said)
+        assert len(out.splitlines()) == bool(said)
 
 
-def test_a_copy_is_hashed_once_in_a_process(store, monkeypatch):
+def test_copy_is_hashed_once_in_a_process(store, monkeypatch):
     open_rows(store)
     read = []
     monkeypatch.setattr(module, "sha256", lambda path: read.append(path) or sha256(path))

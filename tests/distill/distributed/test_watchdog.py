@@ -28,8 +28,8 @@ def train(bench: Bench, *more: str, before=lambda rank: None) -> list[Outcome]:
 
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.ci("0")
-def test_a_rank_that_hangs_ends_with_all_others(which, bench):
-    """How the same command goes on where a rank was lost is in test_ranks.py."""
+def test_rank_that_hangs_ends_with_all_others(which, bench):
+    """How the same command resumes where a rank was lost is in test_ranks.py."""
     step = DistillModule.training_step
 
     def hang(rank: int) -> None:
@@ -44,16 +44,14 @@ def test_a_rank_that_hangs_ends_with_all_others(which, bench):
     done = train(bench, f"seed={which + 3}", "score.enabled=false", before=hang)
     assert time.monotonic() - begun < 60
     assert [d.code for d in done] == [1, 1], done
-    hint = "; the same command goes on from checkpoints/2"
     for rank, one in enumerate(done):
         (line,) = one.err.splitlines()
-        own = (
-            rf"error: rank {rank} has made no progress for 0\.05 minutes in step 4, at \w+ \([\w<>. ]+:\d+\)"
-            + rf"{hint}; timeout_minutes= gives more time"
-        )
-        lost = rf"error: another process of this run has ended, or is out of reach \(.*\){hint}"
-        assert re.fullmatch(own if rank == which else f"{own}|{lost}", line), line
+        own = rf"error: rank {rank} has made no progress for 0\.05 minutes in step 4, at \w+ \(.+:\d+\)"
+        lost = r"error: another process of this run has ended"
+        assert re.match(own if rank == which else f"{own}|{lost}", line), line
+        assert "checkpoints/2" in line
     assert "at spoilt (test_watchdog.py:" in done[which].err
+    assert "timeout_minutes= gives more time" in done[which].err
 
 
 def test_scores_of_rank_0_may_take_longer(bench):
@@ -74,8 +72,7 @@ def test_scores_of_rank_0_may_take_longer(bench):
 
 @pytest.mark.proof
 def test_rollouts_of_a_later_phase_may_take_longer(bench, monkeypatch):
-    opened = rollouts.RolloutStore.open
-    times = []
+    opened, times = rollouts.RolloutStore.open, []
 
     def slow(self):
         times.append(self)

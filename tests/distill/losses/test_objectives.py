@@ -1,8 +1,9 @@
-"""The chunked loss: values and gradients against the plain reference, chunks, weights, auxiliary losses."""
+"""The chunked loss, compiled or not: values and gradients against the plain reference."""
 
 import dataclasses
+import shutil
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from decode.model.head import Head
 from distill.losses import reference
 from distill.losses.divergences import JSD, NLLTV, LKHybrid, ReverseKL, TopK, ce, hit, kl, lk, nll, tv
 from distill.losses.objective import Objective
+from distill.losses.row_scores import Kernels
 from distill.losses.weights import DPace, Streak, constant, decay
 from drafters.base import DraftStep
 
@@ -43,6 +45,9 @@ WEIGHT_PAIRS = {
     "dpace": (DPace(0.5, 0.0), partial(reference.dpace, smoothing=0.5)),
     "dpace by token": (DPace(0.5, 0.0, "token"), partial(reference.dpace, smoothing=0.5)),
 }
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="no C++ compiler, and so nothing to compile"
+)
 DIVERGENCES = {name: pair[0] for name, pair in PAIRS.items()}
 WEIGHTS = {name: pair[0] for name, pair in WEIGHT_PAIRS.items()}
 
@@ -80,7 +85,7 @@ def test_what_is_logged_of_a_depth_is_summed_over_its_rows(name, vocabulary, rag
         assert log.survival == pytest.approx(sum(alive[a] for a in step.anchor.tolist()), abs=1e-12)
 
 
-def test_auxiliary_losses_and_row_weights_are_those_of_the_reference(ragged):
+def test_auxiliary_losses_and_row_weights_are_of_the_reference(ragged):
     head, last, anchors, hidden = ragged
     torch.manual_seed(5)
     given = [
@@ -99,25 +104,28 @@ def test_auxiliary_losses_and_row_weights_are_those_of_the_reference(ragged):
 @pytest.mark.parametrize("heads", ["frozen", "shared", "own"])
 @pytest.mark.parametrize("chunk", [3, 0])  # of six, four and one rows; all at once
 @pytest.mark.covering(pairs=True)
-def test_value_and_gradients_are_those_of_the_reference(name, weights, vocabulary, heads, chunk, ragged):
+def test_value_and_gradients_are_of_the_reference(name, weights, vocabulary, heads, chunk, ragged):
     target, last, anchors, hidden = ragged
-    torch.manual_seed(3)
     own = [drafted(target, vocabulary) for _ in anchors]
     if heads != "frozen":
-        drawn = [(torch.randn_like(g.weight), torch.randn_like(g.bias)) for g in own]
-        own = [
-            dataclasses.replace(g, weight=w.requires_grad_(), bias=b.requires_grad_())
-            for g, (w, b) in zip(own, drawn, strict=True)
-        ]
+        own = [trainable(head, torch.randn_like) for head in own]
     if heads == "shared":
         own = own[:1] * len(anchors)
     leaves = [h.clone().requires_grad_() for h in hidden]
+    given = [DraftStep(*row, {}) for row in zip(leaves, anchors, (1, 2, 3), own, strict=True)]
     if heads != "frozen":
         leaves += list({id(w): w for head in own for w in (head.weight, head.bias)}.values())
-    given = [
-        DraftStep(h, a, j, g, {}) for j, (h, a, g) in enumerate(zip(leaves, anchors, own, strict=False), 1)
-    ]
     total, _ = Objective(DIVERGENCES[name], WEIGHTS[weights], chunk)(given, last, target, {}, tokens=TEXT)
+    assert_is_reference(total, leaves, given, last, target, name, weights)
+
+
+def trainable(head: Head, change=torch.clone) -> Head:
+    """The same head with weights that take a gradient."""
+    weight, bias = (change(w).requires_grad_() for w in (head.weight, head.bias))
+    return dataclasses.replace(head, weight=weight, bias=bias)
+
+
+def assert_is_reference(total, leaves, given, last, target, name: str, weights: str) -> None:
     parts = PAIRS[name][1], WEIGHT_PAIRS[weights][1]
     want = reference.loss(given, last, target, *parts, tokens=TEXT, by_token="token" in weights)
     torch.testing.assert_close(total, want, rtol=0, atol=1e-12)
@@ -125,7 +133,37 @@ def test_value_and_gradients_are_those_of_the_reference(name, weights, vocabular
     torch.testing.assert_close(got, torch.autograd.grad(want, leaves), rtol=0, atol=1e-12)
 
 
-def test_a_head_that_trains_leaves_the_targets_alone(ragged):
+COMPILED = [  # divergence, draft vocabulary, weights, soft cap
+    ("kl", "full", "streak", None),
+    ("kl", "reduced", "constant", 2.0),
+    ("lk_hybrid", "reduced", "dpace by token", None),
+    ("lk", "full", "constant", None),
+    ("jsd", "full", "constant", None),
+    ("reverse_kl", "full", "constant", None),
+    ("nll", "reduced", "constant", None),
+    ("nll_tv", "reduced", "constant", None),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("name", "vocabulary", "weights", "softcap"), COMPILED)
+@pytest.mark.ci("kl-reduced-constant-2.0", "lk_hybrid-reduced-dpace by token-None")
+def test_compiled_value_and_gradients_are_of_the_reference(name, vocabulary, weights, softcap, ragged):
+    target, last, anchors, hidden = ragged
+    target = dataclasses.replace(target, softcap=softcap)
+    own = trainable(drafted(target, vocabulary))
+    leaves = [*(h.clone().requires_grad_() for h in hidden), own.weight, own.bias]
+    given, kernels = steps(own, anchors, leaves[:3]), Kernels()
+    objective = Objective(DIVERGENCES[name], WEIGHTS[weights], 3, kernels)
+    total, scored = objective(given, last, target, {}, tokens=TEXT)
+    assert kernels.take(DIVERGENCES[name]), "it did not compile"
+    assert_is_reference(total, leaves, given, last, target, name, weights)
+    _, eager = Objective(DIVERGENCES[name], WEIGHTS[weights])(given, last, target, {}, tokens=TEXT)
+    for row, same in zip(scored, eager, strict=True):
+        assert tuple(row) == pytest.approx(tuple(same), abs=1e-12)
+
+
+def test_head_that_trains_leaves_the_targets_unchanged(ragged):
     """Nor does what is upstream of frozen hidden states get anything."""
     target, last, anchors, hidden = ragged
     mine = dataclasses.replace(target, weight=target.weight.clone().requires_grad_(), bias=None)
@@ -137,21 +175,28 @@ def test_a_head_that_trains_leaves_the_targets_alone(ragged):
     assert all(h.grad is None for h in hidden)
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
-@pytest.mark.parametrize("vocabulary", ["full", "reduced"])
+def rounded(ragged, dtype):
+    """The same inputs in another precision."""
+    head, last, anchors, hidden = ragged
+    head = dataclasses.replace(head, weight=head.weight.to(dtype), bias=head.bias.to(dtype))
+    return head, last.to(dtype), anchors, [h.to(dtype) for h in hidden]
+
+
+EAGER = [*product(DIVERGENCES, ["full", "reduced"], [None])]
+KERNELS = [pytest.param("kl", "full", Kernels, marks=needs_compiler, id="kl-compiled")]
+
+
+@pytest.mark.parametrize(("name", "vocabulary", "kernels"), EAGER + KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_lower_precision_rounds_and_no_more(name, vocabulary, dtype, ragged):
+def test_lower_precision_rounds_and_no_more(name, vocabulary, kernels, dtype, ragged):
     """Against full precision on the same, rounded numbers."""
-    target, last, anchors, hidden = ragged
     results = []
-    for cast in (lambda t: t.to(dtype), lambda t: t.to(dtype).double()):
-        head = dataclasses.replace(target, weight=cast(target.weight), bias=cast(target.bias))
-        own = drafted(head, vocabulary)
-        own = dataclasses.replace(own, weight=own.weight.clone().requires_grad_())
-        leaves = [cast(h).requires_grad_() for h in hidden]
-        total, _ = Objective(DIVERGENCES[name], WEIGHTS["dpace"], 3)(
-            steps(own, anchors, leaves), cast(last), head, {}, tokens=TEXT
-        )
+    low = rounded(ragged, dtype)
+    for given, kernel in ((low, kernels and kernels()), (rounded(low, torch.float64), None)):
+        head, last, anchors, hidden = given
+        own, leaves = trainable(drafted(head, vocabulary)), [h.clone().requires_grad_() for h in hidden]
+        objective = Objective(DIVERGENCES[name], WEIGHTS["dpace"], 3, kernel)
+        total, _ = objective(steps(own, anchors, leaves), last, head, {}, tokens=TEXT)
         total.backward()
         assert all(w.grad.dtype == w.dtype for w in (*leaves, own.weight))
         results.append((total, own.weight.grad, *(h.grad for h in leaves)))
@@ -163,7 +208,7 @@ def test_lower_precision_rounds_and_no_more(name, vocabulary, dtype, ragged):
 def test_no_block_is_larger_than_a_chunk():
     """Neither logits nor a head's gradient are ever made for all rows at once."""
     tokens, width, vocab, chunk = 96, 8, 160, 12
-    target = Head(torch.randn(vocab, width))
+    target, last = Head(torch.randn(vocab, width)), torch.randn(1, tokens, width)
     own = Head(torch.randn(vocab, width).requires_grad_(), torch.zeros(vocab, requires_grad=True))
     text = torch.randint(vocab, (1, tokens))
     anchors = [torch.arange(tokens - j) for j in (1, 2, 3)]
@@ -180,69 +225,78 @@ def test_no_block_is_larger_than_a_chunk():
             return out
 
     for name, weights in zip(DIVERGENCES, cycle(WEIGHTS.values()), strict=False):
+        objective = Objective(DIVERGENCES[name], weights, chunk)
         with Largest() as seen:
-            total, _ = Objective(DIVERGENCES[name], weights, chunk)(
-                steps(own, anchors, hidden), torch.randn(1, tokens, width), target, {}, tokens=text
-            )
-            total.backward()
+            objective(steps(own, anchors, hidden), last, target, {}, tokens=text)[0].backward()
         assert seen.numel == chunk * vocab, name
 
 
-def test_a_token_outside_the_draft_vocabulary_is_a_miss(ragged):
-    target, last, anchors, _ = ragged
-    ids = torch.tensor(REDUCED)
-    teachers = [target(last.flatten(0, 1)[a + j]) for j, a in enumerate(anchors, 1)]
-    # Logits are the hidden states: the draft that is the target's own row, cut to what it knows.
-    head = Head(torch.eye(len(REDUCED), dtype=torch.float64), d2t=ids)
-    given = steps(head, anchors, [t[:, ids] for t in teachers])
-    _, scored = Objective(tv, constant)(given, last, target, {})
-    for row, teacher in zip(scored, teachers, strict=True):
-        p = teacher.softmax(-1)
-        known = sum(best in REDUCED for best in p.argmax(-1).tolist())
-        assert row.agreed == known
-        assert row.alpha == pytest.approx(p[:, ids].sum().item(), abs=1e-12)  # never more than p's own mass
-    assert sum(row.agreed for row in scored) < sum(row.rows for row in scored)
+COMPILED_LK = pytest.param("lk", Kernels, marks=needs_compiler, id="lk-compiled")
 
 
-def test_a_perfect_draft_costs_nothing(ragged):
-    head, last, anchors, _ = ragged
-    flat = last.flatten(0, 1)
-    perfect = [flat[a + depth].clone().requires_grad_() for depth, a in enumerate(anchors, 1)]
-    total, scored = Objective(kl, constant)(steps(head, anchors, perfect), last, head, {})
-    assert abs(total.item()) < 1e-12
-    assert all(row.agreed == row.rows for row in scored)
-    assert all(g.abs().max() < 1e-12 for g in torch.autograd.grad(total, perfect))
-
-
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize(("name", "kernels"), [*product(DIVERGENCES, [None]), COMPILED_LK])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_token_the_target_rules_out_leaves_all_finite(name, dtype, ragged):
-    _, last, anchors, hidden = ragged
+def test_token_that_the_target_rules_out_leaves_all_finite(name, kernels, dtype, ragged):
+    head, last, anchors, hidden = rounded(ragged, dtype)
     bias = torch.zeros(V, dtype=dtype)
-    bias[3] = -torch.inf
-    head = Head(torch.ones(V, last.shape[-1], dtype=dtype), bias)
-    plain = dataclasses.replace(head, bias=torch.zeros(V, dtype=dtype))
-    leaves = [h.to(dtype).requires_grad_() for h in hidden]
-    objective = Objective(DIVERGENCES[name], constant)
-    total, _ = objective(steps(plain, anchors, leaves), last.to(dtype), head, {}, tokens=TEXT)
+    own = dataclasses.replace(head, weight=torch.ones_like(head.weight), bias=bias, softcap=None)
+    target = dataclasses.replace(own, bias=bias.index_fill(0, torch.tensor(3), -torch.inf))
+    leaves = [h.requires_grad_() for h in hidden]
+    objective = Objective(DIVERGENCES[name], constant, 4, kernels and kernels())
+    total, _ = objective(steps(own, anchors, leaves), last, target, {}, tokens=TEXT)
     assert torch.isfinite(total)
     assert all(torch.isfinite(g).all() for g in torch.autograd.grad(total, leaves))
 
 
+@needs_compiler
+def test_compiled_numbers_do_not_depend_on_earlier_ones(ragged):
+    """A run that is resumed compiles again, and has had other rows in its blocks."""
+    target, last, anchors, hidden = rounded(ragged, torch.bfloat16)
+    results = []
+    for warm_up in (False, True):
+        objective = Objective(kl, constant, 4, Kernels())
+        if warm_up:
+            objective(steps(target, anchors, [3 * h for h in hidden]), 2 * last, target, {})
+        leaves = [h.clone().requires_grad_() for h in hidden]
+        total, _ = objective(steps(target, anchors, leaves), last, target, {})
+        results.append((total, *torch.autograd.grad(total, leaves)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_missing_compiler_is_said_and_nothing_compiles(monkeypatch, capsys, ragged):
+    def broken(*arguments):
+        raise RuntimeError("no C++ compiler\nat all")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: broken)
+    target, last, anchors, hidden = ragged
+    given, kernels = steps(target, anchors, hidden), Kernels()
+    results = [Objective(kl, constant, 4, k)(given, last, target, {})[1] for k in (kernels, kernels, None)]
+    assert results[0] == results[1] == results[2]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "compile_objective: RuntimeError: no C++ compiler" in line
+    assert not kernels.take(kl)
+    assert not Kernels().take(TopK(3)), "which is left to torch"
+
+
+def test_failure_after_the_first_compiled_pass_is_not_hidden():
+    kernels = Kernels()
+    assert kernels.attempt(lambda: 1, lambda: 2) == 1
+    with pytest.raises(ZeroDivisionError):
+        kernels.attempt(lambda: 1 // 0, lambda: 2)
+
+
 def test_nothing_supervised_is_zero(ragged):
-    head, last, _, _ = ragged
+    head, last, *_ = ragged
     total, scored = Objective(kl, constant)([], last, head, {})
     assert total.item() == 0.0
     assert scored == []
 
 
 def test_autocast_leaves_the_sum_in_full_precision(ragged):
-    head, last, anchors, hidden = ragged
-    head = Head(head.weight.float(), head.bias.float())
-    leaves = [h.float().requires_grad_() for h in hidden]
-    objective = Objective(kl, lambda depth: decay(depth, 0.8))
+    head, last, anchors, hidden = rounded(ragged, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        total, scored = objective(steps(head, anchors, leaves), last.float(), head, {})
+        given = steps(head, anchors, [h.requires_grad_() for h in hidden])
+        total, scored = Objective(kl, lambda depth: decay(depth, 0.8))(given, last, head, {})
     assert total.dtype == torch.float32
     want = sum(decay(row.depth, 0.8) * row.divergence for row in scored)
     assert total.item() == pytest.approx(want, rel=1e-6)

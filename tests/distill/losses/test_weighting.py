@@ -1,4 +1,4 @@
-"""What a row counts, against sums written out."""
+"""Weights of rows, against sums written out; their formulas are compared in test_objectives.py."""
 
 import pytest
 import torch
@@ -8,10 +8,11 @@ from decode.errors import UserError
 from decode.model.head import Head
 from distill.losses.divergences import lk, tv
 from distill.losses.objective import Objective
-from distill.losses.weights import DPace, Streak, constant, decay, weighted
+from distill.losses.weights import DPace, Streak, weighted
 from drafters.base import DraftStep
 
 EXACT = {"smoothing": 0.0, "warmup": 0.0}
+LENGTH = {"tv with streak": (tv, Streak(**EXACT)), "lk with dpace": (lk, DPace(**EXACT))}
 
 
 def rows(alpha, present=None):
@@ -23,19 +24,11 @@ def weigh(weights, alpha, present, progress=1.0):
     return weights(alpha, present, progress, torch.ones_like(alpha))
 
 
-def test_by_depth():
-    assert [constant(j) for j in (1, 2, 3)] == [1.0, 1.0, 1.0]
-    assert [decay(j, 0.5) for j in (1, 2, 3)] == [1.0, 0.5, 0.25]
-
-
-@pytest.mark.parametrize("name", ["tv with streak", "lk with dpace"])
+@pytest.mark.parametrize("name", LENGTH)
 def test_streak_and_dpace_are_the_gradient_of_the_expected_accepted_length(name, ragged):
     head, last, anchors, hidden = ragged
-    divergence, weights = {"tv with streak": (tv, Streak(**EXACT)), "lk with dpace": (lk, DPace(**EXACT))}[
-        name
-    ]
     leaves = [h.clone().requires_grad_() for h in hidden]
-    total, _ = Objective(divergence, weights, 2)(steps(head, anchors, leaves), last, head, {})
+    total, _ = Objective(*LENGTH[name], 2)(steps(head, anchors, leaves), last, head, {})
     alive: dict[int, torch.Tensor] = {}  # anchor -> product of its alphas
     length = torch.zeros((), dtype=torch.float64)
     for depth, (anchor, h) in enumerate(zip(anchors, leaves, strict=True), 1):
@@ -47,54 +40,33 @@ def test_streak_and_dpace_are_the_gradient_of_the_expected_accepted_length(name,
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["tv with streak", "lk with dpace"])
+@pytest.mark.parametrize("name", LENGTH)
 def test_deeper_rows_of_some_anchors_stand_for_all(name):
     """Every anchor has its depth 1, and one of three its others: the mean gradient is that of all rows."""
-    divergence, weights = {"tv with streak": (tv, Streak(**EXACT)), "lk with dpace": (lk, DPace(**EXACT))}[
-        name
-    ]
-    dice = torch.Generator().manual_seed(5)
-    head = Head(torch.randn(7, 5, generator=dice, dtype=torch.float64))
-    last = torch.randn(1, 6, 5, generator=dice, dtype=torch.float64)
-    hidden = [torch.randn(3, 5, generator=dice, dtype=torch.float64) for _ in range(3)]
+    head = Head(torch.randn(7, 5, dtype=torch.float64))
+    last, *hidden = torch.randn(4, 3, 5, dtype=torch.float64)
+    last = torch.cat([last, hidden[0].flip(0)])[None]
 
     def gradient(chosen: list[int]) -> torch.Tensor:
         leaves = [h.clone().requires_grad_() for h in hidden]
         sampled = torch.tensor(chosen)
         given = [DraftStep(leaves[0], torch.arange(3), 1, head, {})]
         given += [DraftStep(leaves[k][sampled], sampled, k + 1, head, {}, 3 / len(chosen)) for k in (1, 2)]
-        total, _ = Objective(divergence, weights, 2)(given, last, head, {})
+        total, _ = Objective(*LENGTH[name], 2)(given, last, head, {})
         return torch.stack(torch.autograd.grad(total, leaves))
 
     mean = torch.stack([gradient([i]) for i in range(3)]).mean(0)
     torch.testing.assert_close(mean, gradient([0, 1, 2]), rtol=0, atol=1e-12)
 
 
-def test_streak_falls_as_theory_says():
-    alpha, present = rows([[0.8] * 7, [0.6] * 7])
-    weights = weigh(Streak(**EXACT), alpha, present)
-    weights = (weights / weights[:, :1]).tolist()
-    assert weights[0] == pytest.approx([1, 0.747, 0.544, 0.383, 0.253, 0.149, 0.066], abs=6e-4)
-    assert weights[1][:4] == pytest.approx([1, 0.588, 0.342, 0.193], abs=6e-4)
-
-
-def test_a_depth_that_is_never_accepted_stops_what_follows():
+def test_depth_that_is_never_accepted_stops_what_follows():
     alpha, present = rows([[0.5, 0.0, 0.9]])
     assert weigh(Streak(**EXACT), alpha, present)[0].tolist() == [1.0, 0.5 * 1.9, 0.0]
     assert weigh(DPace(**EXACT), alpha, present)[0].tolist() == [0.5, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", [Streak, DPace])
-def test_a_streak_ends_where_an_anchor_leaves_whatever_the_smoothing(kind):
-    long, present = rows([[0.5, 0.7, 0.2]], [[True, True, False]])
-    short, all_of_it = rows([[0.5, 0.7]])
-    weights = kind(0.3, 0.0)
-    got, want = weigh(weights, long, present)[0, :2], weigh(weights, short, all_of_it)[0]
-    assert got.tolist() == pytest.approx(want.tolist(), abs=1e-15)
-
-
-@pytest.mark.parametrize("kind", [Streak, DPace])
-def test_a_warm_up_falls_from_counting_depths_to_the_smoothing(kind):
+def test_warm_up_falls_from_counting_depths_to_the_smoothing(kind):
     alpha, present = rows([[1e-3, 1e-3, 1e-3]])
     weights = kind(smoothing=0.1, warmup=0.5)
     assert weigh(weights, alpha, present, 0.0)[0].tolist() == [3.0, 2.0, 1.0]
@@ -108,28 +80,24 @@ def test_a_warm_up_falls_from_counting_depths_to_the_smoothing(kind):
     assert weigh(kind(**EXACT), alpha, present)[0, 2] < 1e-5  # what the warm-up is there for
 
 
-def test_auxiliary_losses_take_their_rows_weight(ragged):
-    head, last, anchors, hidden = ragged
-    aux = [{"feature": torch.arange(len(a), dtype=torch.float64)} for a in anchors]
-    weights = Streak(1.0, 0.0)  # of anchors that reach depths 2, 3, 2, 1, 1, 2: their depths still to come
-    objective = Objective(tv, weights)
-    plain, _ = objective(steps(head, anchors, hidden), last, head, {})
-    total, _ = objective(steps(head, anchors, hidden, aux), last, head, {"feature": 3.0})
-    by_depth = [[2, 3, 2, 1, 1, 2], [1, 2, 1, 1], [1]]
-    want = 3 * sum(i * w for depth in by_depth for i, w in enumerate(depth))
-    assert (total - plain).item() == pytest.approx(want, abs=1e-12)
+@pytest.mark.parametrize("kind", [Streak, DPace])
+def test_numbers_out_of_range_are_refused(kind):
+    for values, said in (((1.5, 0.0), r"weights\.smoothing=1\.5"), ((0.0, -1), r"weights\.warmup=-1")):
+        with pytest.raises(UserError, match=said):
+            kind(*values)
 
 
-def test_a_rows_weight_is_a_factor_on_what_its_steps_have(ragged):
+@pytest.mark.parametrize("kind", [Streak, DPace])
+def test_streak_ends_where_an_anchor_leaves(kind):
+    long, present = rows([[0.5, 0.7, 0.2]], [[True, True, False]])
+    short, all_of_it = rows([[0.5, 0.7]])
+    weights = kind(0.3, 0.0)
+    got, want = weigh(weights, long, present)[0, :2], weigh(weights, short, all_of_it)[0]
+    assert got.tolist() == pytest.approx(want.tolist(), abs=1e-15)
+
+
+def test_row_weight_multiplies_its_steps(ragged):
     head, _, anchors, hidden = ragged
     given = [step._replace(weight=0.5) for step in steps(head, anchors, hidden)]
     found = [step.weight.tolist() for step in weighted(iter(given), torch.tensor([2.0, 3.0]), 7)]
     assert found == [[1.0] * 4 + [1.5] * 2, [1.0] * 3 + [1.5], [1.0]]
-
-
-@pytest.mark.parametrize("kind", [Streak, DPace])
-def test_numbers_out_of_range_are_refused(kind):
-    with pytest.raises(UserError, match=r"weights\.smoothing=1\.5: must be from 0 to 1"):
-        kind(1.5, 0.0)
-    with pytest.raises(UserError, match=r"weights\.warmup=-1"):
-        kind(0.0, -1)

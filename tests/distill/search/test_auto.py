@@ -43,7 +43,7 @@ SECONDS, TICK = 9.0, 0.08
 
 
 def timed(patch: pytest.MonkeyPatch) -> None:
-    """A clock that goes on by a tick whenever it is read: how busy the machine is decides nothing."""
+    """A clock that moves by a tick whenever it is read: how busy the machine is decides nothing."""
     ticks = count()
 
     def clock() -> float:
@@ -54,13 +54,13 @@ def timed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(auto, "process_age", time.monotonic)  # the budget begins at 0
 
 
-def go(bench: Bench, *more: str) -> Outcome:
+def search(bench: Bench, *more: str) -> Outcome:
     keys = {o.partition("=")[0] for o in more}
     own = [o for o in [*bench.command, *SMALL] if o.partition("=")[0] not in {"drafter.depth", *keys}]
     return train([*own, *more])
 
 
-def of(folder: Path) -> dict:
+def record_of(folder: Path) -> dict:
     return json.loads((folder / "auto.json").read_text())
 
 
@@ -68,15 +68,17 @@ def of(folder: Path) -> dict:
 def killed(bench) -> Path:
     """The run's folder, left by a kill in the second family's first rung."""
 
-    def die(name):
-        if name == "medusa":
-            os.kill(os.getpid(), 9)
-
     def body() -> int:
         timed(pytest.MonkeyPatch())
         job = families.train
-        families.train = lambda cfg, folder, *rest: (die(folder.name), job(cfg, folder, *rest))[1]
-        return go(bench).code
+
+        def train_or_die(cfg, folder, *rest):
+            if folder.name == "medusa":
+                os.kill(os.getpid(), 9)
+            return job(cfg, folder, *rest)
+
+        families.train = train_or_die
+        return search(bench).code
 
     assert fork(body) == 9
     (folder,) = bench.runs()
@@ -86,73 +88,58 @@ def killed(bench) -> Path:
 @pytest.fixture(scope="module")
 def done(bench, killed) -> Outcome:
     """The same command again."""
-    begun = (killed / families.FOLDER / "eagle" / "rung-1.json").stat().st_mtime_ns
+    note = killed / families.FOLDER / "eagle" / "rung-1.json"
+    begun = note.stat().st_mtime_ns
     with pytest.MonkeyPatch.context() as patch:
         timed(patch)
-        outcome = go(bench)
-    assert outcome.code == 0, outcome.err
-    assert (killed / families.FOLDER / "eagle" / "rung-1.json").stat().st_mtime_ns == begun, "trained again"
+        outcome = search(bench).succeeded()
+    assert note.stat().st_mtime_ns == begun, "trained again"
     return outcome
 
 
 @pytest.mark.proof
-def test_a_killed_search_goes_on_in_its_folder_and_keeps_its_budget(killed, done):
+def test_killed_search_is_resumed_in_its_folder_and_keeps_its_budget(killed, done):
     assert done.folder == killed
     assert f"resuming: {killed}" in done.out
-    assert 0.6 * SECONDS < of(killed)["spent"] < SECONDS + 20 * TICK, "about all of it, and no more"
+    assert 0.6 * SECONDS < record_of(killed)["spent"] < SECONDS + 20 * TICK, "about all of it, and no more"
     assert not leftovers(killed)
 
 
 @pytest.mark.proof
-def test_the_winner_is_the_runs_checkpoint_with_its_scorecard(done):
-    record = of(done.folder)
+def test_winner_is_the_runs_checkpoint_with_its_scorecard_and_report(done):
+    record, card, run = record_of(done.folder), scorecard(done.folder), history.read(done.folder)
     winner = record["result"]["winner"]
-    card = scorecard(done.folder)
-    assert card.checkpoint.drafter == winner
+    assert card.checkpoint.drafter == run.card.checkpoint.drafter == winner
     assert card.headline.batch_size == 2
-    assert card.headline.decode == record["result"]["plan"] == "chain-2", (
-        "decode was given, so nothing else is tried"
-    )
+    given = "chain-2"  # decode was given, so nothing else is tried
+    assert card.headline.decode == record["result"]["plan"] == given
     steps = [r["steps"] for r in record["rows"] if r["family"] == winner]
-    assert (done.folder / "checkpoints" / "best").resolve().name == str(steps[-1])
-    assert (done.folder / "checkpoints").resolve().parent.name == winner
-
-
-@pytest.mark.proof
-def test_its_report_is_of_the_winner_and_says_what_it_was_compared_with(done):
-    record = of(done.folder)
-    run = history.read(done.folder)
-    assert run.card
-    assert run.card.checkpoint.drafter == record["result"]["winner"]
+    best = done.folder / "checkpoints" / "best"
+    assert best.resolve().name == str(steps[-1])
+    assert best.resolve().parents[1].name == winner
     assert bool(run.curves) == (run.card.checkpoint.step > 0), "the winner's, if it has been trained"
-    text = (done.folder / "report.html").read_text()
-    assert record["result"]["why"] in html.unescape(text)
+    text = html.unescape((done.folder / "report.html").read_text())
+    assert record["result"]["why"] in text
     assert "Families compared" in text
     assert f"report: {done.folder / 'report.html'}" in done.out
-    assert f"checkpoint={done.folder / 'checkpoints' / 'best'}" in done.out
+    assert f"checkpoint={best}" in done.out
 
 
 @pytest.mark.proof
-def test_families_share_the_rollouts_and_train_equally_long(bench, done):
+def test_families_share_rollouts_and_time_but_for_one_that_cannot_be_built(bench, done):
     assert len(list((bench.root / "outputs" / "rollouts").iterdir())) == 1
-    record = of(done.folder)
+    record = record_of(done.folder)
     assert record["given"]["1/eagle"] == record["given"]["1/medusa"]
     for name in ("eagle", "medusa"):
         note = json.loads((done.folder / families.FOLDER / name / "rung-1.json").read_text())
         assert note["seconds"] == pytest.approx(record["given"]["1/eagle"], abs=20 * TICK)
         assert note["steps"] > 2
         assert len(checkpoints(done.folder / families.FOLDER / name)) == 1
-
-
-@pytest.mark.proof
-def test_a_family_that_cannot_be_built_is_out_and_the_table_says_why(done):
-    row = next(r for r in of(done.folder)["rows"] if r["family"] == "lm")
-    assert row["fate"].startswith("failed: ")
-    assert "/nowhere" in row["fate"]
-    page = (done.folder / "auto.md").read_text()
-    assert "/nowhere" in page
-    assert of(done.folder)["result"]["why"] in page
-    assert of(done.folder)["result"]["why"] in done.out
+    (fate,) = (row["fate"] for row in record["rows"] if row["family"] == "lm")
+    assert fate.startswith("failed: ")
+    for said in (fate, (done.folder / "auto.md").read_text()):
+        assert "/nowhere" in said
+    assert record["result"]["why"] in done.out
 
 
 BAD = {
@@ -184,23 +171,28 @@ def test_what_cannot_be_is_refused(wrong, cfg, tmp_path):
 
 
 LINES = {
-    ("drafter.families=[medusa2]", "drafter.options=null"): "medusa2 tunes the target",
-    ("drafter.families=[eagle]", "drafter.options={eagle: {dpth: 2}}"): "did you mean depth?",
+    "medusa2 tunes the target": ("drafter.families=[medusa2]", "drafter.options=null"),
+    "did you mean depth?": ("drafter.families=[eagle]", "drafter.options={eagle: {dpth: 2}}"),
 }
 
 
-@pytest.mark.parametrize("wrong", LINES)
-def test_bad_input_is_one_line_before_any_work(wrong, bench, monkeypatch):
+@pytest.mark.parametrize("said", LINES)
+def test_bad_input_is_one_line_before_any_work(said, bench, monkeypatch):
     monkeypatch.setattr(auto, "build_target", lambda cfg: pytest.fail("work has begun"))
-    before = len(bench.runs())
-    refused = go(bench, *wrong)
-    assert refused.code == 2
-    assert LINES[wrong] in refused.err
-    assert len(refused.err.strip().splitlines()) == 1
-    assert len(bench.runs()) == before
+    before = bench.runs()
+    search(bench, *LINES[said]).refused(said)
+    assert bench.runs() == before
 
 
-def test_a_launcher_of_other_machines_is_refused_and_joblib_taken(tmp_path):
+def test_families_that_cannot_be_exported_are_refused(bench):
+    before = bench.runs()
+    options = ["drafter.families=[bigram,medusa]", "drafter.options={medusa: {token_info: vanilla}}"]
+    done = search(bench, *options, "export.to=vllm", "seed=41")
+    done.refused("no family is left", "no format for drafter 'bigram'", "drafter.token_info=none")
+    assert bench.runs() == before
+
+
+def test_launcher_of_other_machines_is_refused_and_joblib_taken(tmp_path):
     place = families.JobContext(CONF, "config", [], [], tmp_path)
     assert families.Jobs(place, None).parallel == 1
     two = place._replace(launcher=["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"])
@@ -216,38 +208,23 @@ def test_values_are_written_as_hydra_reads_them():
         assert parsed.value() == value or str(parsed.value()) == value
 
 
-def test_families_that_cannot_be_exported_are_out_before_any_work(bench):
-    before = bench.runs()
-    options = ["drafter.families=[bigram,medusa]", "drafter.options={medusa: {token_info: vanilla}}"]
-    done = go(bench, *options, "export.to=vllm", "seed=41")
-    assert (done.code, done.err.count("\n")) == (2, 1)
-    assert "no family is left" in done.err
-    assert "no format for drafter 'bigram'" in done.err
-    assert "train with drafter.token_info=none" in done.err
-    assert bench.runs() == before
-
-
-def test_an_export_that_fails_after_a_search_leaves_the_search_whole(bench, monkeypatch):
+def test_export_that_fails_after_a_search_leaves_the_search_whole(bench, monkeypatch):
     def cut(*args):
         raise RemoteError("cut off")
 
     monkeypatch.setattr("distill.export.write", cut)
     timed(monkeypatch)
-    done = go(bench, "drafter.families=[bigram]", "drafter.options={}", "export.to=native", "seed=42")
+    done = search(bench, "drafter.families=[bigram]", "drafter.options={}", "export.to=native", "seed=42")
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert "export: cut off; the run itself is whole" in done.err
     folder = bench.runs()[-1]
-    assert of(folder)["result"]["winner"] == "bigram"
+    assert record_of(folder)["result"]["winner"] == "bigram"
     assert (folder / "report.html").exists()
 
 
-def test_what_is_best_by_the_clock_is_a_familys_setting_unless_it_has_another(tmp_path):
+def test_family_has_the_depth_that_is_best_by_the_clock_unless_given(tmp_path):
     context = families.JobContext(CONF, "config", ["drafter=auto"], [], tmp_path)
-    for more, depth in (
-        ([], 1),
-        (["drafter.options={eagle: {window: 8}}"], 1),
-        (["drafter.options={eagle: {depth: 3}}"], 3),
-    ):
-        cfg = compose(["drafter=auto", "drafter.families=[mlp,eagle]", *more], CONF)
-        _, runs = auto_checks.family_jobs(changed(cfg, SearchOptions), context)
+    for options, depth in ("{}", 1), ("{eagle: {window: 8}}", 1), ("{eagle: {depth: 3}}", 3):
+        more = ["drafter=auto", "drafter.families=[mlp,eagle]", f"drafter.options={options}"]
+        _, runs = auto_checks.family_jobs(changed(compose(more, CONF), SearchOptions), context)
         assert (runs["eagle"].drafter.depth, list(runs)) == (depth, ["mlp", "eagle"])

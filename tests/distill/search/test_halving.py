@@ -1,8 +1,10 @@
-"""drafter=auto without a model: who goes on, how long, by what clock, and what is said of it."""
+"""drafter=auto without a model: which families survive, how long they train, and what is said of it."""
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +19,7 @@ from decode.plan import Plan
 from distill.options import SearchOptions
 from distill.search import halving
 from distill.search import trials as families
-from distill.search.halving import FREE, LAST, SCORE, Row, Verdict
+from distill.search.halving import LAST, SCORE, Row, Verdict
 from distill.search.search import Search
 from distill.search.trials import JobContext
 from distill.training.time_budget import MAX_STEPS, Budget
@@ -26,71 +28,45 @@ PLAN = Plan(depth=2)
 PLACE = {"hardware": "here", "load_average": [0.0, 0.1]}
 
 
-def verdict(speedup: float, tau: float = 2.0) -> Verdict:
-    return judged(PLAN.name, tau, tau / speedup)
-
-
-def judged(plan: str, tau: float, cost: float, slow: float = 1.0) -> Verdict:
-    """On a machine that is `slow` times as slow as another, with rounds of so many plain ones."""
-    return Verdict(plan, tau, cost * slow, 8 * tau / cost / slow, 8 / slow)
+def verdict(speedup: float, plan: str = PLAN.name, tau: float = 2.0, slow: float = 1.0) -> Verdict:
+    """On a machine that is `slow` times as slow as another."""
+    return Verdict(plan, tau, tau / speedup * slow, 8 * speedup / slow, 8 / slow)
 
 
 def rows(**speedups: float | None) -> list[Row]:
     return [Row(1, name, 9.0, 5, s and verdict(s)) for name, s in speedups.items()]
 
 
-# -- who goes on ---------------------------------------------------------------------------------
+# -- which families survive ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("families", "count"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (7, 2), (8, 3)])
-def test_there_are_as_many_rungs_as_it_takes_to_halve(families, count):
-    assert halving.num_rungs(families) == count
+def test_there_are_as_many_rungs_as_it_takes_to_halve():
+    assert [halving.num_rungs(families) for families in range(9)] == [0, 0, 1, 1, 2, 2, 2, 2, 3]
 
 
-def test_half_go_on_the_fastest_first_and_of_equals_the_one_named_first():
-    some = rows(a=1.0, b=1.5, c=1.5, d=0.5, e=None)
-    assert [r.family for r in halving.survivors(some)] == ["b", "c"]
-    assert [r.family for r in halving.survivors(rows(a=1.0, b=1.0))] == ["a"]
-    assert [r.family for r in halving.survivors(rows(a=None, b=0.1, c=None))] == ["b"]
-    assert halving.survivors(rows(a=None, b=None)) == []
+def test_fastest_half_survive_and_of_equals_the_one_named_first():
+    for speedups, survivors in (
+        ({"a": 1.0, "b": 1.5, "c": 1.5, "d": 0.5, "e": None}, ["b", "c"]),
+        ({"a": 1.0, "b": 1.0}, ["a"]),
+        ({"a": None, "b": 0.1, "c": None}, ["b"]),
+        ({"a": None, "b": None}, []),
+    ):
+        assert [r.family for r in halving.survivors(rows(**speedups))] == survivors
 
 
-def test_a_rung_has_an_equal_part_of_the_time_less_what_comparing_takes():
+def test_rung_has_an_equal_part_of_the_time_less_judging():
     assert halving.seconds_per_family(60.0, 2, 3, 1, 2.0) == pytest.approx((30 - 6) / 3)
     assert halving.seconds_per_family(60.0, 1, 4, 2, 1.0) == pytest.approx(56 / 2), "two at a time"
 
 
-@pytest.mark.parametrize(
-    ("won", "lost", "said"),
-    [
-        (
-            judged("x", 3.0, 1.5),
-            judged("y", 2.0, 1.6),
-            "accepts more (tau 3.00 against 2.00) and is",
-        ),
-        (judged("x", 3.0, 1.6), judged("y", 2.0, 1.5), "which outweighs its price"),
-        (judged("x", 2.0, 1.0), judged("y", 3.0, 1.9), "which outweighs what it accepts"),
-        # The machine had slowed down to a third when the loser was judged; plain decoding tells.
-        (
-            judged("x", 3.0, 1.5),
-            judged("y", 3.0, 1.8, 3.0),
-            "(a round costs 1.50 plain ones against 1.80)",
-        ),
-    ],
-)
-def test_the_sentence_says_what_the_winner_does_better(won, lost, said):
+def test_winner_is_explained_by_plain_rounds():
+    """The machine had slowed down to a third when the loser was judged; plain decoding tells."""
+    won, lost = verdict(2.0, tau=3.0), verdict(3 / 1.8, tau=3.0, slow=3.0)
     first, other = Row(1, "a", 9.0, 5, won), Row(1, "b", 9.0, 5, lost)
-    last = Row(LAST, "a", 50.0, 40, judged("z", 4.0, 1.5))
+    last = Row(LAST, "a", 50.0, 40, verdict(4 / 1.5, "z", tau=4.0))
     text = halving.explain_winner(last, [other], [first, last], 8)
-    assert text.startswith("a won: 2.67x plain decoding at batch 8 with z; beside b when both")
-    assert said in text
-
-
-def test_it_says_so_where_nothing_pays_and_where_nothing_had_to_be_trained():
-    slow = Row(LAST, "a", 50.0, 40, verdict(0.9))
-    assert "nothing pays at batch 8" in halving.explain_winner(slow, [], [slow], 8)
-    free = Row(FREE, "ngram", 0.0, 0, verdict(1.4))
-    assert "ngram won: needs no training" in halving.explain_winner(free, rows(b=1.1), [free], 1)
+    assert text.startswith("a won: 2.67x plain decoding at batch 8 with z")
+    assert "1.50 plain ones against 1.80" in text
 
 
 # -- the clock -----------------------------------------------------------------------------------
@@ -130,50 +106,46 @@ def fit(budget: Budget, clock: Clock, run: SimpleNamespace, seconds: Sequence[fl
 
 
 @pytest.mark.parametrize("seconds", [[1.0], [0.5, 1.5], [3.0]])
-def test_a_run_ends_when_its_seconds_do(seconds):
+def test_run_ends_when_its_seconds_do(seconds):
     clock, run = Clock(), trainer()
     rates = fit(Budget(60.0, 1, 0.3, clock), clock, run, seconds)
     assert abs(clock.now - 160.0) <= max(seconds)
-    steady = [r for r in rates if r == 1.0]
-    assert len(steady) == pytest.approx(0.7 * len(rates) - 10, abs=3), (
-        "constant but for warm-up and cool-down"
-    )
+    steady = sum(rate == 1.0 for rate in rates)
+    assert steady == pytest.approx(0.7 * len(rates) - 10, abs=3), "constant but for warm-up and cool-down"
     assert rates[-1] < 0.1 + 0.9 / 5
     assert rates[0] == pytest.approx(0.1), "the first of ten steps of warm-up"
 
 
-def test_the_next_stretch_begins_at_the_constant_rate_and_a_kill_costs_no_time_twice():
+def test_next_part_begins_at_the_constant_rate_and_a_kill_costs_no_time_twice():
     clock, run = Clock(), trainer()
-    first = Budget(20.0, 1, 0.3, clock)
+    first, then, again = Budget(20.0, 1, 0.3, clock), *(Budget(10.0, 2, 0.3, clock) for _ in range(2))
     fit(first, clock, run, [1.0])
-    then = Budget(10.0, 2, 0.3, clock)
     then.load_state_dict(first.state_dict())
-    assert then.left == 10.0, "what another stretch used is not counted"
+    assert then.left == 10.0, "what another part used is not counted"
     clock.now += 500.0  # loading
     begun = clock.now
     assert fit(then, clock, run, [1.0])[1] == 1.0
     assert clock.now == begun + 10
-    again = Budget(10.0, 2, 0.3, clock)
-    state = then.state_dict()
     again.load_state_dict({"part": 2, "used": 6.0})
     assert again.left == 4.0
-    again.load_state_dict(state)
+    again.load_state_dict(then.state_dict())
     steps = run.global_step
     assert fit(again, clock, run, [1.0]) == [], "killed before it was scored: nothing is left to train"
     assert run.fit_loop.epoch_loop.max_steps == steps
 
 
-def test_a_save_is_asked_for_once_a_minute():
+def test_save_is_asked_for_once_a_minute():
     clock, run = Clock(), trainer()
     budget = Budget(500.0, 1, 0.3, clock)
     budget.resume(run, 0)
     assert run.fit_loop.epoch_loop.max_steps == MAX_STEPS
     budget.on_train_start(run, SimpleNamespace())
     asked = []
-    for _ in range(150):
+    for second in range(1, 151):
         clock.now += 1.0
-        asked.append(budget.save_now())
-    assert [i for i, due in enumerate(asked, 1) if due] == [60, 120]
+        if budget.save_now():
+            asked.append(second)
+    assert asked == [60, 120]
 
 
 # -- a search whose outcome is known -------------------------------------------------------------
@@ -261,11 +233,14 @@ WORTH = {
 }
 
 
-def test_the_family_that_is_fastest_wins_and_has_most_of_the_time(tmp_path):
+def record_of(folder: Path) -> dict:
+    return json.loads((folder / "auto.json").read_text())
+
+
+def test_fastest_family_wins_and_has_most_of_the_time(tmp_path):
     clock = Clock()
-    made = Made(clock, WORTH)
-    assert made.search(tmp_path).run() == 2.5
-    record = json.loads((tmp_path / "auto.json").read_text())
+    assert Made(clock, WORTH).search(tmp_path).run() == 2.5
+    record = record_of(tmp_path)
     assert record["result"]["winner"] == "fast"
     fates = {(r["family"], r["rung"]): r["fate"] for r in record["rows"]}
     assert fates[("slow", 1)] == "out at rung 1"
@@ -282,60 +257,50 @@ def test_the_family_that_is_fastest_wins_and_has_most_of_the_time(tmp_path):
     assert "| slow | 1 |" in page
 
 
-def test_a_search_that_is_killed_goes_on_from_what_is_finished(tmp_path):
-    class KilledError(Exception):
-        pass
+def test_killed_search_repeats_no_finished_job(tmp_path):
+    def search(made: Made, name: str) -> dict:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        made.search(folder).run()
+        return record_of(folder)["given"]
 
-    clock = Clock()
-    made = Made(clock, WORTH)
-    straight = made.search(tmp_path / "straight")
-    (tmp_path / "straight").mkdir()
-    straight.run()
+    straight = Made(Clock(), WORTH)
+    whole = search(straight, "straight")
     for moment in range(1, 9, 2):
-        folder = tmp_path / str(moment)
-        folder.mkdir()
-        again = Made(clock, WORTH)
-        search, verdicts = again.search(folder), iter(range(99))
-        judge = again._judge
-        again._judge = lambda name, judge=judge, it=verdicts, at=moment: _or_die(
-            next(it) == at, KilledError, judge, name
-        )
-        try:
-            search.run()
-        except KilledError:
-            clock.now += 3600.0  # nobody is there
-            again._judge = judge
-            again.search(folder).run()
-        assert again.ran == made.ran, "a finished job ran again, or another took its place"
-        given, whole = (
-            json.loads((f / "auto.json").read_text())["given"] for f in (folder, tmp_path / "straight")
-        )
+        made = Made(Clock(), WORTH)
+        judge, verdicts = made._judge, count()
+
+        def killed(name, judge=judge, verdicts=verdicts, moment=moment):
+            if next(verdicts) == moment:
+                raise KeyboardInterrupt
+            return judge(name)
+
+        made._judge = killed
+        with suppress(KeyboardInterrupt):
+            search(made, str(moment))
+        made.clock.now += 3600.0  # nobody is there
+        made._judge = judge
+        given = search(made, str(moment))
+        assert made.ran == straight.ran, "a finished job ran again, or another took its place"
         assert given.keys() == whole.keys()
         assert sum(given.values()) == pytest.approx(sum(whole.values()), rel=0.05), "the hour was not counted"
 
 
-def _or_die(dies: bool, error: type[Exception], call, *args):
-    if dies:
-        raise error
-    return call(*args)
-
-
-def test_what_was_spent_on_a_stretch_before_a_kill_is_spent(tmp_path):
+def test_seconds_spent_before_a_kill_are_spent(tmp_path):
     """Ten seconds on each of two families, that no ledger has: the last one trains so much less."""
-    given, spent = [], []
+    records = []
     for before in (0.0, 10.0):
         (folder := tmp_path / str(before)).mkdir()
         made = Made(Clock(), {name: WORTH[name] for name in ("slow", "fast")})
         made.before = before
         made.search(folder).run()
-        record = json.loads((folder / "auto.json").read_text())
-        given.append(record["given"]["-1/fast"])
-        spent.append(record["spent"])
-    assert given[0] - given[1] == pytest.approx(20.0)
-    assert spent[0] == pytest.approx(spent[1])
+        records.append(record_of(folder))
+    first, second = records
+    assert first["given"]["-1/fast"] - second["given"]["-1/fast"] == pytest.approx(20.0)
+    assert first["spent"] == pytest.approx(second["spent"])
 
 
-def test_who_has_won_stays_the_winner_when_the_scorecard_is_made_again(tmp_path):
+def test_winner_stays_when_the_scorecard_is_made_again(tmp_path):
     """Judged once more, by more plans, it came out slower: noise, and no reason to score another family."""
     made = Made(Clock(), {"free": lambda s: 1.5, "other": lambda s: 1.4}, free=["free", "other"])
     search, verdicts = made.search(tmp_path), iter([1.5, 1.4, 1.3])
@@ -348,25 +313,22 @@ def test_who_has_won_stays_the_winner_when_the_scorecard_is_made_again(tmp_path)
     made._judge = lambda name: pytest.fail("judged again")
     assert again.run() == 2.5
     assert [name for name, rung in made.ran if rung == SCORE] == ["free", "free"]
-    page = (tmp_path / "auto.md").read_text()
-    assert "free won: needs no training; 1.30x" in page
-    assert "| won |" in page
+    assert "free won: needs no training; 1.30x" in (tmp_path / "auto.md").read_text()
 
 
-def test_slow_comparing_leaves_the_budget_to_somebody(tmp_path):
+def test_slow_comparing_leaves_the_budget_to_a_family(tmp_path):
     """It takes more than all that `search` gives to a rung, and far less than there is."""
     made = Made(Clock(), WORTH)
     made.seconds = lambda plans: 12.0
     made.search(tmp_path).run()
-    record = json.loads((tmp_path / "auto.json").read_text())
-    assert record["given"]["1/fast"] == 1.0
-    assert any(key.startswith("-1/") and value > 20 for key, value in record["given"].items())
+    given = record_of(tmp_path)["given"]
+    assert given["1/fast"] == 1.0
+    assert any(key.startswith("-1/") and value > 20 for key, value in given.items())
 
 
-def test_a_family_that_fails_is_dropped_with_its_reason(tmp_path):
-    made = Made(Clock(), WORTH, broken={"fast": "out of memory"})
-    made.search(tmp_path).run()
-    record = json.loads((tmp_path / "auto.json").read_text())
+def test_family_that_fails_is_dropped_with_its_reason(tmp_path):
+    Made(Clock(), WORTH, broken={"fast": "out of memory"}).search(tmp_path).run()
+    record = record_of(tmp_path)
     assert record["result"]["winner"] in ("early", "late")
     assert "failed: out of memory" in [r["fate"] for r in record["rows"]]
     (tmp_path / "again").mkdir()
@@ -375,9 +337,8 @@ def test_a_family_that_fails_is_dropped_with_its_reason(tmp_path):
         none.run()
 
 
-def test_what_needs_no_training_may_win_and_nothing_may_pay(tmp_path):
-    worth = {"fast": WORTH["fast"], "suffix": lambda s: 9.0}
-    made = Made(Clock(), worth, free=["suffix"])
+def test_family_without_training_may_win_and_nothing_may_pay(tmp_path):
+    made = Made(Clock(), {"fast": WORTH["fast"], "suffix": lambda s: 9.0}, free=["suffix"])
     made.search(tmp_path).run()
     assert "suffix won: needs no training" in (tmp_path / "auto.md").read_text()
     assert ("fast", LAST) in made.ran, "it might have passed"
@@ -386,10 +347,9 @@ def test_what_needs_no_training_may_win_and_nothing_may_pay(tmp_path):
     assert "nothing pays at batch 8" in (tmp_path / "slow" / "auto.md").read_text()
 
 
-def test_a_budget_without_time_to_train_is_said_and_rollouts_are_refused_early(tmp_path):
-    made = Made(Clock(), WORTH)
+def test_budget_without_time_to_train_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"no time was left.*raise drafter\.minutes"):
-        made.search(tmp_path, minutes=1.1).run()
+        Made(Clock(), WORTH).search(tmp_path, minutes=1.1).run()
     clock = Clock()
     search = Made(clock, WORTH).search(tmp_path, minutes=5.0)
     clock.now += 20.0

@@ -1,8 +1,6 @@
-"""SIGTERM in training: saved first, left with 143, and gone on as if nothing had happened."""
+"""SIGTERM in training: saved first, left with 143, and resumed by the same command."""
 
-import csv
 import os
-import re
 import signal
 import threading
 from collections import Counter
@@ -11,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from workbench import Bench, final, fork, leftovers, same, tau
+from workbench import Bench, fork
 
 from distill.scoring import scorer as scoring
 from distill.training import checkpointing as callbacks
@@ -23,7 +21,8 @@ from drafters.models.eagle import Eagle
 OPTIONS = ["score.every=2", "trainer.accumulate_grad_batches=2"]
 
 
-def noisy(monkeypatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def noisy():
     """A drafter that draws from the global generator, as dropout does."""
     unroll = Eagle.unroll
 
@@ -31,21 +30,18 @@ def noisy(monkeypatch) -> None:
         for step in unroll(self, *args):
             yield step._replace(hidden=step.hidden + 0.1 * torch.randn_like(step.hidden))
 
-    monkeypatch.setattr(Eagle, "unroll", with_noise)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Eagle, "unroll", with_noise)
+        yield
 
 
 @pytest.fixture(scope="module")
-def straight(bench) -> Path:
+def straight(bench, noisy) -> Path:
     """An undisturbed run: six steps of two micro-batches, a save point every two."""
-    with_noise = pytest.MonkeyPatch()
-    noisy(with_noise)
-    done = bench.train(*OPTIONS)
-    with_noise.undo()
-    assert done.code == 0, done.err
-    return done.folder
+    return bench.train(*OPTIONS).succeeded().folder
 
 
-def send(monkeypatch, owner, name: str, when, number: int = signal.SIGTERM) -> None:
+def send(monkeypatch, number: int, owner, name: str, when) -> None:
     """A signal to this process at the first call of `owner.name` for which `when` holds."""
     call, sent = getattr(owner, name), []
 
@@ -58,12 +54,12 @@ def send(monkeypatch, owner, name: str, when, number: int = signal.SIGTERM) -> N
     monkeypatch.setattr(owner, name, spoilt)
 
 
-def stop(bench: Bench, *more: str) -> tuple[int, str]:
+def stop(bench: Bench) -> tuple[int, str]:
     """Exit code of the command in a forked process, and what it left on stderr."""
     inside, outside = os.pipe()
 
     def body() -> int:
-        done = bench.train(*more)
+        done = bench.train(*OPTIONS)
         os.write(outside, done.err.encode())
         return done.code
 
@@ -73,86 +69,58 @@ def stop(bench: Bench, *more: str) -> tuple[int, str]:
         return os.waitstatus_to_exitcode(status), said.read()
 
 
-def in_a_step(monkeypatch):
-    send(monkeypatch, DistillModule, "training_step", lambda _, batch, number: number == 4)
+def unfinished(bench: Bench) -> Path:
+    (folder,) = [p for p in bench.runs() if not (p / "done").exists()]
+    return folder
 
 
-def between_micro_batches(monkeypatch):
-    at = lambda _, batch, number: number == 5  # noqa: E731
-    send(monkeypatch, DistillModule, "training_step", at, signal.SIGUSR1)
+def in_a_step(_, batch, number):
+    return number == 4
 
 
-def in_a_save(monkeypatch):
-    """And once more before it is whole."""
-    send(monkeypatch, callbacks.hub, "save", lambda drafter, target, folder, *rest: folder.name == "4.tmp")
-    send(monkeypatch, files, "sync", lambda path: "4.tmp" in path.parts)
+def between_micro_batches(_, batch, number):
+    return number == 5
 
 
-def in_a_score(monkeypatch):
-    send(monkeypatch, scoring.hub, "load", lambda folder, *_: folder.name == "4")
+def saves_4(drafter, target, folder, *_):
+    return folder.name == "4.tmp"
 
 
-def in_the_last_score(monkeypatch):
-    send(monkeypatch, scoring.hub, "load", lambda folder, *_: folder.name == "6")
-
-
-# what is arranged, the signal, the step that the run stops at
+# when signals come, which signal, the step that the run stops at
 MOMENTS = {
-    "in a step": (in_a_step, "SIGTERM", 3),
-    "between micro-batches": (between_micro_batches, "SIGUSR1", 3),
-    "in a save": (in_a_save, "SIGTERM", 4),
-    "in a score": (in_a_score, "SIGTERM", 4),
-    "in the last score": (in_the_last_score, "SIGTERM", 6),
+    "in a step": ([(DistillModule, "training_step", in_a_step)], "SIGTERM", 3),
+    "between micro-batches": ([(DistillModule, "training_step", between_micro_batches)], "SIGUSR1", 3),
+    # And once more before it is whole.
+    "in a save": (
+        [(callbacks.hub, "save", saves_4), (files, "sync", lambda path: "4.tmp" in path.parts)],
+        "SIGTERM",
+        4,
+    ),
+    "in a score": ([(scoring.hub, "load", lambda folder, *_: folder.name == "4")], "SIGTERM", 4),
+    "in the last score": ([(scoring.hub, "load", lambda folder, *_: folder.name == "6")], "SIGTERM", 6),
 }
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.ci("in a step")
-def test_a_stopped_run_ends_as_if_nothing_had_happened(moment, bench, straight, monkeypatch):
-    arrange, name, step = MOMENTS[moment]
-    noisy(monkeypatch)
+def test_stopped_run_ends_as_undisturbed(moment, bench, straight, monkeypatch, assert_same_run, logged):
+    calls, name, step = MOMENTS[moment]
     with monkeypatch.context() as spoilt:
-        arrange(spoilt)
-        code, said = stop(bench, *OPTIONS)
+        for call in calls:
+            send(spoilt, getattr(signal, name), *call)
+        code, said = stop(bench)
     assert code == 143
-    assert said == f"stopped by {name} at step {step}; the same command goes on from there\n"
-    (folder,) = [p for p in bench.runs() if not (p / "done").exists()]
-    there = [int(p.name) for p in checkpoints(folder)]
-    assert there == sorted({*range(2, step, 2), step})
+    assert said.startswith(f"stopped by {name} at step {step};")
+    folder = unfinished(bench)
+    assert [int(p.name) for p in checkpoints(folder)] == sorted({*range(2, step, 2), step})
     assert (folder / "checkpoints" / "last").readlink() == Path(str(step))
-    assert [p.name for p in checkpoints(folder) if (p / "score.json").exists()] == [
-        str(s) for s in range(2, step, 2)
-    ]
+    scored = [int(p.name) for p in checkpoints(folder) if (p / "score.json").exists()]
+    assert scored == list(range(2, step, 2))
     done = bench.train(*OPTIONS).succeeded()
     assert done.folder == folder
     assert f"resuming from step {step}" in done.out
-    as_undisturbed(folder, straight)
-    assert logged(folder) == logged(straight)
-
-
-def as_undisturbed(folder: Path, straight: Path) -> None:
-    """The same weights, checkpoints and scores, and nothing else."""
-    assert same(final(folder), final(straight))
-    assert [p.name for p in checkpoints(folder)] == ["2", "4", "6"]
-    for checkpoint in checkpoints(folder):
-        assert tau(checkpoint) == tau(straight / "checkpoints" / checkpoint.name)
-        assert (checkpoint / "trainer").exists() == (checkpoint.name != "2")
-    assert (folder / "checkpoints" / "last").readlink() == Path("6")
-    assert (folder / "checkpoints" / "best").exists()
-    assert not leftovers(folder)
-
-
-def logged(folder: Path) -> dict[str, str]:
-    """The loss of every step, as it is written down."""
-    found = {}
-    for file in folder.glob("csv/**/metrics.csv"):
-        with file.open() as lines:
-            rows = [row for row in csv.DictReader(lines) if row.get("train/loss")]
-        found |= {row["step"]: row["train/loss"] for row in rows}
-    return found
-
-
-# -- random moments ------------------------------------------------------------------------------
+    assert_same_run(folder, straight)
+    assert logged(folder, "train/loss") == logged(straight, "train/loss")
 
 
 # what is begun, how often a run does that, and seconds that it takes
@@ -192,46 +160,20 @@ def within(monkeypatch, phase: str, dice: np.random.Generator, number: int, note
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["KILL", "TERM"])
-def test_runs_interrupted_at_20_random_moments_end_as_if_nothing_had_happened(
-    number, bench, straight, monkeypatch, tmp_path
+def test_runs_interrupted_at_20_random_moments_end_as_undisturbed(
+    number, bench, straight, monkeypatch, tmp_path, assert_same_run
 ):
-    noisy(monkeypatch)
     dice, interrupted = np.random.default_rng(number), Counter()
     while interrupted.total() < 20 or not interrupted.keys() >= PHASES.keys():  # a quick one is hit seldom
         assert interrupted.total() < 60, "the moments were not spread over the run"
         with monkeypatch.context() as spoilt:
             within(spoilt, list(PHASES)[interrupted.total() % 3], dice, number, tmp_path / "hit")
-            code, said = stop(bench, *OPTIONS)
+            code, said = stop(bench)
         if code == 0:  # it had ended by then
             continue
         assert code == (143 if number == signal.SIGTERM else -number), said
-        (folder,) = [p for p in bench.runs() if not (p / "done").exists()]
+        folder = unfinished(bench)
         interrupted[(tmp_path / "hit").read_text()] += 1
-        done = bench.train(*OPTIONS).succeeded()
-        assert done.folder == folder
-        as_undisturbed(folder, straight)
+        assert bench.train(*OPTIONS).succeeded().folder == folder
+        assert_same_run(folder, straight)
     print(f"interrupted in {interrupted}")
-
-
-# -- the end of a disk ---------------------------------------------------------------------------
-
-
-@pytest.mark.proof
-def test_a_disk_that_is_full_when_a_run_is_stopped_costs_no_checkpoint(bench, straight, monkeypatch):
-    noisy(monkeypatch)
-    save = callbacks.hub.save
-
-    def full(drafter, target, folder, *rest):
-        if folder.name == "3.tmp":
-            raise OSError(28, "No space left on device", str(folder))
-        save(drafter, target, folder, *rest)
-
-    with monkeypatch.context() as spoilt:
-        in_a_step(spoilt)
-        spoilt.setattr(callbacks.hub, "save", full)
-        code, said = stop(bench, *OPTIONS)
-    assert code == 1
-    assert re.match(r"error: No space left on device \(\S+/3\): the disk at /\S* has", said)
-    done = bench.train(*OPTIONS)
-    assert "resuming from step 2" in done.out
-    as_undisturbed(done.folder, straight)

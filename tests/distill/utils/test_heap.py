@@ -21,7 +21,7 @@ print(kept, faults())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
-def test_a_block_that_is_freed_is_used_again():
+def test_freed_block_is_used_again():
     out = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stdout
     kept, faults = out.split()
     assert kept == "False" or int(faults) < 1024  # fewer than those of one block in fifty

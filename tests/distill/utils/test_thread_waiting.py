@@ -1,4 +1,4 @@
-"""Threads wait passively where the user set nothing, from before torch is imported on."""
+"""Threads wait passively where the user set nothing, from before torch is imported."""
 
 from __future__ import annotations
 
@@ -26,36 +26,28 @@ def configured(*given):
     print(json.dumps([os.environ.get("OMP_WAIT_POLICY"), said, chosen_here()]))
 cli.configured = configured
 """
-ENTRIES = {
-    "foredraft": "sys.argv = ['foredraft', 'train']; cli.main()",
-    "train.py": "import runpy; sys.argv = ['train.py']; runpy.run_path('train.py', run_name='__main__')",
-}
+COMMAND = "sys.argv = ['foredraft', 'train']; cli.main()"
+SCRIPT = "import runpy; sys.argv = ['train.py']; runpy.run_path('train.py', run_name='__main__')"
 
 
-def entry(body: str, **variables: str) -> list:
-    environment = {name: value for name, value in os.environ.items() if name not in (NAME, *OTHERS)}
-    done = subprocess.run(
-        [sys.executable, "-c", BODY + body],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment | {"PYTHONPATH": "src"} | variables,
-    )
+@pytest.mark.parametrize(
+    ("entry", "variables", "found"),
+    [
+        (COMMAND, {}, ["PASSIVE", "PASSIVE", {NAME: "PASSIVE"}]),
+        (SCRIPT, {}, ["PASSIVE", "PASSIVE", {NAME: "PASSIVE"}]),
+        (COMMAND, {"OMP_WAIT_POLICY": "ACTIVE"}, ["ACTIVE", "ACTIVE", {}]),
+        (COMMAND, {"GOMP_SPINCOUNT": "5"}, [None, "None", {}]),
+    ],
+)
+def test_commands_wait_passively_unless_the_user_set_something(entry, variables, found):
+    plain = {name: value for name, value in os.environ.items() if name not in (NAME, *OTHERS)}
+    place = {"cwd": ROOT, "env": plain | {"PYTHONPATH": "src"} | variables}
+    done = subprocess.run([sys.executable, "-c", BODY + entry], capture_output=True, text=True, **place)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    assert json.loads(done.stdout) == found
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_every_entry_has_it_before_torch_and_passes_it_on(name):
-    assert entry(ENTRIES[name]) == ["PASSIVE", "PASSIVE", {NAME: "PASSIVE"}]
-
-
-def test_what_the_user_set_stays():
-    assert entry(ENTRIES["foredraft"], OMP_WAIT_POLICY="ACTIVE") == ["ACTIVE", "ACTIVE", {}]
-    assert entry(ENTRIES["foredraft"], GOMP_SPINCOUNT="5") == [None, "None", {}]
-
-
-def test_nothing_is_set_for_somebody_who_has_imported_torch(monkeypatch):
+def test_nothing_is_set_after_torch_was_imported(monkeypatch):
     for name in (NAME, *OTHERS):
         monkeypatch.delenv(name, raising=False)
     wait_passively()
@@ -65,7 +57,7 @@ def test_nothing_is_set_for_somebody_who_has_imported_torch(monkeypatch):
     assert described() == "OMP_WAIT_POLICY=ACTIVE"
 
 
-def test_an_engine_in_an_environment_of_its_own_chooses_itself(monkeypatch):
+def test_engine_with_its_own_environment_chooses_itself(monkeypatch):
     monkeypatch.setenv(NAME, "PASSIVE")
     assert launch.environment({})[NAME] == "PASSIVE"  # the user's
     monkeypatch.setitem(thread_waiting._set, "by_us", True)
