@@ -1,4 +1,4 @@
-"""Drafters with weights rounded to int8: one model in replay and decoding."""
+"""Drafters with weights rounded to int8: replay = decoding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ["eagle", "prism", "eagle3", "p_eagle", "lyanna", "mlp", "lstm", "medusa
 
 @pytest.mark.parametrize("fast", [0, 4], ids=["plain", "int8"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_faces_are_the_rounded_model(kind, fast, monkeypatch, tiny_target, make_drafter):
+def test_replay_and_decoding_are_of_the_rounded_model(kind, fast, monkeypatch, tiny_target, make_drafter):
     monkeypatch.setattr(packed_linear, "int8_rows", lambda *shape: fast)
     target, drafter = both(tiny_target, make_drafter, kind)
     drafter.eval().requires_grad_(False)

@@ -22,6 +22,7 @@ SIZES = (151_936, 262_144)
 SPREAD = 4.0  # standard deviation of the logits
 ONE = Sampler(1.0)
 CHAIN = Plan(depth=2, proposal="sampled", rule="token")
+ONE_DEEP = replace(CHAIN, depth=1)
 PROMPTS = [[5, 1, 7], [100_000, 3]]
 
 
@@ -60,10 +61,9 @@ def decoded(target, drafter, plan=CHAIN):
 def test_drawn_drafts_over_a_large_vocabulary_pass_their_audit(target, make_drafter, name, options):
     drafter = make_drafter(name, target, depth=2, **options)
     if name == "lm":  # the others draft with the target's head
-        model = drafter.model
-        model.lm_head.weight.data *= SPREAD / float(
-            model(input_ids=torch.tensor([[1, 2]])).logits.detach().std()
-        )
+        with torch.no_grad():
+            logits = drafter.model(input_ids=torch.tensor([[1, 2]])).logits
+            drafter.model.lm_head.weight *= SPREAD / logits.std()
     target.tap(drafter.taps)
     found = audit(target, drafter, PROMPTS, plan=CHAIN, max_new_tokens=8, also=[(ONE, CHAIN)])
     assert found.passed, found
@@ -80,7 +80,7 @@ def test_every_rule_that_reads_q_takes_drafts_over_a_large_vocabulary(target, ma
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_plain_softmax_is_a_distribution(target, dtype):
-    found = decoded(target, Scripted(lambda logits: logits.softmax(-1).to(dtype)), replace(CHAIN, depth=1))
+    found = decoded(target, Scripted(lambda logits: logits.softmax(-1).to(dtype)), ONE_DEEP)
     assert all(len(o.tokens) == 6 for o in found.outputs)
 
 
@@ -96,7 +96,7 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_q_over_a_large_vocabulary_that_is_no_distribution_is_refused(target, wrong):
     with pytest.raises(UserError, match="drafted a q that is no distribution"):
-        decoded(target, Scripted(WRONG[wrong]), replace(CHAIN, depth=1))
+        decoded(target, Scripted(WRONG[wrong]), ONE_DEEP)
 
 
 def test_no_honest_softmax_is_refused_and_no_sum_of_0_999_is_taken():

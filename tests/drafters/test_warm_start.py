@@ -1,4 +1,4 @@
-"""drafter.init_from: going on from another drafter's weights."""
+"""drafter.init_from: training that starts from another drafter's weights."""
 
 import pytest
 import torch
@@ -32,35 +32,30 @@ def saved(tiny_target, make_drafter, tmp_path):
     return make
 
 
-def test_every_tensor_is_taken_over_what_was_counted_too(saved, make_drafter):
-    old, folder, target = saved("eagle3", draft_vocab_size=7)
-    new = make_drafter("eagle3", target, seed=2, draft_vocab_size=7)
-    assert not new.d2t.equal(old.d2t)
-    assert hub.warm_start(new, folder, target) == []
-    assert all(value.equal(old.state_dict()[name]) for name, value in new.state_dict().items())
-
-
-def test_other_shapes_are_listed_and_left_alone(saved, make_drafter):
-    old, folder, target = saved("eagle3", draft_vocab_size=7)
-    new = make_drafter("eagle3", target, seed=2, draft_vocab_size=9)
+@pytest.mark.parametrize(
+    ("there", "here", "why"),
+    [
+        ({}, {}, ""),
+        ({}, {"draft_vocab_size": 9}, "((9,) here, (7,) there)"),
+        ({"fc_norm": False}, {"fc_norm": True}, "(not there)"),
+    ],
+)
+def test_tensors_that_fit_are_taken_over_and_others_listed(saved, make_drafter, there, here, why):
+    sizes = {"draft_vocab_size": 7}
+    old, folder, target = saved("eagle3", **sizes | there)
+    new = make_drafter("eagle3", target, seed=2, **sizes | there | here)
     before = {name: value.clone() for name, value in new.state_dict().items()}
     left = hub.warm_start(new, folder, target)
-    assert "d2t ((9,) here, (7,) there)" in left
     names = {line.split(" ")[0] for line in left}
     for name, value in new.state_dict().items():
         assert value.equal(before[name] if name in names else old.state_dict()[name])
-    assert 0 < len(names) < len(before)
+    assert bool(left) is bool(why)
+    assert any(why in line for line in left) or not why
+    assert len(names) < len(before)
+    assert not before["d2t"].equal(old.d2t)
 
 
-def test_what_is_not_there_is_listed(saved, make_drafter):
-    _, folder, target = saved("eagle3", draft_vocab_size=7, fc_norm=False)
-    new = make_drafter("eagle3", target, seed=2, draft_vocab_size=7)
-    left = hub.warm_start(new, folder, target)
-    assert left
-    assert all(line.endswith(" (not there)") for line in left)
-
-
-def test_what_cannot_be_gone_on_from_is_refused(saved, make_drafter, tiny_target, tmp_path):
+def test_another_drafters_and_damaged_files_are_no_start(saved, make_drafter, tiny_target, tmp_path):
     _, folder, target = saved("eagle")
     with pytest.raises(UserError, match="drafter 'eagle', not 'eagle3'"):
         hub.warm_start(make_drafter("eagle3", target), folder, target)
@@ -81,7 +76,7 @@ def test_what_cannot_be_gone_on_from_is_refused(saved, make_drafter, tiny_target
 # -- a whole run ---------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_from_anothers_checkpoint(bench):
+def test_a_run_starts_from_anothers_checkpoint(bench):
     """With no step to speak of, what it saves is what it was given."""
     first = bench.train("seed=21", "score.enabled=false").succeeded()
     start = first.folder / "checkpoints" / "6"
@@ -93,36 +88,28 @@ def test_a_run_goes_on_from_anothers_checkpoint(bench):
         torch.testing.assert_close(value, was[name], rtol=1e-5, atol=1e-6)
 
 
-def test_a_run_that_goes_on_scores_the_tokens_that_the_first_scored(bench, monkeypatch):
+def test_a_run_that_starts_from_another_scores_the_same_tokens(bench, monkeypatch):
     """A head over all tokens costs a step of SmolLM2's drafters twice the time."""
     monkeypatch.setattr(vocabulary, "STEP", 1)
-    trained = []
-    fit = training.fit
-    monkeypatch.setattr(
-        training,
-        "fit",
-        lambda trainer, module, *a: trained.append(module.drafter) or fit(trainer, module, *a),
-    )
+    trained, fit = [], training.fit
+
+    def keep(trainer, module, *rest):
+        trained.append(module.drafter)
+        return fit(trainer, module, *rest)
+
+    monkeypatch.setattr(training, "fit", keep)
     small = ["rollout.seed=0", "drafter.draft_vocab_size=5", "score.enabled=false"]
     first = bench.train("seed=21", *small).succeeded()
     again = f"drafter.init_from={first.folder / 'checkpoints' / '6'}"
     bench.train("seed=22", again, *small).succeeded()
     one, other = (drafter.scored for drafter in trained)
-    assert one is not None
-    assert other is not None
     assert other.equal(one)
 
 
-def test_a_wrong_start_is_one_line_and_leaves_nothing(bench, tmp_path):
-    done = bench.train("seed=23", f"drafter.init_from={tmp_path}")
-    assert done.code == 2
-    assert done.err.strip().splitlines()[-1].startswith(f"error: checkpoint={tmp_path}: no config.json there")
-
-
-def test_a_drafter_that_is_counted_has_nothing_to_start_from(bench, tmp_path):
-    done = train(quick(bench, f"drafter.init_from={tmp_path}", drafter="bigram"))
-    assert done.code == 2
-    assert "this drafter has no weights to train" in done.err
+def test_a_wrong_start_is_one_line(bench, tmp_path):
+    bench.train("seed=23", f"drafter.init_from={tmp_path}").refused(f"checkpoint={tmp_path}: no config.json")
+    counted = train(quick(bench, f"drafter.init_from={tmp_path}", drafter="bigram"))
+    counted.refused("this drafter has no weights to train")
 
 
 # -- from a hub ------------------------------------------------------------------------------------

@@ -55,33 +55,37 @@ def test_of_more_places_a_fixed_number_is_counted_evenly():
     assert store.next_tokens((1,)) == {2: SAMPLE // 2, 3: SAMPLE // 2}
 
 
-def test_what_is_not_there_is_refused():
+def test_unknown_keys_and_other_vocabularies_are_refused():
     refused("0" * 16, match="not on this machine")
     refused("../../etc", match="no key")
-
-
-def test_another_vocabulary_is_refused():
     refused(store_of([[1, 2, 3]]), 31, match="vocabulary of 30, not of 31")
 
 
+HARM = {
+    "cut": lambda path, content: path.write_bytes(content[:-4]),
+    "changed": lambda path, content: path.write_bytes(bytes([content[0] ^ 1]) + content[1:]),
+    "gone": lambda path, content: path.unlink(),
+    "a pipe": lambda path, content: (path.unlink(), os.mkfifo(path)),
+}
+
+
 @pytest.mark.parametrize("name", [TOKENS, ORDER])
-@pytest.mark.parametrize("harm", ["cut", "changed", "gone"])
+@pytest.mark.parametrize("harm", HARM)
 def test_a_damaged_file_is_refused(name, harm):
-    key = store_of([[4, 5, 6, ord(name[0]) % 29, ord(harm[0]) % 29]])
+    key = store_of([[4, 5, 6, ord(name[0]) % 29, sum(harm.encode()) % 29]])
     path = datastore_folder(key) / name
-    content = path.read_bytes()
-    if harm == "gone":
-        path.unlink()
-    else:
-        path.write_bytes(content[:-4] if harm == "cut" else bytes([content[0] ^ 1]) + content[1:])
-    refused(key, match="damaged datastore .*remove it")
+    HARM[harm](path, path.read_bytes())
+    refused(key, match="damaged datastore .*")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "key": "x"}', '{"format": 2}', "null"])
-def test_a_damaged_description_is_refused(text):
-    key = store_of([[7, 8, sum(text.encode()) % 29]])
-    (datastore_folder(key) / META).write_text(text)
-    refused(key, match="damaged datastore")
+def test_a_damaged_description_is_refused():
+    key = store_of([[6, 6, 6, 1]])
+    path = datastore_folder(key) / META
+    meta = json.loads(path.read_text())
+    others = [json.dumps(meta | {"vocab_size": size}) for size in (70_000, "x", None, 2**70)]
+    for text in ("", "[]", "{}", '{"format": 1, "key": "x"}', '{"format": 2}', "null", *others):
+        path.write_text(text)
+        refused(key, match="damaged datastore|vocabulary of")
 
 
 def test_one_under_another_name_is_refused():
@@ -101,14 +105,6 @@ def test_a_link_to_elsewhere_is_refused(name, tmp_path):
     refused(key, match="a link to a file outside its folder")
 
 
-def test_what_is_no_file_is_refused():
-    key = store_of([[2, 7, 1, 8]])
-    path = datastore_folder(key) / TOKENS
-    path.unlink()
-    os.mkfifo(path)
-    refused(key, match="damaged datastore")
-
-
 @pytest.mark.parametrize("name", [TOKENS, ORDER])
 def test_a_file_that_is_cut_off_while_it_is_open_is_one_line(name):
     """Not SIGBUS, of which nobody is told anything."""
@@ -116,9 +112,7 @@ def test_a_file_that_is_cut_off_while_it_is_open_is_one_line(name):
     store = Datastore.open(key, 30)
     assert store.next_tokens((1,)) == {2: SAMPLE}
     os.truncate(datastore_folder(key) / name, 100)
-    with pytest.raises(
-        UserError, match=rf"{name}: cut off while it was read, 100 of \d+ bytes are left; remove"
-    ):
+    with pytest.raises(UserError, match=f"{name}: cut off while it was read"):
         store.next_tokens((2,))
 
 
@@ -142,12 +136,3 @@ def test_damage_that_no_sample_sees_gives_tokens_all_the_same(name, monkeypatch)
                 counts = store.next_tokens(tuple((start + i) % 7 for i in range(n)))
                 assert all(0 <= token < 30 for token in counts)
                 assert sum(counts.values()) <= SAMPLE
-
-
-def test_a_description_of_other_sizes_is_refused():
-    key = store_of([[6, 6, 6, 1]])
-    path = datastore_folder(key) / META
-    meta = json.loads(path.read_text())
-    for vocab in (70_000, "x", None, 2**70):
-        path.write_text(json.dumps(meta | {"vocab_size": vocab}))
-        refused(key, match="damaged datastore|vocabulary of")

@@ -10,13 +10,12 @@ from itertools import accumulate
 
 import pytest
 import torch
-from exact import EnumeratingCoin, Node, Table, assert_same_law, emitted, error, exact_law, grow, struck
+from exact import EnumeratingCoin, Node, Table, assert_same_law, emitted, exact_law, grow, struck
 
 from decode.draft import PAD, Draft, DraftProbs
 from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.verification.rule import verify
-from drafters.drafting import merge
 from drafters.drafting.merge import merge_trees, mix_trees
 
 
@@ -87,7 +86,7 @@ def walked(draft, row):
     return names
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_two_trees_become_the_best_of_one_then_what_the_other_adds(seed, hybrid):
     dice, depth, nodes = random.Random(seed), 3, 9
@@ -124,23 +123,17 @@ def test_two_trees_become_the_best_paths_of_their_mixture(seed, weight):
         chance = Counter()
         for tree, share in ((one[row], weight), (other[row], 1 - weight)):
             chance.update({path: share * math.exp(score) for path, score in tree.items() if share})
-        names = walked(draft, row)[1:]
-        scores = {
-            name: s for name, s in zip(names, draft.score[row].tolist(), strict=True) if name is not None
-        }
-        want = dict(chance.most_common(nodes))
-        assert scores.keys() == want.keys()
-        assert [math.exp(score) for score in scores.values()] == pytest.approx(
-            [want[name] for name in scores]
-        )
+        scored = zip(walked(draft, row)[1:], draft.score[row].tolist(), strict=True)
+        found = {name: math.exp(score) for name, score in scored if name is not None}
+        assert found == pytest.approx(dict(chance.most_common(nodes)))
 
 
-def law_of_a_round(table):
+def outputs_of_a_round(table):
     """Of three tokens: token 0 and its child are the fresh tree's best, the drawn one its last; 1 is old."""
 
     def story():
-        law = struck(table.q(()), 0)
-        return [Node((yield law), -1, law), Node(0, -1), Node(table.q((0,)).index(max(table.q((0,)))), 1)]
+        q = struck(table.q(()), 0)
+        return [Node((yield q), -1, q), Node(0, -1), Node(table.q((0,)).index(max(table.q((0,)))), 1)]
 
     def play(tapes):
         coin = EnumeratingCoin(tapes, junk=3)
@@ -154,10 +147,7 @@ def law_of_a_round(table):
     return exact_law(play, 64)
 
 
-def test_a_drawn_node_is_not_kept_because_the_other_tree_has_its_token(monkeypatch):
-    tables, twins = [Table(seed, Sampler(1.0)) for seed in range(5)], merge._twins
+def test_a_drawn_node_is_not_kept_because_the_other_tree_has_its_token():
+    tables = [Table(seed, Sampler(1.0)) for seed in range(5)]
     for table in tables:
-        assert_same_law(table.complete(law_of_a_round(table), 3), table.law(3))
-    monkeypatch.setattr(merge, "_twins", lambda one, two, may: twins(one, two, torch.ones_like(may)))
-    errors = [error(table.complete(law_of_a_round(table), 3), table.law(3)) for table in tables]
-    assert max(errors) > 0.01
+        assert_same_law(table.complete(outputs_of_a_round(table), 3), table.law(3))

@@ -1,4 +1,4 @@
-"""Whether a drafter can be exported is known without its weights, and what the answer suggests works."""
+"""A refused export says why and what to change, before there are weights, and the change helps."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from faces import V
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from decode.errors import UserError
+from decode.model.target import LAST
 from drafters.checkpoint import io as hub
 from drafters.export import formats
 from drafters.registry import short_name
 
-LAST = "last"
+EAGLE3 = {"taps": None, "fc_norm": False}
+PARTIAL = {"rope_type": "default", "partial_rotary_factor": 0.5}
 
 
 def scaled(target):
@@ -28,44 +30,107 @@ def biased(target):
     target.head = replace(target.head, bias=torch.zeros(V))
 
 
-def plain(target):
-    """Nothing is particular about it."""
+def nameless(target):
+    target.model.config._name_or_path = target.model.name_or_path = ""
 
 
-# drafter, its settings, layers of the target, what is particular about the target
+def case(name, options, change=lambda target: None, layers=8, window=None, rope=None, **said):
+    """A drafter, its settings, its target, and what every program says that has to refuse it."""
+    return name, options, change, {"layers": layers, "window": window}, rope, said
+
+
 REFUSED = {
-    "taps of a small target": ("eagle3", {"taps": [2, LAST]}, 4, plain),
-    "the head's input alone": ("eagle3", {"taps": [LAST]}, 8, plain),
-    "one tap twice": ("eagle3", {"taps": [2, 2, 2]}, 5, plain),
-    "the embedding": ("eagle3", {"taps": [0, LAST]}, 8, plain),
-    "two layers": ("eagle3", {"taps": [0], "layers": 2}, 8, plain),
-    "everything at once": (
-        "eagle3",
-        {"taps": [0, 3, 3, LAST], "layers": 2, "norm_before_residual": True},
-        8,
-        plain,
+    "taps of a small target": case("eagle3", {"taps": [2, LAST]}, layers=4),
+    "only the head's input": case("eagle3", {"taps": [LAST]}),
+    "the head's input": case("eagle3", {"taps": [1, LAST]}, vllm="behind the final norm"),
+    "the head's input of three": case(
+        "eagle3", EAGLE3 | {"taps": [2, 4, LAST]}, speculators="final norm", gguf="final norm", authors="taps"
     ),
-    "layers of which none is left": ("eagle3", {"taps": [0, LAST]}, 1, plain),
-    "eagle3 of Gemma": ("eagle3", {"taps": [1, 2]}, 8, scaled),
-    "p_eagle": ("p_eagle", {"taps": [1, LAST], "fc_norm": False}, 8, plain),
-    "p_eagle of one tap": ("p_eagle", {"taps": [3, 3]}, 8, plain),
-    "p_eagle of one tap behind a norm": ("p_eagle", {"taps": [3]}, 8, plain),
-    "dflash": ("dflash", {"taps": [0, LAST]}, 8, plain),
-    "dflash of one layer": ("dflash", {"taps": [0, LAST]}, 1, plain),
-    "dflash of a head with a bias": ("dflash", {"taps": [2, 4]}, 8, biased),
-    "dspark": ("dspark", {"taps": [0, LAST], "sample_from_anchor": False, "draft_vocab_size": 5}, 8, plain),
-    "dspark of Gemma": ("dspark", {"taps": [1, 2]}, 8, scaled),
-    "diffusion": ("diffusion", {}, 8, plain),
-    "diffusion of Gemma": ("diffusion", {}, 8, scaled),
-    "eagle": ("eagle", {"bias": True}, 2, plain),
-    "eagle of Gemma": ("eagle", {"bias": True}, 2, scaled),
-    "eagle of a head with a bias": ("eagle", {"bias": False}, 2, biased),
-    "medusa": ("medusa", {"token_info": "gated"}, 2, plain),
-    "medusa of a head with a bias": ("medusa", {"token_info": "gated"}, 2, biased),
-    "medusa of Gemma": ("medusa", {}, 2, scaled),
-    "hydra": ("hydra", {}, 2, plain),
-    "lstm": ("lstm", {}, 2, plain),
-    "ngram": ("ngram", {}, 2, plain),
+    "a tap three times": case("eagle3", {"taps": [2, 2, 2]}, layers=5, sglang="twice"),
+    "a tap twice": case("eagle3", {"taps": [2, 4, 4]}, speculators="twice", sglang="twice"),
+    "the embedding": case("eagle3", {"taps": [0, LAST]}),
+    "the embedding of three": case("eagle3", {"taps": [0, 2, 3]}, sglang="0 is the embedding"),
+    "a single tap": case("eagle3", {"taps": [3]}, sglang="a single tap"),
+    "two taps": case("eagle3", EAGLE3 | {"taps": [2, 5]}, gguf="exactly 3 layers"),
+    "four taps": case("eagle3", EAGLE3 | {"taps": [1, 2, 4, 7]}, gguf="exactly 3 layers"),
+    "other taps": case("eagle3", EAGLE3 | {"taps": [3, 1]}, authors=r"are \[2, 4, 5\] always"),
+    "two layers of one tap": case("eagle3", {"taps": [0], "layers": 2}),
+    "two layers": case(
+        "eagle3", EAGLE3 | {"layers": 2}, sglang="2 layers", authors="2 layers", gguf="2 layers"
+    ),
+    "a norm of each tap": case("eagle3", {"taps": None}, gguf="no fc_norm", authors="no fc_norm"),
+    "a norm of all taps": case("eagle3", EAGLE3 | {"norm_before_fc": True}, authors="no norm_before_fc"),
+    "a final norm": case(
+        "eagle3", EAGLE3 | {"norm_output": True}, authors="no norm_output", gguf="feeds back"
+    ),
+    "a norm before the residual": case(
+        "eagle3", {"taps": None, "norm_before_residual": True}, sglang="norm_before_residual"
+    ),
+    "everything at once": case(
+        "eagle3", {"taps": [0, 3, 3, LAST], "layers": 2, "norm_before_residual": True}
+    ),
+    "layers of which none is left": case("eagle3", {"taps": [0, LAST]}, layers=1),
+    "a window of one place": case("eagle3", {"window": 1, "taps": [2, 4, 5]}, sglang="drafter.window=2"),
+    "eagle3 of Gemma": case("eagle3", {"taps": [1, 2]}, scaled, vllm="scales its embeddings"),
+    "eagle3 of Mistral": case("eagle3", EAGLE3, window=32, authors="the target is a Mistral"),
+    "eagle3 of a window": case(
+        "eagle3", {"taps": [2, 4]}, window=6, speculators=r"the target's, of 6; train with drafter\.window=6"
+    ),
+    "eagle3 without a target's name": case("eagle3", EAGLE3, nameless, gguf="built in memory"),
+    "eagle3 of yarn": case(
+        "eagle3", EAGLE3, rope={"rope_type": "yarn", "factor": 4.0}, authors="yarn, base 10000"
+    ),
+    "eagle3 of a part": case("eagle3", EAGLE3, rope=PARTIAL, authors="a part of each", gguf="whole of every"),
+    "p_eagle": case("p_eagle", {"taps": [1, LAST], "fc_norm": False}),
+    "p_eagle of one tap": case("p_eagle", {"taps": [3, 3]}),
+    "p_eagle of one tap behind a norm": case("p_eagle", {"taps": [3]}),
+    "p_eagle with sinks": case(
+        "p_eagle", {"window": 8, "sinks": 2, "fc_norm": False}, speculators="drafter.sinks=0"
+    ),
+    "dflash": case("dflash", {"taps": [0, LAST]}),
+    "dflash of the embedding": case("dflash", {"taps": [0, 4]}, vllm=r"embedding; .*drafter\.taps=\[4\]"),
+    "dflash of one layer": case("dflash", {"taps": [0, LAST]}, layers=1),
+    "dflash of a head with a bias": case("dflash", {"taps": [2, 4]}, biased),
+    "dflash of a window": case("dflash", {"taps": [2, 4]}, window=6, vllm="drafter.window=6"),
+    "dflash with sinks": case(
+        "dflash", {"taps": [2, 4], "window": 8, "sinks": 2}, vllm="first places", sglang="first places"
+    ),
+    "a causal dflash": case("dflash", {"taps": [2, 4], "causal": True}, speculators="drafter.causal=false"),
+    "dflash of llama3": case(
+        "dflash",
+        {"taps": [2, 4]},
+        rope={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        gguf="llama3 scaling",
+    ),
+    "dspark": case("dspark", {"taps": [0, LAST], "sample_from_anchor": False, "draft_vocab_size": 5}),
+    "dspark of Gemma": case("dspark", {"taps": [1, 2]}, scaled),
+    "diffusion": case("diffusion", {}, vllm="drafter=dflash"),
+    "diffusion of Gemma": case("diffusion", {}, scaled),
+    "eagle": case("eagle", {"bias": True}, vllm="drafter.bias=false"),
+    "eagle of Gemma": case("eagle", {"bias": True}, scaled, sglang="scales its embeddings"),
+    "eagle of a head with a bias": case("eagle", {"bias": False}, biased, sglang="head has a bias"),
+    "eagle of a window": case("eagle", {}, window=6, vllm="drafter.window=6"),
+    "eagle with sinks": case(
+        "eagle", {"window": 8, "sinks": 1}, sglang="when it drafts; .*drafter.window=null"
+    ),
+    "eagle of another base": case(
+        "eagle", {}, rope={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5}, authors="base 100000"
+    ),
+    "medusa": case(
+        "medusa", {"token_info": "gated"}, sglang="no format", vllm="no token_info", authors="token_info"
+    ),
+    "medusa of two layers": case("medusa", {"layers": 2}, authors="2 layers of a head"),
+    "medusa of a head with a bias": case("medusa", {"token_info": "gated"}, biased, vllm="head has a bias"),
+    "medusa of Gemma": case("medusa", {}, scaled),
+    "medusa without a target's name": case("medusa", {}, nameless, authors="built in memory"),
+    "medusa2": case("medusa2", {}, authors="the target that it has tuned"),
+    "hydra": case("hydra", {}, vllm="no engine takes this drafter"),
+    "lstm": case("lstm", {}, vllm="ArcticInference"),
+    "bigram": case("bigram", {}, vllm="no engine takes this drafter"),
+    "ngram": case("ngram", {}, vllm='lookup of its own.*"method": "ngram"', sglang="algorithm NGRAM"),
+    "suffix": case("suffix", {}, vllm='"method": "suffix"', sglang="to=native"),
+    "lyanna": case("lyanna", {}, speculators="to=native"),
+    "hf_dllm": case("hf_dllm", {}, vllm="to=hf or native"),
 }
 
 
@@ -86,30 +151,35 @@ def refusal(drafter, target, to) -> str:
     return before
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_a_refusal_suggests_is_accepted(case, tiny_target, make_drafter):
-    name, options, layers, particular = REFUSED[case]
-    target = tiny_target(vocab=V, layers=layers, hidden=16, dtype=torch.float32)
+def suggested(text) -> dict:
+    """Settings to train with."""
+    changes = re.findall(r"drafter\.(\w+)=(\S+?)(?=,? |$|; )", text.partition("train with ")[2])
+    return {key: yaml.safe_load(value) for key, value in changes}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_refusal_suggests_is_accepted(name, tiny_target, make_drafter):
+    name, options, change, shape, rope, said = REFUSED[name]
+    target = tiny_target(vocab=V, hidden=16, dtype=torch.float32, **shape)
     target.model.config._name_or_path = target.model.name_or_path = "some/target"
+    if rope:
+        target.config.rope_parameters = {"rope_theta": 1e4, "original_max_position_embeddings": 32} | rope
     drafter = make_drafter(name, target, **options)
-    particular(target)
+    change(target)
     accepting = formats.accepting(short_name(drafter), drafter.settings, target)
-    said = {to: refusal(drafter, target, to) for to in formats.FORMATS if to != "hf"}
-    assert any(said.values())
-    for to, text in said.items():
-        assert bool(text) is (to not in accepting)
+    found = {to: refusal(drafter, target, to) for to in formats.FORMATS if to != "hf"}
+    assert any(found.values())
+    assert [to for to, text in found.items() if not text] == [to for to in accepting if to != "hf"]
+    for to, words in said.items():
+        assert re.search(f"^to={to}: .*{words}", found[to]), found[to]
+    for to, text in found.items():
         if not text:
             continue
-        assert "\n" not in text
         assert re.search(r"set to=[\w ]*native$", text)
-        others = [
-            word for word in re.findall(r"\w+", text.partition("set to=")[2]) if word not in ("or", "native")
-        ]
-        assert others == accepting
-        changed = dict(re.findall(r"drafter\.(\w+)=(\S+?)(?=,? |$|; )", text.partition("train with ")[2]))
-        if changed:
-            settings = {key: yaml.safe_load(value) for key, value in changed.items()}
-            assert refusal(make_drafter(name, target, **options | settings), target, to) == ""
+        others = re.findall(r"\w+", text.partition("set to=")[2])
+        assert [word for word in others if word not in ("or", "native")] == accepting
+        if changed := suggested(text):
+            assert refusal(make_drafter(name, target, **options | changed), target, to) == ""
         elif other := re.search(r"train drafter=(\w+)", text):
             assert refusal(make_drafter(other[1], target), target, to) == ""
         else:
@@ -119,15 +189,18 @@ def test_what_a_refusal_suggests_is_accepted(case, tiny_target, make_drafter):
 
 
 def test_a_small_target_is_told_taps_that_engines_take(tiny_target, make_drafter):
-    for layers in range(1, 7):
+    for layers in range(1, 9):
         target = tiny_target(vocab=V, layers=layers, hidden=16, dtype=torch.float32)
-        with pytest.raises(UserError, match="engines have no last") as error:
-            make_drafter("eagle3", target, taps=None)
-        taps = yaml.safe_load(re.search(r"drafter\.taps=(\[.*\]);", str(error.value))[1])
-        drafter = make_drafter("eagle3", target, taps=taps)
+        taps = None
+        if layers < 7:
+            with pytest.raises(UserError, match="engines have no last") as error:
+                make_drafter("eagle3", target, taps=None)
+            taps = yaml.safe_load(re.search(r"drafter\.taps=(\[.*\]);", str(error.value))[1])
+        drafter = make_drafter("eagle3", target, **EAGLE3 | {"taps": taps})
         accepting = formats.accepting("eagle3", drafter.settings, target)
         assert "vllm" in accepting
         assert ("sglang" in accepting) is (layers > 2)
+        assert ("authors" in accepting) is (layers >= 7)
 
 
 def test_a_vocabulary_in_further_weights_is_found_without_weights(

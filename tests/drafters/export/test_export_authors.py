@@ -9,13 +9,11 @@ import torch
 from eagles import EAGLE3, build, difference, written
 from faces import K, V
 from served_authors import Authored, medusa
-from served_eagle import LoadError
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from decode.errors import UserError
 from decode.model.target import LAST, Target
 from drafters.checkpoint import io as hub
-from drafters.checkpoint.model_card import Facts, model_card
 from drafters.export import formats
 from drafters.registry import short_name
 
@@ -88,80 +86,6 @@ def test_positions_that_are_scaled_linearly_are_written_as_they_are_read(made, m
     assert difference(target, drafter, loaded(plain, target), texts=5) > 1e-3
 
 
-@pytest.mark.parametrize("case", ["eagle without", "eagle3", "eagle3.1", "eagle3, other taps"])
-def test_files_for_engines_are_no_files_for_the_authors_code(made, case):
-    target, drafter = made(case)
-    with pytest.raises(LoadError):
-        loaded(written(drafter, target, "vllm"), target)
-
-
-def test_swapped_or_missing_tensors_are_noticed(made):
-    target, drafter = made("eagle3")
-    layout = written(drafter, target, "authors")
-    swapped = {"fc.weight": layout.tensors["fc.weight"].unflatten(1, (3, -1)).flip(1).flatten(1)}
-    ids = {"d2t": layout.tensors["d2t"] + torch.arange(12)}
-    assert difference(target, drafter, loaded(layout, target), texts=2) < 1e-5
-    broken = layout._replace(tensors=layout.tensors | swapped)
-    assert difference(target, drafter, loaded(broken, target), texts=2) > 1e-2
-    with pytest.raises((AssertionError, IndexError, RuntimeError)):
-        difference(target, drafter, loaded(layout._replace(tensors=layout.tensors | ids), target), texts=2)
-    less = {name: w for name, w in layout.tensors.items() if name != "embed_tokens.weight"}
-    with pytest.raises(LoadError, match="embed_tokens"):
-        loaded(layout._replace(tensors=less), target)
-
-
-REFUSED = {
-    "no fc_norm; .*no norm_output; train with drafter.fc_norm=false drafter.norm_output=false": (
-        "eagle3.1",
-        {},
-    ),
-    "no norm_before_fc; train with drafter.norm_before_fc=false, or set": ("eagle3, gpt-oss", {}),
-    r"the authors' are \[2, 4, 5\] always; train with drafter.taps=\[2,4,5\], or set": (
-        "eagle3, other taps",
-        {},
-    ),
-    r"drafter.taps=\[2, 4, 'last'\]: the authors' are": ("eagle3", {"taps": [2, 4, LAST]}),
-    "2 layers, of which the authors' code has one; train with drafter.layers=1": ("eagle3", {"layers": 2}),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_the_authors_eagle_3_passes_over_is_refused(made, message):
-    case, more = REFUSED[message]
-    target, drafter = made(case, **more)
-    with pytest.raises(UserError, match=f"^to=authors: .*{message}"):
-        written(drafter, target, "authors")
-
-
-def test_a_target_in_which_the_authors_taps_are_not_three_layers_is_refused(tiny_target, make_drafter):
-    for layers in range(3, 9):
-        target = tiny_target(vocab=V, layers=layers, hidden=16, dtype=torch.float32)
-        taps = [2, layers // 2, layers - 3]
-        drafter = make_drafter("eagle3", target, **EAGLE3 | {"taps": taps})
-        if layers >= 7:
-            assert "authors" in formats.accepting("eagle3", drafter.settings, target)
-            continue
-        with pytest.raises(UserError, match=r"not three layers of this target;.* set to="):
-            formats.check("eagle3", drafter.settings, target, "authors")
-
-
-POSITIONS = [
-    ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}, "yarn, base 10000"),
-    (LINEAR | {"rope_theta": 1e5}, "linear, base 100000"),
-    ({"rope_type": "default", "partial_rotary_factor": 0.5}, "a part of each head"),
-]
-
-
-@pytest.mark.parametrize(("rope", "said"), POSITIONS)
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])
-def test_positions_that_the_authors_code_has_not_are_refused(tiny_target, make_drafter, name, rope, said):
-    target = tiny_target(vocab=V, layers=8, hidden=16, dtype=torch.float32)
-    target.config.rope_parameters = {"original_max_position_embeddings": 32, "rope_theta": 1e4} | rope
-    drafter = make_drafter(name, target, **({"taps": None, **EAGLE3} if name == "eagle3" else {}))
-    with pytest.raises(UserError, match=f"{said}.*; set to=vllm or sglang or native$"):
-        written(drafter, target, "authors")
-
-
 def test_classes_of_targets_that_the_authors_code_has_not_are_refused(tiny_target, make_drafter):
     """EAGLE has no Mistral, and its EAGLE-3 no Qwen2 or Mixtral; Medusa has no Qwen3."""
     mistral = tiny_target(vocab=V, layers=8, hidden=16, window=32, dtype=torch.float32)
@@ -182,10 +106,6 @@ def test_classes_of_targets_that_the_authors_code_has_not_are_refused(tiny_targe
         ("eagle3", "Qwen3ForCausalLM"),
         ("medusa", "MistralForCausalLM"),
     }
-    for name, target in (("eagle3", mistral), ("medusa", qwen3)):
-        drafter = make_drafter(name, target, **options[name])
-        with pytest.raises(UserError, match=r"the target is a \w+, and the authors' code has .* alone"):
-            formats.check(short_name(drafter), drafter.settings, target, "authors")
 
 
 def test_heads_that_do_not_fill_the_hidden_size_are_refused(made):
@@ -227,40 +147,3 @@ def test_a_shared_head_is_in_the_file_once(target, make_drafter, tmp_path):
         folder = folder_of(written(drafter, target, "authors"), tmp_path / str(own))
         sizes.append((folder / "medusa_lm_head.pt").stat().st_size)
     assert sizes[0] - sizes[1] >= (K - 1) * target.head.weight.nbytes
-
-
-def test_swapped_heads_are_noticed(target, make_drafter, tmp_path):
-    drafter = make_drafter("medusa", target, depth=K).requires_grad_(False)
-    layout = written(drafter, target, "authors")
-    tensors = layout.tensors | {"0.1.weight": layout.tensors["1.1.weight"]}
-    folder = folder_of(layout._replace(tensors=tensors), tmp_path / "theirs")
-    assert gap(medusa(folder, NAME, target.head.weight), drafter, target) > 1e-2
-
-
-def test_what_the_authors_medusa_cannot_express_is_refused(target, make_drafter):
-    for options, message in (
-        (
-            {"layers": 2},
-            "2 layers of a head, which are one and the same.*train with drafter.layers=1",
-        ),
-        ({"token_info": "vanilla"}, "no token_info=vanilla; train with drafter.token_info=none"),
-    ):
-        with pytest.raises(UserError, match=f"^to=authors: .*{message}"):
-            written(make_drafter("medusa", target, depth=K, **options), target, "authors")
-    drafter = make_drafter("medusa", target, depth=K)
-    target.model.config._name_or_path = target.model.name_or_path = ""
-    with pytest.raises(UserError, match="built in memory, without a path or hub id; set to=vllm or native"):
-        written(drafter, target, "authors")
-
-
-def test_heads_of_a_tuned_target_are_not_written_for_the_one_it_was(target, make_drafter):
-    drafter = make_drafter("medusa2", target, depth=K)
-    with pytest.raises(UserError, match=r"the target that it has tuned.*; set to=vllm or hf or native"):
-        written(drafter, target, "authors")
-
-
-def test_the_model_card_has_what_loads_it(target, make_drafter):
-    drafter = make_drafter("medusa", target, depth=K)
-    layout, origin = written(drafter, target, "authors"), hub.origin_of(drafter, target)
-    text = model_card(Facts(drafter, "medusa", origin, None, None, "authors", layout))
-    assert layout.note in text

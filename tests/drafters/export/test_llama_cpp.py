@@ -1,4 +1,4 @@
-"""`to=gguf`: what llama.cpp reads, and how its converter is run; a stand-in writes down what it was given."""
+"""How llama.cpp's converter is run for `to=gguf`; a stand-in writes down what it was given."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
-from faces import V
 from fake_converter import write_converter
 from workbench import make_target
 
@@ -33,55 +30,6 @@ def target(tmp_path_factory):
     return load_target(str(make_target(tmp_path_factory.mktemp("target"), layers=8)), "float32")
 
 
-REFUSED = {
-    "the default": ({}, "no fc_norm", {"fc_norm": False, "norm_before_fc": True}),
-    "four taps": ({"fc_norm": False, "taps": [1, 2, 4, 7]}, "exactly 3 layers", {"taps": [1, 2, 7]}),
-    "two taps": ({"fc_norm": False, "taps": [2, 5]}, "exactly 3 layers", {"taps": [2, 5, 7]}),
-    "the head's input": (
-        {"fc_norm": False, "taps": [2, 5, "last"]},
-        "behind the final norm",
-        {"taps": [2, 5, 7]},
-    ),
-    "two layers": ({"fc_norm": False, "layers": 2}, "2 layers", {"layers": 1}),
-    "the final norm": ({"fc_norm": False, "norm_output": True}, "feeds back", {"norm_output": False}),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_an_eagle3_that_it_would_not_read_is_refused_with_settings_to_train_with(case, target, make_drafter):
-    options, said, advised = REFUSED[case]
-    drafter = make_drafter("eagle3", target, **{"taps": None} | options)
-    with pytest.raises(UserError, match=f"to=gguf: .*{said}") as error:
-        formats.check("eagle3", drafter.settings, target, "gguf")
-    changed = dict(
-        re.findall(r"drafter\.(\w+)=(\S+?)(?=,? |$|; )", str(error.value).partition("train with ")[2])
-    )
-    assert {name: yaml.safe_load(value) for name, value in changed.items()} == advised
-    formats.check("eagle3", drafter.settings | advised, target, "gguf")
-
-
-POSITIONS = {
-    "eagle3": ({"rope_type": "default", "partial_rotary_factor": 0.5}, "whole of every head"),
-    "dflash": ({"rope_type": "llama3", "factor": 8.0}, "llama3 scaling"),
-}
-
-
-@pytest.mark.parametrize("name", POSITIONS)
-def test_positions_that_it_would_compute_otherwise_are_refused(name, target, make_drafter):
-    rope, said = POSITIONS[name]
-    settings = make_drafter(name, target, **TAKEN[name]).settings
-    formats.check(name, settings, target, "gguf")
-    with pytest.raises(UserError, match=said):
-        formats.check(name, settings | {"rope": rope}, target, "gguf")
-
-
-def test_a_target_without_a_tokenizer_is_refused(tiny_target, make_drafter):
-    memory = tiny_target(vocab=V, layers=8, hidden=16, dtype=torch.float32)
-    drafter = make_drafter("eagle3", memory, **TAKEN["eagle3"])
-    with pytest.raises(UserError, match="built in memory"):
-        formats.check("eagle3", drafter.settings, memory, "gguf")
-
-
 @pytest.mark.parametrize("name", SERVED)
 def test_the_converter_is_given_drafter_and_target_and_leaves_one_file(
     name, target, make_drafter, folder, tmp_path
@@ -101,10 +49,7 @@ def test_the_converter_is_given_drafter_and_target_and_leaves_one_file(
     assert "model.safetensors" in seen["folder"]
     kind, tokens = SERVED[name]
     command = layout.command("some/target", "out")
-    assert command == (
-        f"llama-server -m TARGET.gguf -md out/drafter.gguf --spec-type {kind} --spec-draft-n-max {tokens}"
-    )
-    assert "TARGET.gguf is the target" in layout.note
+    assert f"-md out/drafter.gguf --spec-type {kind} --spec-draft-n-max {tokens}" in command
 
 
 def test_a_draft_model_has_the_targets_vocabulary(target, make_drafter, draft_folder):
@@ -125,11 +70,9 @@ def test_the_tokenizer_is_tried_on_the_class_that_will_be_converted(name, target
 
 FAILURES = {
     "ModuleNotFoundError: No module named 'sentencepiece'": "needs the package sentencepiece",
-    "NotImplementedError: BPE pre-tokenizer was not recognized - update get_vocab_base_pre()": (
-        "does not know the target's tokenizer"
-    ),
+    "NotImplementedError: BPE pre-tokenizer was not recognized": "does not know the target's tokenizer",
     "ERROR:hf-to-gguf:Model OddForCausalLM is not supported": "knows no OddForCausalLM",
-    "ValueError: Can not map tensor 'odd.weight'": "failed: ValueError: Can not map tensor 'odd.weight'",
+    "ValueError: Can not map tensor": "failed: ValueError: Can not map tensor",
     "": "failed: ",
 }
 

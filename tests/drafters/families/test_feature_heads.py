@@ -1,4 +1,4 @@
-"""What Medusa, Hydra and the speculators have in common: both faces, how they begin, and a run of each."""
+"""Medusa, Hydra and the speculators in all forms: training = decoding, fresh weights, and a run of each."""
 
 from __future__ import annotations
 
@@ -26,35 +26,31 @@ SPECULATORS = [
 
 
 @pytest.mark.parametrize(("kind", "form"), [*BY_FEATURE, *SPECULATORS], ids=str)
-def test_both_faces_agree_in_every_form(tiny_target, kind, form):
+def test_decoding_computes_the_probs_of_training_in_every_form(tiny_target, kind, form):
     target, drafter = trained(tiny_target, kind, **form)
     assert_faces_agree(drafter, target, random_texts())
 
 
 @pytest.mark.parametrize(("kind", "form"), BY_FEATURE, ids=str)
-def test_a_fresh_drafter_says_at_every_depth_what_the_target_says_next(tiny_target, kind, form):
+def test_a_fresh_drafter_has_the_targets_distribution_at_every_depth(tiny_target, kind, form):
     target, drafter = fresh(tiny_target, kind, **form)
     texts = random_texts()
     rows = target.head(target.read(texts).last).softmax(-1)  # (B, T, V)
     found = unrolled(drafter, target, texts)
     assert {depth for _, _, depth in found} == set(range(1, K + 1))
-    for (row, t, _), law in found.items():
-        torch.testing.assert_close(law, rows[row, t], rtol=0, atol=1e-6)
+    for (row, t, _), probs in found.items():
+        torch.testing.assert_close(probs, rows[row, t], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        (Medusa, {"depth": 0}),
-        (Medusa, {"layers": 0}),
-        (Hydra, {"depth": 0}),
-        (Hydra, {"layers": 0}),
-        (Mlp, SPECULATORS[0][1] | {"depth": 0}),
-        (Mlp, SPECULATORS[0][1] | {"inner_size": -3}),
+        *((kind, {name: 0}) for kind in (Medusa, Hydra) for name in ("depth", "layers")),
+        *((Mlp, SPECULATORS[0][1] | change) for change in ({"depth": 0}, {"inner_size": -3})),
     ],
     ids=str,
 )
-def test_a_drafter_of_nothing_is_refused(tiny_target, kind, changes):
+def test_sizes_below_one_are_refused(tiny_target, kind, changes):
     with pytest.raises(UserError, match=r"drafter\.(depth|layers|inner_size)=(0|-3)"):
         fresh(tiny_target, kind, **changes)
 
@@ -84,6 +80,4 @@ def test_a_run_trains_and_scores_it(bench, options):
     assert card["audit_passed"]
     assert card["replay_agrees"]
     assert (card["lossless_to"], card["target_drift"]) == ("target", None)
-    assert "lossless to" not in done.out
-    assert "moved" not in done.out
     assert f"drafter={card['drafter']}" in options.split()

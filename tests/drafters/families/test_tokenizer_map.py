@@ -18,9 +18,12 @@ def tokens_of(tokenizer) -> TokenBytes:
     return TokenBytes.of(tokenizer.backend_tokenizer, len(tokenizer), "target")
 
 
+def copied(tokenizer) -> Tokenizer:
+    return Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+
+
 def mapping(draft, target) -> TokenizerMap:
-    copy = Tokenizer.from_str(draft.backend_tokenizer.to_str())
-    return TokenizerMap(copy, len(draft), tokens_of(target))
+    return TokenizerMap(copied(draft), len(draft), tokens_of(target))
 
 
 def shared(found: TokenizerMap) -> set[tuple[int, int]]:
@@ -50,9 +53,8 @@ def test_marks_of_sentence_piece_are_undone():
 def test_a_tokenizer_of_another_kind_is_refused():
     other = Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     other.decoder = decoders.WordPiece()
-    with pytest.raises(UserError, match=r"^target=x: its tokenizer is neither") as error:
+    with pytest.raises(UserError, match=r"^target=x: its tokenizer is neither"):
         TokenBytes.of(other, 3, "target=x")
-    assert "\n" not in str(error.value)
 
 
 # -- what is shared --------------------------------------------------------------------------------
@@ -81,14 +83,13 @@ def test_a_special_token_is_not_the_same_letters():
     assert tokens_of(plain).words[8] == b"<end>"
     target = TokenBytes([b"<end>"], {(True, b"<end>"): 0}, False)
     with pytest.raises(UserError, match="share no token"):
-        TokenizerMap(Tokenizer.from_str(plain.backend_tokenizer.to_str()), 9, target)
+        TokenizerMap(copied(plain), 9, target)
 
 
 def test_ids_that_a_model_has_not_are_left_out():
     target = TokenBytes.of(SMALL.backend_tokenizer, 280, "target")
-    found = TokenizerMap(Tokenizer.from_str(LARGE.backend_tokenizer.to_str()), 290, target)
-    assert len(target.words) == 280
-    assert found.target_ids.max() < 280
+    found = TokenizerMap(copied(LARGE), 290, target)
+    assert found.target_ids.max() < len(target.words) == 280
     assert found.draft_ids.max() < 290
 
 
@@ -97,8 +98,8 @@ def test_ids_that_a_model_has_not_are_left_out():
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_is_encoded_as_the_draft_tokenizer_does(text):
-    assert mapping(LARGE, SMALL).encode(text.encode()) == LARGE(text)["input_ids"]
-    assert mapping(LARGE, SMALL).encode(f"a<end>{text}".encode()) == LARGE(f"a<end>{text}")["input_ids"]
+    for words in (text, f"a<end>{text}"):
+        assert mapping(LARGE, SMALL).encode(words.encode()) == LARGE(words)["input_ids"]
 
 
 def test_bytes_that_are_no_letter_yet_are_tokens_of_their_own():
@@ -113,7 +114,7 @@ def test_bytes_that_are_no_letter_yet_are_tokens_of_their_own():
 
 
 def test_special_tokens_that_begin_a_text_come_first_and_once():
-    begun = Tokenizer.from_str(LARGE.backend_tokenizer.to_str())
+    begun = copied(LARGE)
     end = begun.token_to_id("<end>")
     begun.post_processor = processors.TemplateProcessing(
         single="<end> $A <pad>", special_tokens=[("<end>", end), ("<pad>", begun.token_to_id("<pad>"))]
@@ -133,9 +134,9 @@ def test_a_space_that_the_targets_tokenizer_has_put_there_is_taken_off():
     assert found.encode(found.target.spell([ids["▁ab"], ids["▁a"]])) == LARGE("ab a")["input_ids"]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("pair", [(LARGE, SMALL), (SMALL, LARGE), (FALLBACK, SMALL)], ids=["l", "s", "f"])
-def test_a_text_in_any_pieces_is_the_whole_text_encoded_anew(pair, seed):
+def test_a_text_in_pieces_is_encoded_as_the_whole_text(pair, seed):
     found, tokens = mapping(*pair), random_tokens(pair[1], 60, seed)
     text, cuts = MappedText(), sorted({*torch.randint(1, 60, (20,)).tolist(), 60})
     for begin, end in zip([0, *cuts], cuts, strict=False):
@@ -146,7 +147,7 @@ def test_a_text_in_any_pieces_is_the_whole_text_encoded_anew(pair, seed):
         assert same == len(text.ids) - 1 or same == len(before) or text.ids[same] != before[same]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("pair", [(LARGE, SMALL), (SMALL, LARGE)], ids=["l", "s"])
 def test_tokens_of_both_end_together_where_the_text_between_is_the_same(pair, seed):
     found, tokens = mapping(*pair), random_tokens(pair[1], 80, seed)
@@ -163,9 +164,6 @@ def test_tokens_of_both_end_together_where_the_text_between_is_the_same(pair, se
     assert sum(place >= 0 for place in places) > 20
 
 
-# -- on file ---------------------------------------------------------------------------------------
-
-
 def test_a_packed_tokenizer_comes_back():
     packed = pack(LARGE.backend_tokenizer)
     assert packed.dtype == torch.uint8
@@ -173,7 +171,7 @@ def test_a_packed_tokenizer_comes_back():
 
 
 @pytest.mark.parametrize("change", [lambda p: p[:-9], lambda p: p * 0, lambda p: p.flip(0)])
-def test_a_damaged_one_is_refused_in_one_line(change):
+def test_a_damaged_tokenizer_is_refused_in_one_line(change):
     with pytest.raises(UserError, match=r"^damaged checkpoint \(its tokenizer cannot be read") as error:
         unpack(change(pack(LARGE.backend_tokenizer)))
     assert "\n" not in str(error.value)

@@ -18,19 +18,13 @@ from drafters.layers.rope import rope_settings
 
 HEAD = 16
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
 KINDS = {
     "default": {"rope_theta": 5e5},
     "linear": {"factor": 4.0},
     "llama3": LLAMA3 | {"original_max_position_embeddings": 32},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
-    "yarn, its options": {
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-        "beta_fast": 16.0,
-        "beta_slow": 2.0,
-        "mscale": 0.7,
-        "mscale_all_dim": 0.5,
-    },
+    "yarn": YARN,
+    "yarn, its options": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.5},
 }
 
 
@@ -68,22 +62,25 @@ def test_part_of_a_head_may_turn():
     assert rope_settings(config)[1] == {"rope_type": "default", "partial_rotary_factor": 0.5}
 
 
-def test_the_same_is_read_from_files_of_any_version():
-    """`rope_scaling` with `type`, as transformers 4 wrote it."""
-    old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}
-    assert rope_settings(old) == (5e5, {"rope_type": "linear", "factor": 4.0})
-    assert rope_settings({}) == (1e4, None)
+SLIDING = {"rope_type": "default", "rope_theta": 1e4}
+FULL = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 
 
-def test_of_kinds_of_layers_those_of_full_attention():
-    nested = {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-    }
-    assert rope_settings({"rope_parameters": nested}) == (1e6, {"rope_type": "linear", "factor": 8.0})
+@pytest.mark.parametrize(
+    ("config", "theta", "scaling"),
+    [
+        # As transformers 4 wrote it.
+        ({"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 8.0}}, 1e6, FULL),
+        ({"rope_parameters": {"sliding_attention": SLIDING, "full_attention": FULL}}, 1e6, FULL),
+        ({}, 1e4, None),
+    ],
+)
+def test_positions_are_read_from_files_of_any_version(config, theta, scaling):
+    want = scaling and {name: value for name, value in scaling.items() if name != "rope_theta"}
+    assert rope_settings(config) == (theta, want)
 
 
-def test_what_follows_the_length_is_left_out_aloud():
+def test_a_scaling_that_follows_the_length_is_left_out_with_a_warning():
     with pytest.warns(UserWarning, match="dynamic"):
         found = rope_settings({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e5, "factor": 4.0}})
     assert found == (1e5, None)
@@ -95,8 +92,8 @@ def test_an_unknown_kind_is_refused():
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "lyanna", "diffusion"])
-def test_a_drafter_has_the_targets(name, tiny_target, make_drafter, tmp_path):
-    """They decide its laws, both faces agree on them, and a checkpoint carries them."""
+def test_a_drafter_has_the_targets_positions(name, tiny_target, make_drafter, tmp_path):
+    """They decide what it drafts, training = decoding, and a checkpoint carries them."""
     target, plain = both(tiny_target, make_drafter, name)
     rope = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "partial_rotary_factor": 0.5}
     target.config.rope_parameters = rope | {"original_max_position_embeddings": 8}
@@ -105,7 +102,7 @@ def test_a_drafter_has_the_targets(name, tiny_target, make_drafter, tmp_path):
     assert drafter.settings["rope"]["factor"] == 4.0
     texts = random_texts()
     before, after = (unrolled(one, target, texts) for one in (plain, drafter))
-    assert max((before[place] - law).abs().max() for place, law in after.items()) > 1e-3
+    assert max((before[place] - probs).abs().max() for place, probs in after.items()) > 1e-3
     contract.test_decoding_computes_the_laws_that_training_taught((target, drafter))
     hub.save(drafter, target, tmp_path)
     loaded: Any = hub.load(tmp_path, target)

@@ -1,4 +1,4 @@
-"""A diffusion drafter: both directions, the shift, padding, passes counted, windows, and what is refused."""
+"""Masked diffusion models as drafters: passes, padding, windows, mask tokens, files and refusals."""
 
 from __future__ import annotations
 
@@ -26,21 +26,16 @@ from faces import (
 )
 from fillers import CAUSAL, KINDS, LORA, MASK, adapted, count_passes, drafter_for, filler
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
-from workbench import Bench, final, leftovers, make_target, make_tokenizer, weights
+from workbench import Bench, make_target, make_tokenizer, weights
 
 from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.losses import divergences
-from distill.losses.objective import Objective
-from distill.losses.weights import Streak, constant
 from drafters.checkpoint import io as hub
 from drafters.families.hf_model import PADDING
 from drafters.families.masked_lm import MaskedModel, check_fills_masks
-
-DRAWN = Plan(K, 3, 8, proposal="hybrid")
 
 
 @pytest.fixture
@@ -71,26 +66,26 @@ def both_ways(folder: str, kind: str):
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("kind", [k for k in KINDS if "window" not in k])  # the switch keeps windows
 @torch.no_grad()
-def test_every_law_is_that_of_one_plain_pass(target, tmp_path, kind, shift):
+def test_probs_are_those_of_one_plain_pass(target, tmp_path, kind, shift):
     """Without padding, and not by our mask: both directions, the shift, and what an anchor is shown."""
     folder = filler(tmp_path / "model", kind)
     drafter, plain = drafter_for(target, folder, shift=shift), both_ways(folder, kind)
     texts = random_texts(length=12)
-    laws, compared = unrolled(drafter, target, texts), 0
+    probs, compared = unrolled(drafter, target, texts), 0
     for row in range(2):
         for t in range(10):
             shown = [*texts[row, : t + 2].tolist(), *[MASK] * K]
             rows = plain(input_ids=torch.tensor([shown])).logits[0].softmax(-1)
             for depth in range(1, min(K, 10 - t) + 1):
                 want = rows[t + 1 + depth - shift]
-                torch.testing.assert_close(laws[(row, t, depth)], want, rtol=0, atol=ROUNDING)
+                torch.testing.assert_close(probs[(row, t, depth)], want, rtol=0, atol=ROUNDING)
                 compared += 1
-    assert compared == len(laws) == 2 * (10 * K - 3)
+    assert compared == len(probs) == 2 * (10 * K - 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_every_place_reads_every_other_and_no_padding(target, tmp_path, kind):
+def test_places_read_each_other_and_no_padding(target, tmp_path, kind):
     masked = drafter_for(target, filler(tmp_path / "model", kind)).masked
     window = masked.window(random_texts(length=6), [6, 4])
     assert window.seen.tolist() == [[True] * 9, [True] * 7 + [False] * 2]
@@ -101,16 +96,15 @@ def test_every_place_reads_every_other_and_no_padding(target, tmp_path, kind):
         for i in range(9):
             other = window.tokens.clone()
             other[row, i] = (other[row, i] + 1) % V
-            moved = (
-                (masked.forward(window._replace(tokens=other), places) - before).abs().amax(-1)[row, :size]
-            )
+            after = masked.forward(window._replace(tokens=other), places)
+            moved = (after - before).abs().amax(-1)[row, :size]
             assert (moved > 1e-4).all() if i < size else not moved.any()
 
 
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.ci("llama-0", "llama-1", "bert-0", "learned positions-1")
-def test_the_contract_holds_for_every_kind_of_model(target, tmp_path, monkeypatch, kind, shift):
+def test_every_kind_of_model_keeps_the_contract(target, tmp_path, monkeypatch, kind, shift):
     pair = target, drafter_for(target, filler(tmp_path / "model", kind), shift=shift)
     contract.test_decoding_computes_the_laws_that_training_taught(pair)
     contract.test_a_row_does_not_depend_on_its_neighbours(pair)
@@ -120,22 +114,12 @@ def test_the_contract_holds_for_every_kind_of_model(target, tmp_path, monkeypatc
     contract.test_anchors_depths_and_teacher_rows_are_where_the_conventions_say(pair, "turns")
 
 
-def test_a_tree_is_the_product_of_the_depths(target, tmp_path):
-    drafter = drafter_for(target, filler(tmp_path / "model"))
-    follower = Follower(drafter, target, random_texts(), (6, 4))
-    logs = follower.propose(SAMPLED).q.log()  # (B, K, V)
-    draft = follower.propose(TREE)
-    for row in range(2):
-        for path in set(paths(draft, row)) - {()}:
-            assert path[-1] in logs[row, len(path) - 1].topk(TREE.width).indices
-
-
 # -- passes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [2, 5, 8])
 @pytest.mark.ci("5")
-def test_a_draft_costs_one_pass_however_deep(target, tmp_path, depth):
+def test_draft_costs_one_pass_at_any_depth(target, tmp_path, depth):
     drafter = drafter_for(target, filler(tmp_path / "model"), depth=depth)
     widths = count_passes(drafter)
     for plan in (Plan(depth), Plan(depth, 3, 2 * depth), Plan(depth, proposal="sampled"), Plan(1)):
@@ -150,13 +134,11 @@ def test_a_draft_costs_one_pass_however_deep(target, tmp_path, depth):
 def filled(drafter, prefix: list[int]) -> list[int]:
     """The chain of several passes, one mask after the other and row by row."""
     window = drafter.masked.window(torch.tensor([prefix]), [len(prefix)])
-    chain, levels, left = [-1] * K, [None] * K, drafter.steps
+    chain, left = [-1] * K, drafter.steps
     while -1 in chain:
         rows = drafter.masked.head(drafter.masked.read(window))[0].softmax(-1)
         rows[:, MASK] = 0
         empty = [i for i in range(K) if chain[i] == -1]
-        for i in empty:
-            levels[i] = rows[i]
         share = -(-len(empty) // left)
         for i in sorted(empty, key=lambda i: -float(rows[i].max()))[:share]:
             chain[i] = int(rows[i].argmax())
@@ -167,7 +149,7 @@ def filled(drafter, prefix: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("steps", [2, 3])
 @torch.no_grad()
-def test_with_more_passes_the_surest_masks_are_filled_first(target, tmp_path, steps):
+def test_surest_masks_are_filled_first(target, tmp_path, steps):
     folder = filler(tmp_path / "model", spread=5.0)
     drafter, once = drafter_for(target, folder, steps=steps), drafter_for(target, folder)
     texts = random_texts()
@@ -188,7 +170,7 @@ def test_with_more_passes_the_surest_masks_are_filled_first(target, tmp_path, st
     assert differ, "later passes changed nothing, so this could not fail"
 
 
-def test_no_mask_is_filled_with_a_mask(target, tmp_path):
+def test_no_mask_is_filled_with_the_mask_token(target, tmp_path):
     drafter = drafter_for(target, filler(tmp_path / "model", "bert"), steps=3)
     drafter.model.cls.predictions.decoder.bias.data[MASK] = 100.0
     follower = Follower(drafter, target, random_texts())
@@ -198,74 +180,37 @@ def test_no_mask_is_filled_with_a_mask(target, tmp_path):
             assert (follower.propose(plan).tokens != MASK).all()
 
 
-@pytest.mark.parametrize("plan", [SAMPLED, DRAWN], ids=lambda p: p.name)
-def test_tokens_drawn_in_several_passes_are_refused(target, tmp_path, plan):
+@pytest.mark.parametrize("plan", [SAMPLED, Plan(K, 3, 8, proposal="hybrid")], ids=lambda p: p.name)
+def test_sampled_plans_with_several_passes_are_refused(target, tmp_path, plan):
     drafter = drafter_for(target, filler(tmp_path / "model"), steps=2)
-    assert drafter.traits.proposals == ("fixed",)
-    drafter.check(CHAIN)
-    drafter.check(TREE)
-    with pytest.raises(UserError, match=r"drafter\.steps=2 .* not be lossless.*set decode\.proposal=fixed"):
+    for fixed in (CHAIN, TREE):
+        drafter.check(fixed)
+    with pytest.raises(UserError, match=r"drafter\.steps=2 .* not be lossless"):
         drafter.check(plan)
     with pytest.raises(UserError, match=r"not be lossless"):
         generate(target, drafter, [[7, 8]], max_new_tokens=4, sampler=Sampler(1.0), plan=plan)
-    drafter_for(target, filler(tmp_path / "other")).check(plan)
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_the_output_is_the_targets_own(target, tmp_path, steps):
-    drafter = drafter_for(target, filler(tmp_path / "model", "bert"), steps=steps)
-    prompts = [[7, 8, 9, 10, 11], [12], [20, 30]]
-    options = {"max_new_tokens": 15, "sampler": Sampler(0.0)}
-    plain = [o.tokens for o in generate(target, None, prompts, **options).outputs]
-    for plan in (CHAIN, TREE):
-        run = generate(target, drafter, prompts, plan=plan, **options)
-        assert [o.tokens for o in run.outputs] == plain
 
 
 # -- what training takes ---------------------------------------------------------------------------
 
 
-@pytest.mark.proof
-def test_training_takes_a_sample_that_stands_for_all(target, tmp_path):
-    drafter = drafter_for(target, filler(tmp_path / "model"))
+def test_sampled_anchors_stand_for_all(target, tmp_path):
+    """Their windows stand in other batches, padded otherwise."""
+    drafter = drafter_for(target, filler(tmp_path / "model", "bert"))
     mask = torch.ones(3, 24, dtype=torch.bool)
     mask[1, :12] = False
     batch = batch_of(target, random_texts(3), mask)
-    everyone = [int(a) for a in next(drafter.unroll(batch, target)).anchor]
-    widths, drawn = count_passes(drafter.train()), torch.zeros(3 * 24)
-    for seed in range(300):
-        steps = list(drafter.unroll(batch._replace(seed=seed), target))
-        first = steps[0]
-        assert len(first.anchor) == len(first.hidden) == 3 * 2  # `anchors` of each row, on average
-        assert first.anchor.tolist() == sorted(set(first.anchor.tolist()) & set(everyone))
-        assert {step.weight for step in steps} == {len(everyone) / 6}
-        assert all(set(step.anchor.tolist()) <= set(first.anchor.tolist()) for step in steps)
-        drawn[first.anchor] += first.weight / 300
-    assert len(widths) == 300
-    # Each anchor counts 1 on average, whatever row it is of; 6 standard deviations.
-    assert (drawn[everyone] - 1).abs().max() < 6 * (len(everyone) / 6 / 300) ** 0.5
-    again = next(drafter.unroll(batch._replace(seed=7), target))
-    torch.manual_seed(99)
-    assert torch.equal(next(drafter.unroll(batch._replace(seed=7), target)).anchor, again.anchor)
-    assert not torch.equal(next(drafter.unroll(batch._replace(seed=8), target)).anchor, again.anchor)
-
-
-def test_a_window_of_the_sample_is_that_of_all(target, tmp_path):
-    """Though others are beside it, and padded otherwise."""
-    drafter = drafter_for(target, filler(tmp_path / "model", "bert"))
-    batch = batch_of(target, random_texts())
-    every = {
-        (int(a), s.depth): h
-        for s in drafter.unroll(batch, target)
-        for a, h in zip(s.anchor, s.hidden, strict=True)
-    }
-    drafter.train()
-    for step in drafter.unroll(batch, target):
+    steps = list(drafter.unroll(batch, target))
+    every = {(s.depth, a): h for s in steps for a, h in zip(s.anchor.tolist(), s.hidden, strict=True)}
+    sampled = list(drafter.train().unroll(batch, target))
+    assert len(sampled[0].anchor) == 3 * 2  # `anchors` of each row, on average
+    for step in sampled:
+        assert step.weight == len(steps[0].anchor) / 6
         for anchor, hidden in zip(step.anchor.tolist(), step.hidden, strict=True):
-            torch.testing.assert_close(hidden, every[anchor, step.depth], rtol=0, atol=1e-4)
+            torch.testing.assert_close(hidden, every[step.depth, anchor], rtol=0, atol=1e-4)
 
 
-def test_it_trains_without_dropout(target, tmp_path):
+def test_dropout_is_off_in_training(target, tmp_path):
     drafter = drafter_for(target, filler(tmp_path / "model", "bert", hidden_dropout_prob=0.5)).train()
     assert drafter.training
     assert not any(module.training for module in drafter.model.modules())
@@ -274,58 +219,16 @@ def test_it_trains_without_dropout(target, tmp_path):
     assert torch.equal(once, again)
 
 
-def learn(drafter, target, weights, steps=40, rate=1e-2) -> tuple[float, float]:
-    """The loss over all anchors before and after training on samples of them."""
-    batch, objective = batch_of(target, random_texts(4, 16)), Objective(divergences.kl, weights)
-    total = drafter.settings["depth"] * 4 * 16
-
-    def loss(seed):
-        rows = drafter.unroll(batch._replace(seed=seed), target)
-        return objective(rows, batch.last, target.head, {})[0] / total
-
-    drafter.eval()
-    before = float(loss(0).detach())
-    drafter.train()
-    weights = [w for group in drafter.param_groups() for w in group.weights]
-    optimizer = torch.optim.AdamW(weights, rate, weight_decay=0.0)
-    for seed in range(steps):
-        optimizer.zero_grad()
-        loss(seed).backward()
-        optimizer.step()
-    drafter.eval()
-    return before, float(loss(0).detach())
-
-
-@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "adapters"])
-@pytest.mark.parametrize("kind", ["llama", "bert"])
-@pytest.mark.ci("llama-all weights", "bert-adapters")
-def test_it_learns(target, tmp_path, kind, lora):
-    drafter = drafter_for(target, filler(tmp_path / "model", kind), lora=lora)
-    before, after = learn(drafter, target, constant, rate=3e-2 if lora else 1e-2)
-    assert after < (0.95 if lora else 0.8) * before
-
-
-def test_a_streak_can_weigh_it(target, tmp_path):
-    """Depths answer the same anchors, so their alphas line up."""
-    drafter = drafter_for(target, filler(tmp_path / "model"))
-    weights = Streak(1.0, 0.0)
-    Objective(divergences.kl, weights).check(drafter)
-    before, after = learn(drafter, target, weights, steps=5)
-    assert before > 0
-    assert after > 0
-
-
 # -- adapters and files ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_alone_train_and_are_merged_when_loaded(target, tmp_path, kind):
+def test_only_adapters_train_and_loading_merges_them(target, tmp_path, kind):
     drafter = adapted(target, tmp_path / "model", kind)
     trained = {name for name, weight in drafter.named_parameters() if weight.requires_grad}
     assert trained == {name for name, _ in drafter.named_parameters() if "lora_" in name}
     assert trained
-    pair = target, drafter
-    contract.test_gradients_reach_every_trainable_weight_and_none_of_the_targets(pair)
+    contract.test_gradients_reach_every_trainable_weight_and_none_of_the_targets((target, drafter))
     contract.test_decoding_computes_the_laws_that_training_taught((target, drafter.eval()))
     (tmp_path / "saved").mkdir()
     hub.save(drafter, target, tmp_path / "saved")
@@ -340,16 +243,15 @@ def test_adapters_alone_train_and_are_merged_when_loaded(target, tmp_path, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_drafter_comes_back_bit_for_bit(target, tmp_path, kind):
+def test_every_kind_is_saved_and_loaded_bit_for_bit(target, tmp_path, kind):
     drafter = drafter_for(target, filler(tmp_path / "model", kind), shift=1, steps=2)
     shutil.rmtree(tmp_path / "model")
     (tmp_path / "saved").mkdir()
     contract.test_a_saved_drafter_comes_back_bit_for_bit((target, drafter), tmp_path / "saved")
 
 
-def test_it_is_loaded_in_the_targets_dtype(target, tmp_path):
+def test_loaded_in_the_targets_dtype(target, tmp_path):
     drafter = drafter_for(target, filler(tmp_path / "model"))
-    contract.test_the_target_is_no_part_of_the_drafter((target, drafter))
     hub.save(drafter, target, tmp_path)
     target.model.bfloat16()
     loaded = hub.load(tmp_path, target)
@@ -364,27 +266,25 @@ def test_it_is_loaded_in_the_targets_dtype(target, tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "learned positions", "bert", "roberta"])
 @torch.no_grad()
-def test_of_a_long_text_it_reads_what_there_is_room_for(target, tmp_path, kind):
+def test_long_text_is_cut_to_the_context(target, tmp_path, kind):
     more = {"n_positions": 12} if kind == "learned positions" else {}
     drafter = drafter_for(target, filler(tmp_path / "model", kind, max_position_embeddings=12, **more))
     room = 7 if kind == "roberta" else 9  # whose first two places are those of padding
     assert drafter.masked.room == room
     texts = random_texts()
-    laws = unrolled(drafter, target, texts)
+    probs = unrolled(drafter, target, texts)
     for t in range(20):
         newest = texts[:1, max(0, t + 2 - room) : t + 2]
         window = drafter.masked.window(newest, [newest.shape[1]])
         rows = drafter.masked.head(drafter.masked.read(window)).softmax(-1)[0]
         for depth in range(1, K + 1):
-            torch.testing.assert_close(laws[(0, t, depth)], rows[depth - 1], rtol=0, atol=ROUNDING)
+            torch.testing.assert_close(probs[(0, t, depth)], rows[depth - 1], rtol=0, atol=ROUNDING)
     contract.test_decoding_computes_the_laws_that_training_taught((target, drafter))
 
 
-def test_a_context_without_room_for_text_is_refused(target, tmp_path):
+def test_context_without_room_for_text_is_refused(target, tmp_path):
     said = refused(target, filler(tmp_path / "model", max_position_embeddings=12), depth=12)
-    assert said == (
-        "drafter.depth=12: the model reads 12 tokens, masks and text; set drafter.depth=11 or less"
-    )
+    assert "set drafter.depth=11 or less" in said
 
 
 # -- the vocabulary and the mask -------------------------------------------------------------------
@@ -392,7 +292,7 @@ def test_a_context_without_room_for_text_is_refused(target, tmp_path):
 
 @pytest.mark.parametrize(("vocab", "mask"), [(V + 9, V + 8), (V + 9, 3), (V - 9, 3)])
 @pytest.mark.parametrize("kind", ["llama", "bert"])
-def test_a_head_padded_otherwise_is_cut_or_filled_with_nothing(target, tmp_path, kind, vocab, mask):
+def test_head_of_another_size_is_cut_or_padded(target, tmp_path, kind, vocab, mask):
     folder = filler(tmp_path / "model", kind, vocab=vocab)
     drafter = drafter_for(target, folder, mask_token=mask)
     texts = random_texts()  # ids the model has not are among them
@@ -403,10 +303,7 @@ def test_a_head_padded_otherwise_is_cut_or_filled_with_nothing(target, tmp_path,
     for one in (drafter, drafter_for(target, folder, mask_token=mask, steps=2)):
         follower = Follower(one, target, texts, (5, 3))
         assert follower.propose(CHAIN).tokens.max() < min(vocab, V)
-    laws = unrolled(drafter, target, texts)
-    for row, anchor in enumerate(follower.anchors):
-        for depth in range(1, K + 1):
-            torch.testing.assert_close(laws[row, anchor, depth], q[row, depth - 1], rtol=0, atol=ROUNDING)
+    contract.test_decoding_computes_the_laws_that_training_taught((target, drafter))
 
 
 @pytest.fixture(scope="module")
@@ -421,49 +318,39 @@ def chat(tmp_path_factory) -> tuple:
     return target, folder
 
 
-def test_the_mask_is_what_is_given_or_what_the_folder_says(chat, tmp_path):
+def test_mask_token_is_the_given_one_or_the_folders(chat, tmp_path):
     target, folder = chat
 
     def mask(path, given):
         return drafter_for(target, str(path), mask_token=given).settings["mask_token"]
 
-    assert mask(folder, None) == 260
-    assert mask(folder, 7) == 7
-    assert mask(folder, 0) == 0
-    assert mask(folder, "<|pad|>") == 0
+    assert [mask(folder, given) for given in (None, 7, 0, "<|pad|>")] == [260, 7, 0, 0]
     bare = shutil.copytree(folder, tmp_path / "bare")
     for file in bare.glob("*token*"):
         file.unlink()
     config = json.loads((bare / "config.json").read_text())
     (bare / "config.json").write_text(json.dumps(config | {"mask_token_id": 9}))
-    assert mask(bare, None) == 9
-    assert mask(bare, 7) == 7
+    assert [mask(bare, given) for given in (None, 7)] == [9, 7]
 
 
-def test_no_mask_is_one_line_that_says_what_to_do(chat, tmp_path):
+def test_missing_mask_token_is_refused(chat, tmp_path):
     target, folder = chat
     said = refused(target, filler(tmp_path / "bare", "bert", vocab=264), mask_token=None)
-    assert said == (
-        f"drafter.path={tmp_path / 'bare'}: neither its tokenizer nor its config.json names a mask token; "
-        "set drafter.mask_token to the mask's id or text"
-    )
+    assert "set drafter.mask_token" in said
     maskless = shutil.copytree(tmp_path / "bare", tmp_path / "maskless")
     make_tokenizer().save_pretrained(maskless)  # the folder's own would be made up: BERT's special tokens
     assert "names a mask token" in refused(target, str(maskless), mask_token=None)
     assert "has no token '<mask>'" in refused(target, str(folder), mask_token="<mask>")
     assert "has no token '[MASK]'" in refused(target, str(tmp_path / "bare"), mask_token="[MASK]")
     for number in (264, -1):
-        said = refused(target, str(folder), mask_token=number)
-        assert said == f"drafter.mask_token={number}: {folder} has the ids 0 to 263"
+        assert f"drafter.mask_token={number}" in refused(target, str(folder), mask_token=number)
 
 
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def test_a_model_that_cannot_be_used_is_one_line(target, tmp_path):
-    assert (
-        refused(target, "") == "drafter.path: give the folder or hub id of a masked diffusion language model"
-    )
+def test_unusable_model_is_refused(target, tmp_path):
+    assert "drafter.path: give the folder or hub id" in refused(target, "")
     assert "no such folder" in refused(target, str(tmp_path / "nowhere"))
     wide = filler(tmp_path / "wide", "bert", vocab=V + PADDING + 1)
     assert f"has {V + PADDING + 1} ids, the target's {V}" in refused(target, wide)
@@ -474,7 +361,7 @@ def test_a_model_that_cannot_be_used_is_one_line(target, tmp_path):
     assert "drafter.path=" in refused(target, str(tmp_path / "gone"))
 
 
-def test_code_that_comes_with_a_model_is_not_run(target, tmp_path):
+def test_code_of_a_model_folder_is_not_run(target, tmp_path):
     """Dream's and LLaDA's folders are like this one."""
     folder = Path(filler(tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
@@ -485,29 +372,21 @@ def test_code_that_comes_with_a_model_is_not_run(target, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"depth": 0}, "drafter.depth=0 must be at least 1"),
-        ({"anchors": 0}, "drafter.anchors=0 must be at least 1"),
-        ({"steps": 0}, "drafter.steps=0 must be at least 1"),
-        ({"steps": 4}, "drafter.steps=4: at most one for each of drafter.depth=3 masks"),
-        ({"shift": 2}, "drafter.shift=2: choose 0 or 1"),
-        ({"prefix": "both"}, "drafter.prefix=both: choose none or causal"),
-        ({"lora": LORA, "train": False}, "drafter.lora: adapters are trained; leave drafter.train=true"),
-    ],
+    "changes",
+    [{"depth": 0}, {"anchors": 0}, {"steps": 0}, {"steps": 4}, {"shift": 2}, {"prefix": "both"}],
     ids=str,
 )
-def test_an_option_out_of_range_is_refused(target, tmp_path, changes, reason):
-    assert refused(target, filler(tmp_path / "model"), **changes) == reason
+def test_option_out_of_range_is_refused(target, tmp_path, changes):
+    ((option, value),) = changes.items()
+    assert f"drafter.{option}={value}" in refused(target, filler(tmp_path / "model"), **changes)
 
 
-def test_a_draft_deeper_than_the_masks_is_refused(target, tmp_path):
-    drafter = drafter_for(target, filler(tmp_path / "model"), depth=2)
-    with pytest.raises(UserError, match="predicts 2 tokens; set decode"):
-        drafter.check(Plan(3))
+def test_adapters_that_do_not_train_are_refused(target, tmp_path):
+    said = refused(target, filler(tmp_path / "model"), lora=LORA, train=False)
+    assert "leave drafter.train=true" in said
 
 
-def test_a_class_that_is_not_up_to_it_is_named(target, tmp_path, monkeypatch):
+def test_class_that_cannot_fill_masks_is_refused(target, tmp_path, monkeypatch):
     drafter = drafter_for(target, filler(tmp_path / "model"))
     masked, inputs = drafter.masked, MaskedModel.inputs
 
@@ -518,12 +397,12 @@ def test_a_class_that_is_not_up_to_it_is_named(target, tmp_path, monkeypatch):
         monkeypatch.setattr(MaskedModel, "inputs", inputs)
         return str(error.value)
 
-    stem = "drafter.path=here: LlamaForCausalLM cannot fill in masks here: it "
-    assert wrong(attention_mask=None) == stem + "attends to earlier tokens alone, whatever mask it is given"
-    assert wrong(attention_mask=torch.zeros(2, 1, 9, 9)) == stem + "reads padding"
-    assert wrong(position_ids="x").startswith(stem + "raised ")
+    assert "drafter.path=here: LlamaForCausalLM cannot fill in masks" in wrong(attention_mask=None)
+    assert "attends to earlier tokens alone" in wrong(attention_mask=None)
+    assert "reads padding" in wrong(attention_mask=torch.zeros(2, 1, 9, 9))
+    assert "raised" in wrong(position_ids="x")
     masked.head = replace(masked.head, scale=0.5)
-    assert wrong() == stem + "does more to its logits than its head"
+    assert "more to its logits than its head" in wrong()
     check_fills_masks(drafter.masked, "here")
 
 
@@ -537,52 +416,10 @@ def bench(tmp_path_factory, chat) -> Bench:
     return bench
 
 
-def options(bench: Bench, *more: str) -> list[str]:
-    return ["drafter=hf_dllm", f"drafter.path={bench.root / 'model'}", *more]
-
-
-@pytest.mark.parametrize("lora", ["null", "{r: 2, alpha: 4}"])
-@pytest.mark.ci("null")
-def test_a_run_trains_saves_and_scores_it(bench, monkeypatch, lora):
-    taken, window = [], MaskedModel.window
-
-    def spy(self, texts, lengths):
-        if torch.is_grad_enabled():
-            taken.append(len(lengths))
-        return window(self, texts, lengths)
-
-    monkeypatch.setattr(MaskedModel, "window", spy)
-    more = ["drafter.anchors=3", f"drafter.lora={lora}", "weights=dpace", "decode=dynamic", "decode.depth=2"]
-    done = bench.train(*options(bench, *more)).succeeded()
+def test_run_trains_and_scores(bench):
+    options = ["drafter=hf_dllm", f"drafter.path={bench.root / 'model'}", "drafter.anchors=3"]
+    done = bench.train(*options, "weights=dpace", "decode=dynamic", "decode.depth=2").succeeded()
     assert done.err == ""
-    assert taken == [2 * 3] * 6  # batch_size x anchors, a pass for every step
     card = json.loads((done.folder / "checkpoints" / "6" / "score.json").read_text())
     assert card["audit_passed"]
     assert card["replay_agrees"]
-    assert card["drafter"] == "hf_dllm"
-    assert any("lora_" in name for name in final(done.folder)) is (lora != "null")
-
-
-@pytest.mark.proof
-def test_a_run_that_trains_nothing_scores_it_as_it_is(bench):
-    done = bench.train(*options(bench, "drafter.train=false", "drafter.steps=2", "seed=2")).succeeded()
-    assert "drafter=hf_dllm: nothing is trained" in done.out
-    assert json.loads((done.folder / "checkpoints" / "0" / "score.json").read_text())["audit_passed"]
-
-
-@pytest.mark.proof
-def test_what_is_wrong_shows_before_work_starts(bench):
-    before = bench.runs()
-    cases = {
-        "drafter.path=null": "drafter.path: give the folder",
-        "drafter.mask_token=nothing": "has no token 'nothing'",
-        "drafter.depth=1": "this drafter predicts 1 tokens",
-    }
-    for change, reason in cases.items():
-        done = bench.train(*options(bench, "seed=77"), change)
-        done.refused(reason)
-    done = bench.train(*options(bench, "seed=77", "drafter.steps=2", "decode.proposal=sampled"))
-    assert done.code == 2
-    assert "not be lossless" in done.err
-    assert bench.runs() == before
-    assert not leftovers(bench.root)

@@ -1,4 +1,4 @@
-"""A diffusion drafter that keeps its text: the contract, its mask, packed training, passes, files."""
+"""Masked diffusion models with a kept prefix: the contract, the mask, packed training, passes, files."""
 
 from __future__ import annotations
 
@@ -7,28 +7,7 @@ import json
 import contract
 import pytest
 import torch
-from contract import (
-    frozen,  # noqa: F401
-    test_a_chosen_chain_holds_the_likeliest_token_of_every_law,  # noqa: F401
-    test_a_row_does_not_depend_on_its_neighbours,  # noqa: F401
-    test_a_sampled_chain_is_drawn_from_the_laws_it_carries,  # noqa: F401
-    test_a_saved_drafter_comes_back_bit_for_bit,  # noqa: F401
-    test_a_text_may_come_in_any_pieces,  # noqa: F401
-    test_a_tree_keeps_the_likeliest_of_all_paths_it_looked_at,  # noqa: F401
-    test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself,  # noqa: F401
-    test_anchors_depths_and_teacher_rows_are_where_the_conventions_say,  # noqa: F401
-    test_decoding_computes_the_laws_that_training_taught,  # noqa: F401
-    test_drafts_side_by_side_carry_the_laws_that_training_taught,  # noqa: F401
-    test_every_level_of_a_tree_computes_the_laws_that_training_taught,  # noqa: F401
-    test_gradients_reach_every_trainable_weight_and_none_of_the_targets,  # noqa: F401
-    test_nothing_is_kept_on_the_module,  # noqa: F401
-    test_proposing_changes_nothing_for_later_rounds,  # noqa: F401
-    test_proposing_twice_gives_the_same_draft,  # noqa: F401
-    test_rows_may_be_dropped_before_anything_was_absorbed,  # noqa: F401
-    test_rows_that_join_draft_as_they_would_alone,  # noqa: F401
-    test_select_keeps_these_rows_in_this_order,  # noqa: F401
-    test_the_laws_depend_on_the_context_and_the_depth,  # noqa: F401
-)
+from contract import *  # noqa: F403
 from exact import check_lossless
 from faces import (
     CHAIN,
@@ -47,7 +26,6 @@ from faces import (
 )
 from fillers import CAUSAL, MASK, adapted, count_passes, drafter_for, filler
 from transformers import AutoModelForCausalLM
-from workbench import Bench, make_tokenizer
 
 from decode.errors import UserError
 from decode.generation.generate import generate
@@ -56,10 +34,13 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.losses import divergences
 from distill.losses.objective import Objective
-from distill.losses.weights import DPace, Streak, constant
+from distill.losses.weights import DPace, constant
 from drafters import optional
 from drafters.base import DraftStep
 from drafters.checkpoint import io as hub
+
+# Too coarse for central differences; gradients are compared with those of plain passes below.
+del test_the_gradient_of_training_is_the_derivative_of_its_loss  # noqa: F821
 
 W = 4  # the window of "windows and soft caps"
 
@@ -104,12 +85,12 @@ def plain_model(folder, kind="llama"):
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("kind", CAUSAL)
 @torch.no_grad()
-def test_every_law_is_that_of_one_full_pass_under_the_mask(target, tmp_path, kind, shift):
-    """In training, and in decoding, in any pieces of the text and beside a neighbour of any length."""
+def test_probs_are_those_of_one_full_pass_under_the_mask(target, tmp_path, kind, shift):
+    """In training, and in decoding, in any pieces of the text and next to a row of any length."""
     folder = filler(tmp_path / "model", kind)
     drafter, plain = drafter_for(target, folder, shift=shift, prefix="causal"), plain_model(folder, kind)
     texts = random_texts()
-    laws = unrolled(drafter, target, texts)
+    probs = unrolled(drafter, target, texts)
     # Frozen, a Llama drafts by the fused pass; the contract's cases draft by transformers' code.
     follower = Follower(drafter.requires_grad_(False), target, texts)
     for counts in CHUNKS:
@@ -117,23 +98,13 @@ def test_every_law_is_that_of_one_full_pass_under_the_mask(target, tmp_path, kin
         q = follower.propose(SAMPLED).q
         for row, (shown, anchor) in enumerate(zip(follower.known, follower.anchors, strict=True)):
             want = full_pass(plain, shown, [MASK] * K, shift, kind).softmax(-1)
-            taught = torch.stack([laws[row, anchor, depth] for depth in range(1, K + 1)])
+            taught = torch.stack([probs[row, anchor, depth] for depth in range(1, K + 1)])
             for found in (q[row], taught):
                 torch.testing.assert_close(found, want, rtol=0, atol=ROUNDING)
 
 
-def test_a_shifted_one_begins_as_the_causal_model_does(target, tmp_path):
-    """The root sees no mask, so an adapted model's first token is the model's own."""
-    folder = filler(tmp_path / "model")
-    follower = Follower(drafter_for(target, folder, shift=1, prefix="causal"), target, random_texts(), (6, 4))
-    q = follower.propose(SAMPLED).q
-    for row, shown in enumerate(follower.known):
-        want = plain_model(folder)(input_ids=torch.tensor([shown])).logits[0, -1].softmax(-1)
-        torch.testing.assert_close(q[row, 0], want, rtol=0, atol=ROUNDING)
-
-
 @pytest.mark.parametrize("kind", ["llama", "windows and soft caps"])
-def test_a_prompt_may_be_read_in_chunks(target, tmp_path, monkeypatch, kind):
+def test_prompt_may_be_read_in_chunks(target, tmp_path, monkeypatch, kind):
     drafter = drafter_for(target, filler(tmp_path / "model", kind), shift=1, prefix="causal")
     texts, drafts = random_texts(), []
     for chunk in (CausalLM.chunk, 5):
@@ -148,7 +119,7 @@ def test_a_prompt_may_be_read_in_chunks(target, tmp_path, monkeypatch, kind):
 
 @pytest.mark.parametrize("kind", CAUSAL)
 @pytest.mark.ci("windows and soft caps")
-def test_the_contract_holds_with_adapters_on_every_kind_of_model(target, tmp_path, kind):
+def test_adapters_keep_the_contract(target, tmp_path, kind):
     pair = target, adapted(target, tmp_path / "model", kind, shift=1, prefix="causal")
     contract.test_gradients_reach_every_trainable_weight_and_none_of_the_targets(pair)
     contract.test_decoding_computes_the_laws_that_training_taught((target, pair[1].eval()))
@@ -162,7 +133,7 @@ def test_the_contract_holds_with_adapters_on_every_kind_of_model(target, tmp_pat
 @pytest.mark.parametrize("sampled", [False, True], ids=["all anchors", "a sample"])
 @pytest.mark.parametrize("kind", CAUSAL)
 @pytest.mark.ci("llama-all anchors-0", "llama-a sample-1", "windows and soft caps-a sample-0")
-def test_one_packed_pass_is_a_window_for_each_anchor(target, tmp_path, kind, sampled, shift):
+def test_packed_pass_is_a_window_for_each_anchor(target, tmp_path, kind, sampled, shift):
     """Losses and gradients; a sample leaves texts with more blocks and fewer."""
     folder = filler(tmp_path / "model", kind)
     drafter = drafter_for(target, folder, shift=shift, prefix="causal").train(sampled)
@@ -193,10 +164,8 @@ def test_one_packed_pass_is_a_window_for_each_anchor(target, tmp_path, kind, sam
         assert weight.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize(
-    "weights", [constant, Streak(1.0, 0.0), DPace(0.5, 0.5)], ids=["constant", "streak", "dpace"]
-)
-def test_a_batch_past_the_context_runs_the_layers_all_the_same(target, tmp_path, weights):
+@pytest.mark.parametrize("weights", [constant, DPace(0.5, 0.5)], ids=["constant", "dpace"])
+def test_batch_past_the_context_has_gradients_of_zero(target, tmp_path, weights):
     """Other ranks wait for their gradients, which are 0."""
     drafter = drafter_for(target, filler(tmp_path / "model", max_position_embeddings=16), prefix="causal")
     mask = torch.zeros(2, 24, dtype=torch.bool)
@@ -215,7 +184,7 @@ def test_a_batch_past_the_context_runs_the_layers_all_the_same(target, tmp_path,
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_draft_reads_what_is_new_and_its_masks_however_long_the_text(target, tmp_path, steps):
+def test_draft_reads_new_tokens_and_masks_only(target, tmp_path, steps):
     drafter = drafter_for(target, filler(tmp_path / "model"), prefix="causal", shift=1, steps=steps)
     widths = count_passes(drafter)
     for length in (3, 40):
@@ -227,21 +196,20 @@ def test_a_draft_reads_what_is_new_and_its_masks_however_long_the_text(target, t
         assert later == [K] * len(output.emitted) * (steps - 1)
 
 
-def test_keys_and_values_are_kept_of_the_text_alone(target, tmp_path):
+def test_keys_and_values_of_masks_are_not_kept(target, tmp_path):
     drafter = drafter_for(target, filler(tmp_path / "model"), prefix="causal")
     follower = Follower(drafter, target, random_texts())
     for counts in CHUNKS:
         follower.advance(counts)
         follower.propose(SAMPLED)
         assert list(follower.state.lm.lengths) == [n + 1 for n in follower.settled]
-    assert (
-        optional.kv_bytes_per_token(drafter, follower.state) == 2 * 2 * 16 * 4
-    )  # layers, keys and values, D, fp32
+    layers, width, fp32 = 2, 16, 4
+    assert optional.kv_bytes_per_token(drafter, follower.state) == layers * 2 * width * fp32
 
 
 @pytest.mark.parametrize("shift", [0, 1])
 @torch.no_grad()
-def test_with_more_passes_the_surest_masks_are_filled_first(target, tmp_path, shift):
+def test_surest_masks_are_filled_first(target, tmp_path, shift):
     folder = filler(tmp_path / "model", spread=5.0)
     drafter = drafter_for(target, folder, steps=3, shift=shift, prefix="causal")
     plain, follower, differ = plain_model(folder), Follower(drafter, target, random_texts()), 0
@@ -264,26 +232,22 @@ def test_with_more_passes_the_surest_masks_are_filled_first(target, tmp_path, sh
 # -- decoding --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize(
-    ("plan", "temperature"),
+    ("plan", "shift"),
     [
-        (Plan(2), 0.0),
-        (Plan(2, 2, 5), 0.5),
-        (Plan(2, proposal="sampled"), 1.0),
-        (Plan(tree=((0,), (1,), (0, 0), (0, 1)), proposal="hybrid", rule="traversal"), 0.7),
+        (Plan(2, proposal="sampled"), 0),
+        (Plan(tree=((0,), (1,), (0, 0), (0, 1)), proposal="hybrid", rule="traversal"), 1),
     ],
-    ids=["match", "tree", "token", "hybrid, traversal"],
+    ids=["chain", "tree"],
 )
-@pytest.mark.covering
-def test_it_is_lossless(tiny_target, make_drafter, plan, temperature, shift):
+def test_decoding_is_lossless(tiny_target, make_drafter, plan, shift):
     target = tiny_target()
     drafter = make_drafter("hf_dllm", target, prefix="causal", shift=shift)
-    check_lossless(target, drafter, plan, Sampler(temperature), rows=[0] if temperature else None)
+    check_lossless(target, drafter, plan, Sampler(0.7), rows=[0])
 
 
 @pytest.mark.parametrize("kind", ["llama", "learned positions"])
-def test_past_the_models_context_it_drafts_at_its_last_place(target, tmp_path, kind):
+def test_text_past_the_context_is_the_targets(target, tmp_path, kind):
     more = {"n_positions": 16} if kind == "learned positions" else {}
     folder = filler(tmp_path / "model", kind, max_position_embeddings=16, **more)
     drafter = drafter_for(target, folder, prefix="causal")
@@ -295,17 +259,11 @@ def test_past_the_models_context_it_drafts_at_its_last_place(target, tmp_path, k
         assert [o.tokens for o in generate(target, drafter, prompts, plan=plan, **options).outputs] == plain
 
 
-@pytest.mark.parametrize("vocab", [V + 9, V - 9])
-def test_a_vocabulary_padded_otherwise_is_read_alike_in_both_faces(target, tmp_path, vocab):
-    drafter = drafter_for(target, filler(tmp_path / "model", vocab=vocab), mask_token=3, prefix="causal")
-    contract.test_decoding_computes_the_laws_that_training_taught((target, drafter))
-
-
 # -- files and refusals ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefixes", [("none", "causal"), ("causal", "none")], ids=" to ".join)
-def test_a_checkpoint_starts_one_with_the_other_mask(target, tmp_path, prefixes):
+def test_weights_start_the_other_prefix(target, tmp_path, prefixes):
     """The weights are the same; what they were trained for is not."""
     folder = filler(tmp_path / "model")
     first, second = (drafter_for(target, folder, prefix=prefix) for prefix in prefixes)
@@ -318,7 +276,7 @@ def test_a_checkpoint_starts_one_with_the_other_mask(target, tmp_path, prefixes)
     assert second.settings["prefix"] == prefixes[1]
 
 
-def test_a_checkpoint_without_the_setting_reads_the_whole_text(target, tmp_path):
+def test_checkpoint_without_prefix_reads_the_whole_text(target, tmp_path):
     hub.save(drafter_for(target, filler(tmp_path / "model")), target, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["settings"].pop("prefix") == "none"
@@ -326,24 +284,6 @@ def test_a_checkpoint_without_the_setting_reads_the_whole_text(target, tmp_path)
     assert not hub.load(tmp_path, target).keeps_prefix
 
 
-def test_a_model_whose_text_sees_masks_is_refused(target, tmp_path):
-    with pytest.raises(UserError) as error:
+def test_model_whose_text_sees_masks_is_refused(target, tmp_path):
+    with pytest.raises(UserError, match=r"BertForMaskedLM text sees the masks.*set drafter\.prefix=none"):
         drafter_for(target, filler(tmp_path / "model", "bert"), prefix="causal")
-    assert str(error.value) == (
-        "drafter.prefix=causal: in a BertForMaskedLM text sees the masks, so nothing of it can be kept; set "
-        "drafter.prefix=none"
-    )
-
-
-@pytest.mark.proof
-def test_a_run_trains_saves_and_scores_it(tmp_path):
-    bench = Bench(tmp_path)
-    folder = filler(tmp_path / "model", vocab=264, max_position_embeddings=256)
-    tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
-    tokenizer.save_pretrained(folder)
-    options = ["drafter=hf_dllm", f"drafter.path={folder}", "drafter.prefix=causal", "drafter.shift=1"]
-    done = bench.train(*options, "decode=dynamic", "decode.depth=2").succeeded()
-    card = json.loads((done.folder / "checkpoints" / "6" / "score.json").read_text())
-    assert card["audit_passed"]
-    assert card["replay_agrees"]

@@ -1,4 +1,4 @@
-"""Hydra: its formula written out, blocks that share nothing, and how it begins to read tokens."""
+"""Hydra: its formula written out, separate blocks, and their first gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def silu(x):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_every_law_is_that_of_the_formula(tiny_target, form):
+def test_probs_are_those_of_the_formula(tiny_target, form):
     target, drafter = trained(tiny_target, Hydra, **form)
     texts = random_texts(rows=1)
     features, w = target.read(texts).last[0], drafter.state_dict()
@@ -34,12 +34,12 @@ def test_every_law_is_that_of_the_formula(tiny_target, form):
             torch.testing.assert_close(found[(0, t, depth)], (head @ x).softmax(-1), rtol=0, atol=1e-5)
 
 
-def test_the_children_of_a_node_depend_on_its_whole_path(tiny_target):
+def test_children_depend_on_the_whole_path(tiny_target):
     """Medusa's do not, and a recurrent cell may forget: here the first token is an input of the last head."""
     target, drafter = trained(tiny_target, Hydra)
     prefix = random_texts(rows=1, length=6)[0].tolist()
-    laws = [laws_below(drafter, target, prefix, [first, 7])[-1] for first in (3, 4)]
-    assert (laws[0] - laws[1]).abs().max() > 100 * ROUNDING
+    probs = [laws_below(drafter, target, prefix, [first, 7])[-1] for first in (3, 4)]
+    assert (probs[0] - probs[1]).abs().max() > 100 * ROUNDING
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -51,7 +51,7 @@ def test_no_two_blocks_share_a_weight(tiny_target, layers):
     assert widths == [block.skip.in_features for block in drafter.blocks] == [32, 48, 64]
 
 
-def test_and_learns_to_read_tokens(tiny_target):
+def test_fresh_blocks_have_gradients_for_every_token(tiny_target):
     """Blocks that begin at 0 are no saddle: the columns of every embedding have a gradient at once."""
     target, drafter = fresh(tiny_target, Hydra)
     for step in drafter.unroll(batch_of(target, random_texts()), target):

@@ -1,4 +1,4 @@
-"""An independent draft model: any folder, its vocabulary, its caches, and a run that trains nothing."""
+"""Independent draft models: any folder, vocabularies, caches, files, and a run that trains nothing."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from pathlib import Path
 import contract
 import pytest
 import torch
-from draft_models import KINDS, draft_model
+from draft_models import KINDS, draft_model, quick
 from faces import CHAIN, SAMPLED, TREE, Follower, K, V, random_texts
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
-from workbench import ROOT, Bench, foredraft, leftovers, make_target, make_tokenizer, tau, train
+from workbench import ROOT, Bench, leftovers, make_target, make_tokenizer, train
 
 from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.model.load import load_target
 from decode.sampling import Sampler
-from distill.scoring.scorer import Scorer
 from distill.utils.run_folder import checkpoints
 from drafters.checkpoint import io as hub
-from drafters.families.hf_model import PADDING
 from drafters.models.lm import DraftLM
 
 
@@ -35,11 +33,11 @@ def drafter_for(target, path: str) -> DraftLM:
     return DraftLM.for_target(target, path=path).to(target.dtype).eval()
 
 
-# -- one model with two faces ------------------------------------------------------------------
+# -- decoding ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_contract_holds_for_every_kind_of_model(target, tmp_path, monkeypatch, kind):
+def test_every_kind_of_model_keeps_the_contract(target, tmp_path, monkeypatch, kind):
     """Windows and additive masks over scratch slots above all."""
     pair = target, drafter_for(target, draft_model(tmp_path / "draft", kind))
     contract.test_decoding_computes_the_laws_that_training_taught(pair)
@@ -60,7 +58,7 @@ def own(tmp_path_factory) -> tuple:
     [(CHAIN, Sampler(0.0)), (SAMPLED, Sampler(1.0)), (SAMPLED, Sampler(0.7, top_p=0.9))],
     ids=str,
 )
-def test_the_targets_own_folder_is_accepted_whole(own, plan, sampler):
+def test_targets_own_folder_is_accepted_whole(own, plan, sampler):
     target, drafter = own
     prompts, rounds = [[7, 8, 9, 10, 11], [12], [20, 30, 40]], 6
     longest = 1 + rounds * (K + 1)
@@ -68,7 +66,7 @@ def test_the_targets_own_folder_is_accepted_whole(own, plan, sampler):
     assert [o.emitted for o in run.outputs] == [[K + 1] * rounds] * 3
 
 
-def test_a_draft_of_k_tokens_costs_k_passes(own):
+def test_draft_of_k_tokens_costs_k_passes(own):
     """The first needs none of its own: the root was read when it was settled."""
     target, drafter = own
     passes = []
@@ -76,16 +74,15 @@ def test_a_draft_of_k_tokens_costs_k_passes(own):
         lambda module, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     rounds = 4
-    generate(
-        target, drafter, [[7, 8, 9]], max_new_tokens=1 + rounds * (K + 1), sampler=Sampler(0.0), plan=CHAIN
-    )
+    options = {"max_new_tokens": 1 + rounds * (K + 1), "sampler": Sampler(0.0), "plan": CHAIN}
+    generate(target, drafter, [[7, 8, 9]], **options)
     handle.remove()
     # The prompt and its root; then chains, and between them what was accepted and the new root.
     chain, between = [1] * (K - 1), [K + 1]
     assert passes == [4, *chain, *(between + chain) * (rounds - 1)]
 
 
-def test_a_text_past_the_draft_models_context_is_the_targets_own(target, tmp_path):
+def test_text_past_the_context_is_the_targets(target, tmp_path):
     for kind in ("learned positions", "tied"):
         name = {"learned positions": "n_positions", "tied": "max_position_embeddings"}[kind]
         drafter = drafter_for(target, draft_model(tmp_path / kind, kind, **{name: 16}))
@@ -97,46 +94,19 @@ def test_a_text_past_the_draft_models_context_is_the_targets_own(target, tmp_pat
             assert [o.tokens for o in run.outputs] == plain
 
 
-def test_casting_leaves_the_rotary_wavelengths_alone(target, tmp_path):
-    drafter = DraftLM.for_target(target, path=draft_model(tmp_path / "draft"))
-    before = drafter.model.base_model.rotary_emb.inv_freq.clone()
-    assert not torch.equal(before.bfloat16().float(), before), "rounding it would not show"
-    drafter.to(torch.bfloat16)
-    assert {p.dtype for p in drafter.parameters()} == {torch.bfloat16}
-    after = drafter.model.base_model.rotary_emb.inv_freq
-    assert after.dtype == torch.float32
-    assert torch.equal(after, before)
-
-
 # -- the vocabulary ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab", [V - 9, V + 9])
-def test_a_head_padded_otherwise_is_cut_or_filled_with_nothing(target, tmp_path, vocab):
+def test_head_of_another_size_is_cut_or_padded(target, tmp_path, vocab):
     drafter = drafter_for(target, draft_model(tmp_path / "draft", vocab=vocab))
-    follower = Follower(drafter, target, random_texts())  # ids the draft model has not are among them
-    assert follower.texts.max() >= V - 9
-    follower.advance((5, 3))
+    follower = Follower(drafter, target, random_texts(), (5, 3))
+    assert follower.texts.max() >= V - 9  # tokens that a smaller draft model lacks
     q = follower.propose(SAMPLED).q
-    assert q.shape == (2, K, V)
     torch.testing.assert_close(q.sum(-1), torch.ones(2, K))
     assert not q[..., vocab:].any()
     for plan in (CHAIN, TREE):
         assert follower.propose(plan).tokens.max() < min(vocab, V)
-    options = {"max_new_tokens": 12, "sampler": Sampler(0.0)}
-    prompts = [[1, V - 1, 3], [V - 2]]
-    plain = [o.tokens for o in generate(target, None, prompts, **options).outputs]
-    run = generate(target, drafter, prompts, plan=TREE, **options)
-    assert [o.tokens for o in run.outputs] == plain
-
-
-def test_a_vocabulary_of_another_size_is_refused(target, tmp_path):
-    path = draft_model(tmp_path / "draft", vocab=V + PADDING + 1)
-    with pytest.raises(
-        UserError, match=f"drafter.path=.* has {V + PADDING + 1} ids, the target's {V};"
-    ) as error:
-        DraftLM.for_target(target, path=path)
-    assert "\n" not in str(error.value)
 
 
 def renamed(folder: Path, count: int) -> None:
@@ -150,7 +120,7 @@ def renamed(folder: Path, count: int) -> None:
     file.write_text(json.dumps(content))
 
 
-def test_tokenizers_are_compared_where_both_are_at_hand(tmp_path):
+def test_other_tokenizer_is_refused(tmp_path):
     target = load_target(str(make_target(tmp_path / "target")))
     same = make_target(tmp_path / "same", seed=1)
     DraftLM.for_target(target, path=str(same))
@@ -164,7 +134,7 @@ def test_tokenizers_are_compared_where_both_are_at_hand(tmp_path):
     DraftLM.for_target(target, path=str(same))  # nothing to compare, and the sizes are equal
 
 
-def test_a_padded_head_with_the_same_tokenizer_is_welcome(tmp_path):
+def test_padded_head_with_the_same_tokenizer_is_accepted(tmp_path):
     """Far more padding than could be told from another vocabulary."""
     target = load_target(str(make_target(tmp_path / "target")))
     draft = Path(draft_model(tmp_path / "draft", vocab=1024))
@@ -185,7 +155,7 @@ def test_a_padded_head_with_the_same_tokenizer_is_welcome(tmp_path):
     ],
     ids=["nowhere", "empty", "encoder"],
 )
-def test_what_is_no_causal_model_is_refused_in_one_line(target, tmp_path, make, reason):
+def test_model_that_is_not_causal_is_refused(target, tmp_path, make, reason):
     path = str(make(tmp_path))
     config = Path(path) / "config.json"
     if config.exists():
@@ -195,7 +165,7 @@ def test_what_is_no_causal_model_is_refused_in_one_line(target, tmp_path, make, 
     assert "\n" not in str(error.value)
 
 
-def test_the_bundled_companion_drafts_for_the_bundled_target(pocket):
+def test_bundled_draft_model_drafts_for_the_bundled_target(pocket):
     drafter = drafter_for(pocket, str(ROOT / "data" / "pocket-draft"))
     prompts = [[1, 300 + i, 41, 1000 - i, 2] for i in range(4)]
     options = {"max_new_tokens": 32, "sampler": Sampler(0.0)}
@@ -208,7 +178,7 @@ def test_the_bundled_companion_drafts_for_the_bundled_target(pocket):
 # -- saved ---------------------------------------------------------------------------------------
 
 
-def test_a_tied_matrix_is_saved_once_and_tied_again(target, tmp_path):
+def test_tied_matrix_is_saved_once(target, tmp_path):
     drafter = drafter_for(target, draft_model(tmp_path / "draft"))
     shutil.rmtree(tmp_path / "draft")
     (tmp_path / "saved").mkdir()
@@ -223,26 +193,24 @@ def test_a_tied_matrix_is_saved_once_and_tied_again(target, tmp_path):
     assert torch.equal(*rows)
 
 
-def tampered(target, tmp_path, **changes) -> Path:
-    drafter = drafter_for(target, draft_model(tmp_path / "draft"))
-    folder = tmp_path / "saved"
-    folder.mkdir()
-    hub.save(drafter, target, folder)
-    config = json.loads((folder / "config.json").read_text())
+def saved_with(target, tmp_path, **changes) -> Path:
+    """A checkpoint whose model configuration is changed."""
+    (tmp_path / "saved").mkdir()
+    hub.save(drafter_for(target, draft_model(tmp_path / "draft")), target, tmp_path / "saved")
+    file = tmp_path / "saved" / "config.json"
+    config = json.loads(file.read_text())
     config["settings"]["config"] |= changes
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    file.write_text(json.dumps(config))
+    return file.parent
 
 
-def test_nothing_that_a_checkpoint_names_is_fetched_or_run(target, tmp_path, monkeypatch):
+def test_nothing_named_in_a_checkpoint_is_fetched_or_run(target, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evil.py").write_text("raise SystemExit('it ran')\n")
     maps = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Model")
     kernel = "nobody-we-know/kernel"
-    folder = tampered(
-        target, tmp_path, auto_map=maps, attn_implementation=kernel, _attn_implementation=kernel
-    )
-    loaded = hub.load(folder, target)
+    changes = {"auto_map": maps, "attn_implementation": kernel, "_attn_implementation": kernel}
+    loaded = hub.load(saved_with(target, tmp_path, **changes), target)
     assert type(loaded.model).__module__.startswith("transformers.models.")
     assert loaded.model.config._attn_implementation == "sdpa"
     assert "auto_map" not in loaded.settings["config"]
@@ -253,8 +221,8 @@ def test_nothing_that_a_checkpoint_names_is_fetched_or_run(target, tmp_path, mon
     [{"model_type": "nonsense"}, {"model_type": "t5"}, {"hidden_size": "x"}, {"hidden_size": 32}],
     ids=str,
 )
-def test_a_configuration_that_gives_no_model_is_refused(target, tmp_path, changes):
-    folder = tampered(target, tmp_path, **changes)
+def test_config_without_a_model_is_refused(target, tmp_path, changes):
+    folder = saved_with(target, tmp_path, **changes)
     with pytest.raises(UserError) as error:
         hub.load(folder, target)
     assert "\n" not in str(error.value)
@@ -263,27 +231,20 @@ def test_a_configuration_that_gives_no_model_is_refused(target, tmp_path, change
 # -- a run that trains nothing ---------------------------------------------------------------------
 
 
-def quick(bench: Bench, *more: str) -> list[str]:
-    """The quick run's overrides for a copy of the target as draft model."""
-    kept = [a for a in bench.command if not a.startswith("drafter.depth")]
-    return [*kept, "drafter=lm_given", f"drafter.path={bench.target}", "score.max_new_tokens=7", *more]
+def given(bench: Bench, *more: str) -> list[str]:
+    """Overrides of a quick run with a copy of the target as draft model."""
+    return quick(bench, f"drafter.path={bench.target}", "score.max_new_tokens=7", *more, drafter="lm_given")
 
 
-def test_a_run_saves_and_scores_the_model_as_it_is(bench, tmp_path):
-    done = train(quick(bench)).succeeded()
+def test_run_saves_and_scores_the_given_model(bench, tmp_path):
+    done = train(given(bench)).succeeded()
     assert done.err == ""
-    said = done.out.splitlines()
-    assert said[1].startswith("for a target of hidden size 32: max_tokens=")
-    assert said[2] == "drafter=lm: nothing is trained; checkpoints/0 is the drafter as it is"
-    assert said[3].startswith("headline: chain-2, T=0")
+    assert "nothing is trained" in done.out
     folder = done.folder
     assert (folder / "done").exists()
     assert [p.name for p in checkpoints(folder)] == ["0"]
-    assert {p.name for p in (folder / "checkpoints" / "0").iterdir()} == {
-        "model.safetensors",
-        "config.json",
-        "score.json",
-    }
+    names = {p.name for p in (folder / "checkpoints" / "0").iterdir()}
+    assert names == {"model.safetensors", "config.json", "score.json"}
     for link in ("best", "last"):
         assert (folder / "checkpoints" / link).readlink() == Path("0")
     assert not (bench.root / "outputs" / "rollouts").exists()
@@ -297,46 +258,15 @@ def test_a_run_saves_and_scores_the_model_as_it_is(bench, tmp_path):
     assert card["drafter_kv_bytes_per_token"] == card["kv_bytes_per_token"] > 0  # it is the target's twin
 
 
-@pytest.mark.proof
-def test_its_checkpoint_is_scored_again_without_the_folder_it_came_from(bench, tmp_path):
-    draft = shutil.copytree(bench.target, tmp_path / "draft")
-    done = train(quick(bench, "seed=2", f"drafter.path={draft}")).succeeded()
-    shutil.rmtree(draft)
-    kept = [a for a in quick(bench) if not a.startswith(("drafter", "optimizer", "output_dir", "batch_size"))]
-    kept = [a for a in kept if not a.startswith(("trainer.", "rollout", "logger", "try_largest"))]
-    checkpoint = done.folder / "checkpoints" / "best"
-    argv = [*kept, f"checkpoint={checkpoint}", f"out={tmp_path / 'card.json'}", f"answers={tmp_path / 'a'}"]
-    foredraft("score", *argv).succeeded()
-    assert json.loads((tmp_path / "card.json").read_text())["tau"] == tau(checkpoint) == 3.0
-
-
-@pytest.mark.proof
-def test_a_run_that_was_stopped_while_scoring_goes_on(bench, monkeypatch):
-    argv = quick(bench, "seed=3")
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Scorer, "__call__", stop)
-        first = train(argv)
-    assert first.code == 130
-    again = train(argv).succeeded()
-    assert again.out.startswith("resuming: ")
-    assert tau(again.folder / "checkpoints" / "best") == 3.0
-    assert str(again.folder) in first.err
-
-
-def test_without_scoring_there_is_still_a_checkpoint(bench):
-    done = train(quick(bench, "seed=4", "score.enabled=false")).succeeded()
+def test_run_without_scoring_saves_a_checkpoint(bench):
+    done = train(given(bench, "seed=4", "score.enabled=false")).succeeded()
     assert (done.folder / "checkpoints" / "last").readlink() == Path("0")
     assert not (done.folder / "checkpoints" / "best").exists()
 
 
-def test_a_wrong_folder_is_one_line_and_leaves_nothing(bench, tmp_path):
+def test_wrong_folder_is_refused_before_work(bench, tmp_path):
     before = bench.runs()
     other = draft_model(tmp_path / "other, (odd) 'name'", vocab=1024)
     for path, reason in [(tmp_path / "nowhere", "no such folder"), (other, "has 1024 ids, the target's 260")]:
-        done = train(quick(bench, f"drafter.path={path}"))
-        done.refused(reason, str(path))
+        train(given(bench, f"drafter.path={path}")).refused(reason, str(path))
     assert bench.runs() == before

@@ -1,15 +1,14 @@
-"""Draft models with a tokenizer of their own: `drafter.vocabulary=map`."""
+"""Draft models with another tokenizer than the target's: `drafter.vocabulary=map`."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import shutil
 from pathlib import Path
 
-import contract
 import pytest
 import torch
+from contract import *  # noqa: F403
 from draft_models import LORA, draft_model, quick
 from exact import check_lossless
 from faces import CHAIN, ROUNDING, SAMPLED, TREE, Follower, V, batch_of, random_texts
@@ -45,69 +44,20 @@ from drafters.models.lm import DraftLM
 from drafters.models.ngram import Ngram
 from drafters.models.union import Union
 
-CONTRACT = [
-    contract.test_decoding_computes_the_laws_that_training_taught,
-    contract.test_a_sampled_chains_laws_are_warped_as_the_sampler_says,
-    contract.test_a_sampled_chain_is_drawn_from_the_laws_it_carries,
-    contract.test_every_level_of_a_tree_computes_the_laws_that_training_taught,
-    contract.test_drafts_side_by_side_carry_the_laws_that_training_taught,
-    contract.test_a_chosen_chain_holds_the_likeliest_token_of_every_law,
-    contract.test_a_tree_keeps_the_likeliest_of_all_paths_it_looked_at,
-    contract.test_proposing_twice_gives_the_same_draft,
-    contract.test_proposing_changes_nothing_for_later_rounds,
-    contract.test_a_text_may_come_in_any_pieces,
-    contract.test_rows_may_be_dropped_before_anything_was_absorbed,
-    contract.test_a_row_does_not_depend_on_its_neighbours,
-    contract.test_nothing_is_kept_on_the_module,
-    contract.test_gradients_reach_every_trainable_weight_and_none_of_the_targets,
-    contract.test_the_target_is_no_part_of_the_drafter,
-    contract.test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself,
-    contract.test_a_saved_drafter_comes_back_bit_for_bit,
-]
-
 
 @pytest.fixture
 def target(tiny_target):
     return tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
 
 
-# -- one model with two faces ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("test", CONTRACT, ids=lambda test: test.__name__.removeprefix("test_"))
-def test_the_contract_holds_where_every_token_is_shared_under_another_id(target, tmp_path, monkeypatch, test):
-    """Every text is one sequence of draft tokens, drafted or settled: both faces say the same everywhere."""
-    pair = target, renamed(target, tmp_path)
-    (tmp_path / "saved").mkdir()
-    more = {"monkeypatch": monkeypatch, "tmp_path": tmp_path / "saved"}
-    test(pair, **{name: more[name] for name in inspect.signature(test).parameters if name in more})
-
-
-@pytest.mark.parametrize("rows", [[2, 0], [2, 1, 0]], ids=str)
-def test_rows_are_kept_and_reordered(target, tmp_path, rows):
-    contract.test_select_keeps_these_rows_in_this_order((target, renamed(target, tmp_path)), rows)
-
-
-@pytest.mark.parametrize("mask", ["short", "none"])
-def test_teacher_rows_are_where_the_conventions_say(target, tmp_path, mask):
-    pair = target, renamed(target, tmp_path)
-    contract.test_anchors_depths_and_teacher_rows_are_where_the_conventions_say(pair, mask)
-
-
-def test_frozen_weights_are_read_through_copies_of_their_rows(target, tmp_path):
-    drafter = renamed(target, tmp_path)
-    for _ in range(2):  # weights that change are copied again
-        want = Follower(drafter, target, random_texts(), (5, 3)).propose(SAMPLED).q
-        with torch.inference_mode():
-            found = Follower(drafter.requires_grad_(False), target, random_texts(), (5, 3)).propose(SAMPLED).q
-        torch.testing.assert_close(found, want, rtol=0, atol=ROUNDING)
-        drafter.requires_grad_(True)
-        with torch.no_grad():
-            drafter.model.get_output_embeddings().weight.mul_(2)
+@pytest.fixture
+def pair(target, tmp_path):
+    """For the contract: all tokens are shared under other ids, so texts and drafts have one encoding."""
+    return target, renamed(target, tmp_path)
 
 
 @pytest.mark.parametrize("plan", [SAMPLED, TREE], ids=lambda plan: plan.name)
-def test_with_the_targets_tokenizer_it_is_the_plain_draft_model(tmp_path, plan):
+def test_with_the_targets_tokenizer_it_is_a_plain_draft_model(tmp_path, plan):
     """For any bytes: text in UTF-8 or not, special tokens among them."""
     target = load_target(str(make_target(tmp_path / "target")), "float32")
     path = draft_model(tmp_path / "draft", vocab=target.vocab_size)
@@ -133,6 +83,18 @@ def test_with_the_targets_tokenizer_it_is_the_plain_draft_model(tmp_path, plan):
         torch.testing.assert_close(logits.softmax(-1), want[anchor].softmax(-1), rtol=0, atol=1e-6)
 
 
+def test_frozen_weights_are_read_through_current_copies(target, tmp_path):
+    drafter = renamed(target, tmp_path)
+    for _ in range(2):  # weights that change are copied again
+        want = Follower(drafter, target, random_texts(), (5, 3)).propose(SAMPLED).q
+        with torch.inference_mode():
+            found = Follower(drafter.requires_grad_(False), target, random_texts(), (5, 3)).propose(SAMPLED).q
+        torch.testing.assert_close(found, want, rtol=0, atol=ROUNDING)
+        drafter.requires_grad_(True)
+        with torch.no_grad():
+            drafter.model.get_output_embeddings().weight.mul_(2)
+
+
 # -- the text in its own tokens ----------------------------------------------------------------------
 
 SMALL, LARGE = trained(300), trained(340)
@@ -140,7 +102,7 @@ SMALL, LARGE = trained(300), trained(340)
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("names", ["larger", "smaller"])
-def test_what_it_has_read_is_always_a_fresh_encoding_of_the_whole_text(tiny_target, tmp_path, names, seed):
+def test_state_is_a_fresh_encoding_of_the_whole_text(tiny_target, tmp_path, names, seed):
     """In ragged rows and any pieces, letters of several bytes cut between rounds."""
     theirs, own = (SMALL, LARGE) if names == "larger" else (LARGE, SMALL)
     target = tiny_target(vocab=len(theirs), hidden=16, positions=256, dtype=torch.float32)
@@ -163,7 +125,7 @@ def test_what_it_has_read_is_always_a_fresh_encoding_of_the_whole_text(tiny_targ
     assert cuts, "no token was ever taken back"
 
 
-def test_what_is_drafted_are_shared_tokens_and_their_law_is_renormalised(tiny_target, tmp_path):
+def test_only_shared_tokens_are_drafted_with_renormalised_probs(tiny_target, tmp_path):
     target = tiny_target(vocab=len(LARGE), hidden=16, positions=256, dtype=torch.float32)
     drafter = mapped(target, LARGE, SMALL, tmp_path)
     follower = Follower(drafter, target, torch.tensor([random_tokens(LARGE, 40, 1)]), [20])
@@ -186,7 +148,7 @@ def test_what_is_drafted_are_shared_tokens_and_their_law_is_renormalised(tiny_ta
 # -- training ------------------------------------------------------------------------------------------
 
 
-def test_it_is_taught_where_tokens_of_both_end_and_what_it_decodes_there(tiny_target, tmp_path):
+def test_trains_where_tokens_of_both_end(tiny_target, tmp_path):
     target = tiny_target(vocab=len(SMALL), hidden=16, positions=256, dtype=torch.float32)
     drafter = mapped(target, SMALL, LARGE, tmp_path)
     text = SMALL("the theatre of the north: süße Brötchen 🙂, these things")["input_ids"]
@@ -202,13 +164,13 @@ def test_it_is_taught_where_tokens_of_both_end_and_what_it_decodes_there(tiny_ta
     anchors = step.anchor.tolist()
     assert anchors == sorted(t - 1 for t in want if 1 <= t < len(text) - 5)
     assert len(whole) > len(want) > len(whole) // 4
-    laws = step.head(step.hidden).softmax(-1)
-    for anchor, law in zip(anchors, laws, strict=True):
+    probs = step.head(step.hidden).softmax(-1)
+    for anchor, p in zip(anchors, probs, strict=True):
         follower = Follower(drafter, target, torch.tensor([text]), [anchor + 1])
-        torch.testing.assert_close(follower.state.logits[0].softmax(-1), law, rtol=0, atol=10 * ROUNDING)
+        torch.testing.assert_close(follower.state.logits[0].softmax(-1), p, rtol=0, atol=10 * ROUNDING)
 
 
-def test_the_targets_mass_on_other_tokens_counts_as_rejected(tiny_target, tmp_path):
+def test_target_mass_on_other_tokens_counts_as_rejected(tiny_target, tmp_path):
     target = tiny_target(vocab=len(LARGE), hidden=16, positions=256, dtype=torch.float32)
     drafter = mapped(target, LARGE, SMALL, tmp_path)
     texts = torch.tensor([random_tokens(LARGE, 40, seed) for seed in range(2)])
@@ -225,7 +187,7 @@ def test_the_targets_mass_on_other_tokens_counts_as_rejected(tiny_target, tmp_pa
     assert grad.abs().max() > 0
 
 
-def test_texts_that_nothing_is_taught_of_run_as_well(tiny_target, tmp_path):
+def test_texts_without_an_anchor_train(tiny_target, tmp_path):
     target = tiny_target(vocab=len(SMALL), hidden=16, dtype=torch.float32)
     drafter = mapped(target, SMALL, LARGE, tmp_path)
     texts = torch.tensor([random_tokens(SMALL, 20, seed) for seed in range(2)])
@@ -262,22 +224,11 @@ def toy(tiny_target, folder):
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.covering
-def test_it_is_lossless(tiny_target, tmp_path, plan, temperature):
+def test_decoding_is_lossless(tiny_target, tmp_path, plan, temperature):
     """Every outcome of every coin is played through the production decoder."""
     target, drafter = toy(tiny_target, tmp_path)
     length = 4 if plan in ("chain", "tree") and not temperature else 3
     check_lossless(target, drafter, PLANS[plan], Sampler(temperature), length=length, rows=[0])
-
-
-@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda plan: plan.name)
-def test_greedy_answers_are_the_targets_own_in_a_ragged_batch(tiny_target, tmp_path, plan):
-    target = tiny_target(vocab=len(SMALL), hidden=16, positions=256, dtype=torch.float32)
-    drafter = mapped(target, SMALL, LARGE, tmp_path)
-    prompts = [random_tokens(SMALL, length, length) for length in (9, 4, 17)]
-    options = {"max_new_tokens": 24, "sampler": Sampler(0.0)}
-    plain = [output.tokens for output in generate(target, None, prompts, **options).outputs]
-    run = generate(target, drafter, prompts, plan=plan, **options)
-    assert [output.tokens for output in run.outputs] == plain
 
 
 # -- refused -------------------------------------------------------------------------------------------
@@ -290,12 +241,12 @@ def refusal(target, path, **options) -> str:
     return str(error.value)
 
 
-def test_what_cannot_be_mapped_is_refused_in_one_line(target, tmp_path):
+def test_tokenizers_that_cannot_be_mapped_are_refused(target, tmp_path):
     drafter = renamed(target, tmp_path)
     path, where = str(tmp_path / "draft"), target.model.name_or_path
     assert "choose same or map" in refusal(target, path, vocabulary="other")
     assert "set drafter.path" in refusal(target, None, vocabulary="map")
-    assert drafter.trains
+    assert refusal(target, path).endswith("or set drafter.vocabulary=map")
     with pytest.raises(UserError, match=r"set on_policy\.share=0"):
         drafter.as_target(target)
     target.model.name_or_path = ""
@@ -312,21 +263,13 @@ def test_what_cannot_be_mapped_is_refused_in_one_line(target, tmp_path):
     assert f"drafter.path={path}: no tokenizer" in refusal(target, path, vocabulary="map")
 
 
-def test_another_vocabulary_is_refused_and_the_refusal_names_the_option(target, tmp_path):
-    renamed(target, tmp_path)
-    assert refusal(target, str(tmp_path / "draft")).endswith(", or set drafter.vocabulary=map")
-
-
-def test_the_share_of_the_answers_is_said_and_has_to_be_half(tiny_target, tmp_path):
+def test_shared_tokens_must_make_half_of_the_answers(tiny_target, tmp_path):
     target = tiny_target(vocab=3, dtype=torch.float32)
     drafter = mapped(target, spelled("a", "b", "ab"), spelled("b", "a"), tmp_path)
     assert drafter.needs_fit
-    line = drafter.fit([Text([2, 0, 1, 2], [0, 1, 1, 1])], target)
-    shared = "shared tokens: 2 of 3 tokens make 66.67% of the answers"
-    assert line == f"{shared}; special tokens that both have: none"
-    with pytest.raises(UserError, match=r"make 33\.33% .* at least 50% .* set drafter\.path") as error:
+    assert "2 of 3 tokens make 66.67%" in drafter.fit([Text([2, 0, 1, 2], [0, 1, 1, 1])], target)
+    with pytest.raises(UserError, match=r"make 33\.33% .* at least 50% .* set drafter\.path"):
         drafter.fit([Text([0, 2, 2, 1], [0, 1, 1, 1])], target)
-    assert "\n" not in str(error.value)
 
 
 # -- saved ---------------------------------------------------------------------------------------------
@@ -338,42 +281,31 @@ def saved(drafter, target, folder):
     return folder
 
 
-def test_a_checkpoint_has_the_tokenizer_and_needs_no_other_folder(target, tmp_path):
-    drafter = renamed(target, tmp_path)
-    folder = saved(drafter, target, tmp_path / "saved")
-    shutil.rmtree(tmp_path / "draft")
-    settings = json.loads((folder / "config.json").read_text())["settings"]
-    assert settings["tokenizer_bytes"] == len(load_file(folder / "model.safetensors")["tokenizer"])
-    loaded = hub.load(folder, target)
-    for name in ("d2t", "draft_ids", "t2d", "tokenizer"):
-        assert torch.equal(getattr(loaded, name), getattr(drafter, name))
-    drafts = [Follower(one, target, random_texts(), (5, 3)).propose(SAMPLED) for one in (drafter, loaded)]
-    assert torch.equal(drafts[0].q, drafts[1].q)
-
-
-def test_adapters_and_unions_keep_it(target, tmp_path):
-    drafter = renamed(target, tmp_path, lora=LORA)
-    loaded = hub.load(saved(drafter, target, tmp_path / "adapted"), target)
-    assert torch.equal(loaded.d2t, drafter.d2t)
+def test_checkpoints_keep_the_tokenizer_without_its_folder(target, tmp_path):
+    """Of adapters and in unions too."""
+    adapted = renamed(target, tmp_path, lora=LORA)
+    loaded = hub.load(saved(adapted, target, tmp_path / "adapted"), target)
+    assert torch.equal(loaded.d2t, adapted.d2t)
     union = Union(loaded, Ngram(1, 2), first_depth=None).eval()
-    again = hub.load(saved(union, target, tmp_path / "union"), target)
-    assert torch.equal(again.first.d2t, drafter.d2t)
+    folder = saved(union, target, tmp_path / "union")
+    shutil.rmtree(tmp_path / "draft")
+    again = hub.load(folder, target)
+    for name in ("d2t", "draft_ids", "t2d", "tokenizer"):
+        assert torch.equal(getattr(again.first, name), getattr(loaded, name))
     drafts = [Follower(one, target, random_texts(), (5, 3)).propose(SAMPLED) for one in (union, again)]
     assert torch.equal(drafts[0].q, drafts[1].q)
 
 
-def test_a_damaged_tokenizer_is_refused_in_one_line(target, tmp_path):
+def test_damaged_tokenizer_is_refused(target, tmp_path):
     folder = saved(renamed(target, tmp_path), target, tmp_path / "saved")
     tensors = load_file(folder / "model.safetensors")
-    for damaged in (tensors["tokenizer"].flip(0), tensors["tokenizer"][1:], tensors["tokenizer"].int()):
+    for damaged in (tensors["tokenizer"].flip(0), tensors["tokenizer"][1:]):
         save_file(tensors | {"tokenizer": damaged.contiguous()}, folder / "model.safetensors")
-        if damaged.dtype == torch.uint8:
-            with pytest.raises(UserError, match="damaged checkpoint") as error:
-                hub.load(folder, target)
-            assert "\n" not in str(error.value)
+        with pytest.raises(UserError, match="damaged checkpoint"):
+            hub.load(folder, target)
 
 
-def test_weights_of_another_tokenizer_are_no_start(target, tmp_path):
+def test_weights_of_another_tokenizer_are_refused(target, tmp_path):
     drafter = renamed(target, tmp_path)
     folder = saved(drafter, target, tmp_path / "saved")
     assert hub.warm_start(renamed(target, tmp_path), folder, target) == []
@@ -389,7 +321,7 @@ def test_weights_of_another_tokenizer_are_no_start(target, tmp_path):
 # -- given away ----------------------------------------------------------------------------------------
 
 
-def test_it_is_exported_with_its_tokenizer_and_to_no_engine(target, tmp_path):
+def test_export_has_the_tokenizer_and_engines_refuse(target, tmp_path):
     drafter = renamed(target, tmp_path)
     drafter.settings["config"]["eos_token_id"] = [3, 4]
     layout = formats.write_layout(hub.as_saved(drafter), target, "hf")
@@ -408,48 +340,25 @@ def test_it_is_exported_with_its_tokenizer_and_to_no_engine(target, tmp_path):
         )
     torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
     for to in ("vllm", "sglang", "gguf"):
-        with pytest.raises(UserError, match=f"^to={to}: .* set to=hf or native") as error:
+        with pytest.raises(UserError, match=f"^to={to}: .* set to=hf or native"):
             formats.check("lm", drafter.settings, target, to)
-        assert "\n" not in str(error.value)
 
 
 # -- whole runs ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def overrides(bench, tmp_path) -> list[str]:
-    """Of a run with a draft model whose tokenizer has other ids and merges."""
+def test_run_trains_and_scores(bench, tmp_path):
+    """A draft model whose tokenizer has other ids and merges."""
     own = trained(300, ["<|end|>", "<|assistant|>"])
     path = draft_model(tmp_path / "draft", vocab=len(own), max_position_embeddings=256)
     own.save_pretrained(path)
-    return [f"drafter.path={path}", "drafter.vocabulary=map"]
-
-
-def test_a_run_trains_saves_and_scores(bench, overrides):
-    done = train(quick(bench, *overrides)).succeeded()
-    assert "drafter=lm: shared tokens: 258 of 260 tokens make " in done.out
+    done = train(quick(bench, f"drafter.path={path}", "drafter.vocabulary=map")).succeeded()
+    assert "shared tokens: 258 of 260 tokens" in done.out
     assert "special tokens that both have: <|assistant|>, <|end|>" in done.out
     card = json.loads((done.folder / "checkpoints" / "last" / "score.json").read_text())
     assert card["audit_passed"]
     first, last = (weights(done.folder / "checkpoints" / step) for step in ("3", "6"))
     assert {name for name in first if torch.equal(first[name], last[name])} == {"tokenizer"}
-
-
-@pytest.mark.proof
-def test_a_run_that_trains_nothing_scores_it_as_it_is(bench, overrides):
-    done = train(quick(bench, *overrides, drafter="lm_given")).succeeded()
-    assert "shared tokens: 258 of 260" in done.out
-    card = json.loads((done.folder / "checkpoints" / "0" / "score.json").read_text())
-    assert card["audit_passed"]
-
-
-@pytest.mark.proof
-def test_a_run_whose_answers_are_other_tokens_is_refused(bench, tmp_path):
-    own = spelled(*LETTERS[:3])
-    path = draft_model(tmp_path / "draft", vocab=3, max_position_embeddings=256)
-    own.save_pretrained(path)
-    done = train(quick(bench, f"drafter.path={path}", "drafter.vocabulary=map"))
-    done.refused("drafter.vocabulary=map: shared tokens: 3 of 260 tokens make", "at least 50%")
 
 
 # -- the bundled models --------------------------------------------------------------------------------
@@ -475,7 +384,7 @@ def halved(folder: Path) -> Path:
 
 
 @pytest.mark.proof
-def test_the_companion_with_half_the_tokens_drafts_for_the_bundled_target(tmp_path):
+def test_bundled_draft_model_with_half_the_tokens(tmp_path):
     """Run with -s for the figures of docs/drafters/lm.md."""
     target = load_target(str(POCKET), "float32")
     chat = Chat(load_tokenizer(str(POCKET)))

@@ -1,4 +1,4 @@
-"""Lyanna: no drafted token enters a state, so states outlive a rejection and K head products are one."""
+"""Lyanna: states without drafted tokens, their reuse after a rejection, lossless modes, costs, training."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ import numpy as np
 import pytest
 import torch
 from exact import check_lossless
-from faces import ONE, SAMPLED, Follower, K, V, batch_of, both, paths, random_texts
+from faces import ONE, SAMPLED, TREE, Follower, K, V, batch_of, both, paths, random_texts
 
 from benchmarks.lyanna_ablation import head_products, reuse_ablation, reuse_mode
 from decode.draft import PAD
 from decode.draft_check import draft_fault
-from decode.errors import UserError
 from decode.evaluation.replay import Rollout, replay, why_inexact
 from decode.evaluation.stateful_replay import walk
 from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from drafters import optional
 from drafters.families.state_reuse import Reuse
-from drafters.families.token_bias import ParallelLogits
 
-TREE = Plan(K, 3, 8)
 HYBRID = Plan(K, 3, 8, proposal="hybrid")
 WARM = Sampler(0.8)
 REUSE = {"mode": "tree_merge", "nodes": 3, "weight": 0.25, "least": 1, "tokens": 0.0, "drawn": True}
 MODES = ["none", "logit_sum", "tree_merge", "immediate"]
+BY_FORM = pytest.mark.parametrize(
+    ("root_token", "drafted_states"), [(r, d) for r in ("none", "add") for d in ("shared", "own")]
+)
 
 
 def lyanna(tiny_target, make_drafter, mode="none", **options):
@@ -45,44 +44,10 @@ def hidden(drafter, target, batch):
         }
 
 
-# -- no token enters a state (LY1) ---------------------------------------------------------------
+# -- states --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("root_token", ["none", "add"])
-def test_no_drafted_token_moves_a_bit_of_any_state(tiny_target, make_drafter, root_token):
-    target, drafter = lyanna(tiny_target, make_drafter, root_token=root_token)
-    texts = random_texts(rows=1)
-    batch = batch_of(target, texts)
-    before, moved = hidden(drafter, target, batch), 0
-    for anchor in range(4, 12):
-        other = texts.clone()
-        other[0, anchor + 2 :] = (other[0, anchor + 2 :] + 1) % V  # all that is behind the root
-        after = hidden(drafter, target, batch._replace(tokens=other))
-        assert all(torch.equal(before[anchor, d], after[anchor, d]) for d in range(1, K + 1))
-        other[0, : anchor + 2] = (other[0, : anchor + 2] + 1) % V
-        after = hidden(drafter, target, batch._replace(tokens=other))
-        moved += sum(not torch.equal(before[anchor, d], after[anchor, d]) for d in range(1, K + 1))
-    assert moved == (8 * K if root_token == "add" else 0)
-
-
-@pytest.mark.parametrize("root_token", ["none", "add"])
-def test_no_drafted_token_moves_a_bit_of_any_state_in_decoding(tiny_target, make_drafter, root_token):
-    target, drafter = lyanna(tiny_target, make_drafter, "tree_merge", root_token=root_token)
-    texts = random_texts()
-    follower, drafted = Follower(drafter, target, texts), []
-    follower.advance((6, 4))
-    for shift in (0, 1):
-        follower.texts = texts + shift - V * (texts + shift >= V)  # a sampled chain is told these
-        draft = follower.propose(SAMPLED)
-        drafted.append((draft.tokens, follower.state.drafted))
-    assert not torch.equal(drafted[0][0], drafted[1][0])
-    assert torch.equal(drafted[0][1], drafted[1][1])
-
-
-# -- states outlive a rejection (LY2, LY3) -------------------------------------------------------
-
-
-def test_old_states_are_those_of_the_place_where_they_were_made(tiny_target, make_drafter):
+def test_stale_states_are_those_of_their_place(tiny_target, make_drafter):
     target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
     texts = random_texts()
     states = hidden(drafter, target, batch_of(target, texts))
@@ -104,17 +69,7 @@ def test_old_states_are_those_of_the_place_where_they_were_made(tiny_target, mak
     assert compared == 2 * 4 * K - sum((1, 2, 2, 1, 3, 1, 1, 3))
 
 
-def test_old_states_are_used_once(tiny_target, make_drafter):
-    target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
-    follower = Follower(drafter, target, random_texts(), (5, 7))
-    follower.propose(TREE)
-    follower.advance((1, 1))
-    assert follower.state.stale is not None
-    follower.advance((1, 1))
-    assert follower.state.stale is None
-
-
-def test_rows_take_their_old_states_along(tiny_target, make_drafter):
+def test_selected_rows_keep_their_stale_states(tiny_target, make_drafter):
     target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
     texts = random_texts(3)
     whole, part = Follower(drafter, target, texts), Follower(drafter, target, texts)
@@ -133,20 +88,7 @@ def test_rows_take_their_old_states_along(tiny_target, make_drafter):
 # -- modes ---------------------------------------------------------------------------------------
 
 
-def test_a_row_without_old_states_drafts_as_if_there_were_no_reuse(tiny_target, make_drafter):
-    target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
-    follower = Follower(drafter, target, random_texts(), (5, 7))
-    follower.propose(TREE)
-    follower.advance((K, 1))  # all kept, and all rejected
-    merged = follower.propose(TREE)
-    with reuse_mode(drafter, "none"):
-        fresh = follower.propose(TREE)
-    assert set(paths(merged, 0)) == set(paths(fresh, 0))
-    assert set(paths(merged, 1)) != set(paths(fresh, 1))
-    assert merged.tokens.shape == fresh.tokens.shape
-
-
-def test_the_sum_of_logits_adds_a_share_of_the_old_ones(tiny_target, make_drafter):
+def test_logit_sum_adds_a_share_of_the_stale_logits(tiny_target, make_drafter):
     reuse = Reuse("logit_sum", 3, 0.5, 1, 1.0)
     raw = [torch.tensor([[1.0, 2.0], [3.0, 4.0], [10.0, 20.0], [30.0, 40.0]])] * 2
     one, two = reuse.summed(raw, torch.tensor([2, 1]))
@@ -154,7 +96,7 @@ def test_the_sum_of_logits_adds_a_share_of_the_old_ones(tiny_target, make_drafte
     assert two.tolist() == [[6.0, 12.0], [3.0, 4.0]]
 
 
-def test_immediate_verification_drafts_nothing_when_all_rows_have_enough(tiny_target, make_drafter):
+def test_immediate_mode_skips_drafting_when_all_rows_have_enough(tiny_target, make_drafter):
     target, drafter = lyanna(tiny_target, make_drafter, "immediate")
     follower = Follower(drafter, target, random_texts(), (5, 7))
     follower.propose(TREE)
@@ -175,11 +117,12 @@ def test_immediate_verification_drafts_nothing_when_all_rows_have_enough(tiny_ta
     assert calls  # a row has none
 
 
-def test_a_chain_leaves_no_room_for_a_tree_of_old_states(tiny_target, make_drafter):
+def test_tree_merge_leaves_chains_as_they_are(tiny_target, make_drafter):
     target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
     follower = Follower(drafter, target, random_texts(), (5, 7))
     follower.propose(TREE)
     follower.advance((1, 2))
+    assert follower.state.stale is not None
     draft = follower.propose(SAMPLED)
     with reuse_mode(drafter, "none"):
         assert torch.equal(draft.q, follower.propose(SAMPLED).q)
@@ -203,7 +146,7 @@ def nodes_of(draft, row):
     return [(n, s) for n, s in zip(names[1:], sampled, strict=True) if PAD not in n]
 
 
-def test_old_states_put_fixed_nodes_beside_drawn_ones(tiny_target, make_drafter):
+def test_tree_merge_adds_fixed_nodes_to_drawn_ones(tiny_target, make_drafter):
     target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
     follower = Follower(drafter, target, random_texts(), (5, 7))
     follower.propose(TREE)
@@ -223,8 +166,11 @@ def test_old_states_put_fixed_nodes_beside_drawn_ones(tiny_target, make_drafter)
     assert "earlier rounds" in why_inexact(HYBRID, WARM, drafter)
 
 
-def test_a_chain_is_drawn_from_old_states_alone(tiny_target, make_drafter):
-    target, drafter = lyanna(tiny_target, make_drafter, "immediate")
+@BY_FORM
+def test_immediate_chain_is_drawn_from_stale_states(tiny_target, make_drafter, root_token, drafted_states):
+    target, drafter = lyanna(
+        tiny_target, make_drafter, "immediate", root_token=root_token, drafted_states=drafted_states
+    )
     follower = Follower(drafter, target, random_texts(), (5, 7))
     follower.propose(SAMPLED)
     follower.advance((1, 2))
@@ -241,7 +187,7 @@ def test_a_chain_is_drawn_from_old_states_alone(tiny_target, make_drafter):
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_a_draft_may_be_deeper_than_the_one_before(tiny_target, make_drafter, mode):
+def test_draft_may_be_deeper_than_the_last_one(tiny_target, make_drafter, mode):
     target, drafter = lyanna(tiny_target, make_drafter, mode)
     follower = Follower(drafter, target, random_texts(), (5, 7))
     follower.propose(Plan(2, 2, 6))
@@ -250,61 +196,12 @@ def test_a_draft_may_be_deeper_than_the_one_before(tiny_target, make_drafter, mo
     assert deep.lengths().tolist() == ([1, 1] if mode == "immediate" else [4, 4])
 
 
-@pytest.mark.parametrize("changes", [{"mode": "all"}, {"nodes": 0}, {"least": 0}, {"weight": 0.0}], ids=str)
-def test_a_reuse_that_is_none_is_refused(changes):
-    with pytest.raises(UserError, match=f"drafter.reuse.*{next(iter(changes))}="):
-        Reuse(**REUSE | changes)
-
-
-# -- lossless (LY8) ------------------------------------------------------------------------------
-
-DYNAMIC = Plan(2, 2, 4)
-
-
-@pytest.fixture
-def in_play(monkeypatch):
-    """Whether old states were there, each time that a draft could have been made of them."""
-    seen = []
-    for name in ("summed", "merged", "merged_with_drawn"):
-        method = getattr(Reuse, name)
-
-        def spy(self, *arguments, method=method):
-            left = next(a for a in arguments if isinstance(a, torch.Tensor))
-            seen.append(bool(left.any()))
-            return method(self, *arguments)
-
-        monkeypatch.setattr(Reuse, name, spy)
-    sufficient = Reuse.is_sufficient
-
-    def told(self, logits, left):
-        seen.append(sufficient(self, logits, left))
-        return seen[-1]
-
-    monkeypatch.setattr(Reuse, "is_sufficient", told)
-    return seen
-
-
-def check_with_old_states(target, drafter, plan, sampler):
-    """Lossless in a batch; in one of a row, where `immediate` verifies old states if there are any."""
-    alone = {"prompts": [[1, 0, 0, 1]], "abreast": 1, "length": 3}
-    batch = {"prompts": [[1, 0, 0, 1], [1], [0, 1]], "length": 4, "rows": [0]}
-    options = alone if drafter.reuse.mode == "immediate" else batch
-    check_lossless(target, drafter, plan, sampler, **options)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("mode", MODES[1:])
-@pytest.mark.ci("immediate-0.0", "tree_merge-0.5", "logit_sum-0.5", "immediate-1.0")
-def test_a_tree_with_old_states_is_lossless(tiny_target, make_drafter, in_play, mode, temperature):
-    target = tiny_target()
-    drafter = make_drafter("lyanna", target, reuse=REUSE | {"mode": mode, "nodes": 2})
-    check_with_old_states(target, drafter, DYNAMIC, Sampler(temperature))
-    assert any(in_play) or not temperature
-
+# -- lossless ------------------------------------------------------------------------------------
 
 SMALL = ((0,), (1,), (0, 0))
 SHARP = {"proposal": "hybrid", "draft_temperature": 0.4}  # else three tokens leave nothing to reject
 PLANS = {
+    "tree": Plan(2, 2, 4),
     "token": Plan(2, proposal="sampled"),
     "block": Plan(2, proposal="sampled", rule="block"),
     "two drafts": Plan(2, proposal="sampled", drafts=2),
@@ -314,9 +211,9 @@ PLANS = {
     "deep hybrid": Plan(3, 2, 4, **SHARP),
     "hybrid, matched": Plan(2, 2, 3, rule="match", **SHARP),
 }
-DRAWN = [("logit_sum", name) for name in PLANS if name != "deep hybrid"]
-DRAWN += [("tree_merge", name) for name in ("hybrid", "deep hybrid", "hybrid, matched")]
-DRAWN += [("immediate", name) for name in ("token", "block", "hybrid")]
+CASES = [("logit_sum", name) for name in PLANS if name != "deep hybrid"]
+CASES += [("tree_merge", name) for name in ("tree", "hybrid", "deep hybrid", "hybrid, matched")]
+CASES += [("immediate", name) for name in ("tree", "token", "block", "hybrid")]
 
 
 @pytest.mark.parametrize(
@@ -324,18 +221,30 @@ DRAWN += [("immediate", name) for name in ("token", "block", "hybrid")]
     [Sampler(0.5, top_k=2), *(pytest.param(Sampler(t), marks=pytest.mark.proof) for t in (0.5, 1.0))],
     ids=str,
 )
-@pytest.mark.parametrize("case", DRAWN, ids=", ".join)
-def test_what_is_drawn_beside_old_states_is_lossless(tiny_target, make_drafter, in_play, case, sampler):
+@pytest.mark.parametrize("case", CASES, ids=", ".join)
+def test_plans_with_stale_states_are_lossless(tiny_target, make_drafter, case, sampler):
+    """In a batch; `immediate` in one of a row, where it verifies stale states if there are any."""
     mode, plan = case[0], PLANS[case[1]]
     # Three levels of three tokens have millions of outcomes.
     two = plan.width == 1 or (plan.depth == 3 and not sampler.top_k)
     target = tiny_target(vocab=2 if two else 3)
     drafter = make_drafter("lyanna", target, reuse=REUSE | {"mode": mode, "nodes": 2, "weight": 1.0}, seed=1)
-    check_with_old_states(target, drafter, plan, sampler)
-    assert any(in_play)
+    seen, propose = [], drafter.propose
+
+    def noted(state, *arguments):
+        if state.stale is not None:
+            usable = state.left >= 1
+            seen.append(bool(usable.all() if mode == "immediate" else usable.any()))
+        return propose(state, *arguments)
+
+    drafter.propose = noted
+    single = {"prompts": [[1, 0, 0, 1]], "abreast": 1, "length": 3}
+    batch = {"prompts": [[1, 0, 0, 1], [1], [0, 1]], "length": 4, "rows": [0]}
+    check_lossless(target, drafter, plan, sampler, **(single if mode == "immediate" else batch))
+    assert any(seen)
 
 
-# -- what it costs and gives (LY5, LY6, LY9) ---------------------------------------------------
+# -- costs -------------------------------------------------------------------------------------
 
 
 def rollouts_of(target, count=6, length=20):
@@ -346,23 +255,14 @@ def rollouts_of(target, count=6, length=20):
 
 
 @pytest.mark.parametrize("mode", MODES[:3])
-def test_one_head_product_a_draft_whatever_its_depth_and_mode(tiny_target, make_drafter, mode):
+def test_draft_costs_one_head_product(tiny_target, make_drafter, mode):
     target, drafter = lyanna(tiny_target, make_drafter, mode)
     for depth in (2, 3, 5):
         assert head_products(target, drafter, [1, 2, 3], Plan(depth, 3, 8)) == 1
 
 
-def test_eagle_and_medusa_pay_one_for_every_depth(tiny_target, make_drafter):
-    target, eagle = both(tiny_target, make_drafter, "eagle")
-    assert head_products(target, eagle, [1, 2, 3], Plan(3, 2, 5)) == 3
-    target, medusa = both(tiny_target, make_drafter, "medusa")
-    assert head_products(target, medusa, [1, 2, 3], Plan(3, 2, 5)) == 3
-    target, shared = both(tiny_target, make_drafter, "medusa", own_head=False)
-    assert head_products(target, shared, [1, 2, 3], Plan(3, 2, 5)) == 1
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_replay_is_what_the_decoder_does(tiny_target, make_drafter, mode):
+def test_replay_counts_the_decoders_rounds(tiny_target, make_drafter, mode):
     target, drafter = lyanna(tiny_target, make_drafter, mode)
     sampler, rollouts = WARM, rollouts_of(target)
     prompts = [r.prompt for r in rollouts]
@@ -376,7 +276,7 @@ def test_replay_is_what_the_decoder_does(tiny_target, make_drafter, mode):
     assert one.counts.rounds == [len(o.emitted) for o in outputs]
 
 
-def test_what_reuse_is_worth_is_counted_as_defined(tiny_target, make_drafter):
+def test_reuse_ablation_counts_as_defined(tiny_target, make_drafter):
     target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
     sampler, rollouts = WARM, rollouts_of(target)
     report = reuse_ablation(target, drafter, rollouts, TREE, sampler)
@@ -405,7 +305,7 @@ def test_what_reuse_is_worth_is_counted_as_defined(tiny_target, make_drafter):
 # -- training --------------------------------------------------------------------------------------
 
 
-def test_states_alone_are_taught_beside_the_draft_and_ever_less(tiny_target, make_drafter):
+def test_state_loss_has_its_schedule(tiny_target, make_drafter):
     target, drafter = lyanna(tiny_target, make_drafter, base_weight=0.5, root_token="none")
     batch = batch_of(target, random_texts())
     for progress, main, base, feature in [
@@ -424,21 +324,18 @@ def test_states_alone_are_taught_beside_the_draft_and_ever_less(tiny_target, mak
     assert not any(s.training_only for s in drafter.unroll(batch, target))
 
 
-FORMS = [{"root_token": r, "drafted_states": d} for r in ("none", "add") for d in ("shared", "own")]
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form.values()))
-def test_every_form_keeps_the_contract(tiny_target, make_drafter, form):
+@BY_FORM
+def test_every_form_keeps_the_contract(tiny_target, make_drafter, root_token, drafted_states):
     """Training's distributions are decoding's, and its gradient is its loss's."""
     for promise in (
         contract.test_decoding_computes_the_laws_that_training_taught,
         contract.test_gradients_reach_every_trainable_weight_and_none_of_the_targets,
         contract.test_the_gradient_of_training_is_the_derivative_of_its_loss,
     ):
-        promise(lyanna(tiny_target, make_drafter, **form))
+        promise(lyanna(tiny_target, make_drafter, root_token=root_token, drafted_states=drafted_states))
 
 
-def test_states_of_their_own_leave_settled_places_to_the_first_token(tiny_target, make_drafter):
+def test_own_drafted_states_send_no_gradient_to_settled_places(tiny_target, make_drafter):
     """The losses of later depths reach neither the first state nor the keys and values of settled places."""
     target, drafter = lyanna(tiny_target, make_drafter)
     others = ("later", "info")
@@ -448,54 +345,3 @@ def test_states_of_their_own_leave_settled_places_to_the_first_token(tiny_target
         reached = [weight.grad is not None and bool(weight.grad.any()) for weight in settled]
         assert all(reached) if step.depth == 1 else not any(reached)
         drafter.zero_grad()
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form.values()))
-def test_the_first_logits_of_old_states_have_the_roots_bias(tiny_target, make_drafter, form):
-    target, drafter = lyanna(tiny_target, make_drafter, "tree_merge", **form)
-    root = torch.tensor([1, 3])
-    fresh, stale = torch.randn(2, 2, K, 16, generator=torch.Generator().manual_seed(0))
-    head = drafter.output_head(target.head)
-    with torch.no_grad():
-        raw = drafter._with_root(head.product(torch.cat([fresh, stale])).unbind(1), stale, root)
-        levels = ParallelLogits(
-            raw, torch.cat([fresh, stale]), head, drafter.info, root.repeat(2), None, drafter.biased_from
-        )
-        low, _ = drafter.info.low_rank_input(root, stale[:, 0], None)
-        want = drafter.biased_head(target.head)(torch.cat([stale[:, 0], low], -1))
-    torch.testing.assert_close(levels.first[2:], want, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"root_token": "all"},
-        {"drafted_states": "none"},
-        {"layers": 0},
-        {"warmup": 1.0},
-        {"token_info": "full"},
-    ],
-    ids=str,
-)
-def test_an_option_that_is_none_is_refused(tiny_target, make_drafter, changes):
-    with pytest.raises(UserError, match=f"drafter.*{next(iter(changes))}="):
-        lyanna(tiny_target, make_drafter, **changes)
-
-
-def test_it_comes_back_from_its_folder_with_its_hot_tokens_and_its_mode(tiny_target, make_drafter, tmp_path):
-    pair = lyanna(tiny_target, make_drafter, "logit_sum", hot_tokens=V // 2)
-    contract.test_a_saved_drafter_comes_back_bit_for_bit(pair, tmp_path)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_plan_without_reuse_is_remarked_on(tiny_target, make_drafter, mode):
-    _, drafter = lyanna(tiny_target, make_drafter, mode)
-    for plan in (TREE, HYBRID, Plan()):
-        assert not optional.remark(drafter, plan)
-    for plan in (SAMPLED, Plan(K), Plan(tree=SMALL, proposal="sampled")):
-        assert ("it needs fixed nodes in a dynamic tree" in optional.remark(drafter, plan)) == (
-            mode == "tree_merge"
-        )
-        assert (optional.remark(drafter, plan) != "") == (mode == "tree_merge")
-    drafter.reuse = Reuse(**REUSE | {"mode": mode, "drawn": False})
-    assert ("drafter.reuse.drawn=true" in optional.remark(drafter, HYBRID)) == (mode == "tree_merge")

@@ -1,4 +1,4 @@
-"""MTP heads: read from a target's files by each vendor's names, arranged, tuned and written back."""
+"""MTP heads: read from a target's files by each vendor's names, arranged, and exported."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def logits_of(drafter, target, texts=None):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_on_file_is_read_bit_for_bit(vendor, kind):
+def test_head_on_file_is_read_bit_for_bit(vendor, kind):
     target, head, tensors = vendor(kind)
     read = Mtp.for_target(target, depth=K, **UNASKED).eval().to(target.dtype)
     assert read.settings == head.settings
@@ -86,7 +86,7 @@ def test_a_head_on_file_is_read_bit_for_bit(vendor, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_computes_what_vllms_class_computes(vendor, kind):
+def test_logits_are_those_of_vllms_class(vendor, kind):
     target, head, tensors = vendor(kind)
     config = {"num_attention_heads": 2, "head_dim": 8, "hidden_size": 16, "rms_norm_eps": 1e-6}
     served = ServedMtp(tensors, kind, config, target)
@@ -109,7 +109,7 @@ ORDERS = [Arrangement(True, True, True), Arrangement(False, False, True), Arrang
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_an_unknown_arrangement_is_scored(tiny_target, tmp_path, order):
+def test_unknown_arrangement_is_found_by_scoring(tiny_target, tmp_path, order):
     """A head that was fitted to its target predicts it only if it is read as it was written."""
     target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
     with torch.no_grad():
@@ -143,7 +143,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_trained_here_is_refused(vendor, tmp_path, name):
+def test_untrainable_head_is_refused(vendor, tmp_path, name):
     target, _, tensors = vendor("deepseek")
     put(target, tensors | {f"model.layers.4.{name}": torch.ones(16)}, tmp_path)
     with pytest.raises(UserError, match=REFUSED[name]):
@@ -164,7 +164,7 @@ def test_several_layers_and_missing_tensors_are_refused(vendor, tmp_path):
         Mtp.for_target(target, depth=K, **UNASKED | {"path": str(tmp_path / "other")})
 
 
-def test_copies_of_the_targets_embedding_and_head_are_passed_over(vendor, tmp_path):
+def test_copies_of_embedding_and_head_are_ignored(vendor, tmp_path):
     target, head, tensors = vendor("deepseek")
     copies = dict.fromkeys(("embed_tokens.weight", "shared_head.head.weight"), torch.ones(V, 16))
     put(target, tensors | {f"model.layers.4.{name}": copy.clone() for name, copy in copies.items()}, tmp_path)
@@ -173,7 +173,7 @@ def test_copies_of_the_targets_embedding_and_head_are_passed_over(vendor, tmp_pa
 
 
 @pytest.mark.parametrize("before_norm", [False, True])
-def test_a_new_head_begins_with_the_targets_own_state(tiny_target, before_norm):
+def test_new_head_starts_with_the_targets_state(tiny_target, before_norm):
     """As EAGLE does: with nothing of the token it repeats the target's distribution."""
     target = tiny_target(vocab=V, layers=4, hidden=16)
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_a_new_head_begins_with_the_targets_own_state(tiny_target, before_norm):
         assert torch.nn.functional.cosine_similarity(logits, target_logits, dim=-1).min() > 1 - 1e-6
 
 
-def test_the_final_norm_is_asked_for_its_scale(tiny_target):
+def test_final_norm_tells_its_scale(tiny_target):
     target = tiny_target(vocab=V, hidden=16)
     norm = target.model.model.norm
     with torch.no_grad():
@@ -212,7 +212,7 @@ def written(drafter, target):
     return table.write_layout(hub.as_saved(drafter), target, "vllm")
 
 
-def test_vllms_files_of_a_new_head_are_mimos(tiny_target, make_drafter, tmp_path):
+def test_export_of_a_new_head_has_mimos_names(tiny_target, make_drafter, tmp_path):
     target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
     drafter = make_drafter("mtp", target)
     layout = written(drafter, target)
@@ -227,7 +227,7 @@ def test_vllms_files_of_a_new_head_are_mimos(tiny_target, make_drafter, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["mimo", "qwen"])
-def test_vllms_files_of_the_targets_own_head_come_back(vendor, kind, tmp_path):
+def test_export_of_the_targets_head_comes_back(vendor, kind, tmp_path):
     target, head, tensors = vendor(kind)
     if kind == "mimo":
         target.model.config.architectures = ["MiMoForCausalLM"]
@@ -241,23 +241,23 @@ def test_vllms_files_of_the_targets_own_head_come_back(vendor, kind, tmp_path):
     assert all(weight.equal(head.state_dict()[name]) for name, weight in back.state_dict().items())
 
 
-def test_a_dense_head_of_deepseeks_names_has_no_class_in_vllm(vendor):
+def test_dense_deepseek_head_is_refused(vendor):
     target, head, _ = vendor("deepseek")
     with pytest.raises(UserError, match=r"experts or latent attention.*set to=native"):
         written(head, target)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("option", "value"),
     [
-        ({"hidden_first": False}, r"hidden_first=false.*train with drafter\.hidden_first=true"),
-        ({"before_norm": True}, r"before_norm=true.*train with drafter\.before_norm=false"),
-        ({"norm_output": False}, r"norm_output=false.*train with drafter\.norm_output=true"),
-        ({"qk_norm": True}, "has no qk_norm"),
-        ({"intermediate_size": 24}, "its intermediate_size is another"),
+        ("hidden_first", False),
+        ("before_norm", True),
+        ("norm_output", False),
+        ("qk_norm", True),
+        ("intermediate_size", 24),
     ],
 )
-def test_what_vllm_computes_otherwise_is_refused(tiny_target, make_drafter, options, said):
+def test_options_vllm_lacks_are_refused(tiny_target, make_drafter, option, value):
     target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
-    with pytest.raises(UserError, match=said):
-        written(make_drafter("mtp", target, **options), target)
+    with pytest.raises(UserError, match=option):
+        written(make_drafter("mtp", target, **{option: value}), target)

@@ -1,4 +1,4 @@
-"""The estimates against the formula written out; the trees they make, what is kept, older checkpoints."""
+"""Suffix: estimates against their formula written out, the trees they make, what is kept, datastores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from math import prod
 import pytest
 import torch
 from datastores import store_of
-from exact import check_lossless
 from faces import feed, paths, propose
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from decode.draft import PAD
 from decode.errors import UserError
 from decode.plan import Plan
-from decode.sampling import Sampler
 from drafters.base import Text
 from drafters.checkpoint import io as hub
 from drafters.families.lookup import IndexedText
@@ -39,9 +37,6 @@ EVERYTHING = 30  # tokens, so that none is cut off
 @pytest.fixture(scope="module")
 def target(tiny_target):
     return tiny_target(vocab=30, dtype=torch.float32)
-
-
-STORE = {"store": None, "store_key": "", "store_weight": 1.0}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -66,10 +61,6 @@ def history_of(drafter, text) -> IndexedText:
     (history,) = drafter.new_state(1)
     history.extend(text)
     return history
-
-
-def estimates(drafter, text, path=()) -> dict[int, float]:
-    return dict(drafter.next_tokens(history_of(drafter, text), path, EVERYTHING))
 
 
 def drafts(drafter, target, text, plan) -> dict:
@@ -149,7 +140,7 @@ stored_texts = st.lists(st.lists(small, min_size=1, max_size=9), min_size=1, max
 
 
 @given(several, texts, drafted, settings, stored_texts, st.sampled_from([0.0, 0.3, 1.0]))
-def test_a_datastore_counts_beside_the_rollouts(rollouts, text, path, options, store, weight):
+def test_datastore_counts_with_the_rollouts(rollouts, text, path, options, store, weight):
     options = options | {"store": store, "store_weight": weight}
     drafter = fitted(rollouts, **options)
     found = drafter.next_tokens(history_of(drafter, text), path, EVERYTHING)
@@ -163,7 +154,7 @@ def test_a_datastore_counts_beside_the_rollouts(rollouts, text, path, options, s
     st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 8)),
     st.sampled_from([0.0, 0.02, 0.3]),
 )
-def test_a_nodes_chance_is_the_product_along_its_path(rollouts, text, options, shape, floor):
+def test_chance_of_a_node_is_the_product_along_its_path(rollouts, text, options, shape, floor):
     drafter, (depth, width, more) = fitted(rollouts, min_probability=floor, **options), shape
     plan, history = Plan(depth, width, depth + more), history_of(drafter, text)
     nodes = drafter.nodes(history, plan)
@@ -192,65 +183,17 @@ def test_a_nodes_chance_is_the_product_along_its_path(rollouts, text, options, s
 # -- by hand ---------------------------------------------------------------------------------------
 
 
-def test_an_estimate_worked_out_by_hand():
+def test_estimate_worked_out_by_hand():
     drafter = fitted([[2, 3], [2, 3], [2, 4]], longest=1, own_weight=10.0)
     # w N = 10 and w D = 10 in the text; N' = 3 and escape D' = 8 in the rollouts.
-    assert estimates(drafter, [2, 5, 2]) == pytest.approx({5: 10 / 31, 3: 2 / 31, 4: 1 / 31})
-
-
-def test_past_rollouts_are_proposed_by_frequency(target):
-    drafter = fitted([[1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 5, 7], [2, 8]])
-    assert list(drafts(drafter, target, [9, 1, 2], Plan(2))) == [(5,), (5, 6)]
-    # 8 follows 2 alone, and as often as 3, which follows (1, 2) as well.
-    assert list(drafts(drafter, target, [9, 1, 2], Plan(1, 3, 3))) == [(5,), (3,), (8,)]
-
-
-def test_the_more_escapes_the_more_a_frequent_token_counts_against_a_longer_match(target):
-    drafter = lambda escape: fitted([[7, 4, 1, 2, 3]] + [[1, 2, 5]] * 3, escape=escape)  # noqa: E731
-    assert list(drafts(drafter(1.0), target, [7, 4, 1, 2], Plan(1))) == [(3,)]
-    assert list(drafts(drafter(4.0), target, [7, 4, 1, 2], Plan(1))) == [(5,)]
-
-
-def test_the_rows_own_text_and_past_rollouts_count_together(target):
-    text, both = [1, 2, 5, 1, 2], Plan(1, 2, 2)
-    assert list(drafts(fitted([[1, 2, 7]]), target, text, both)) == [(5,), (7,)]
-    assert list(drafts(fitted([[1, 2, 7]], own_weight=0.5), target, text, both)) == [(7,), (5,)]
-    assert list(drafts(fitted([[1, 2, 7]], own_weight=0.0), target, text, both)) == [(7,)]
-    assert list(drafts(fitted([]), target, text, both)) == [(5,)]
-    assert not drafts(fitted([]), target, [1, 2, 5], both)
-
-
-def test_the_newest_occurrences_in_the_text_count():
-    text = [1, 2] + [1, 3] * (OCCURRENCES - 2) + [1]
-    drafter = fitted([], longest=1)  # the end of the text is an occurrence too
-    assert estimates(drafter, text).keys() == {2, 3}
-    assert estimates(drafter, [*text, 3, 1]).keys() == {3}
-
-
-def test_shorter_matches_are_not_looked_up_behind_a_sure_one():
-    rollouts = [[9, 2, 4]] * 5
-    assert estimates(fitted(rollouts + [[1, 2, 3]] * 50), [1, 2]).keys() == {3, 4}
-    assert estimates(fitted(rollouts + [[1, 2, 3]] * 500), [1, 2]).keys() == {3}
-
-
-def test_a_draft_ends_where_it_becomes_improbable(target):
-    split = [[1, 2, 3, 4]] * 40 + [[1, 2, 3, 5]] * 40
-    for least, depth in [(0.3, 2), (0.5, 1), (0.999, 0)]:
-        drafter = fitted(split, min_probability=least)
-        assert len(drafts(drafter, target, [20, 1, 2], Plan(2))) == depth
-
-
-def test_no_draft_runs_from_one_rollout_into_the_next(target):
-    drafter = fitted([[1, 2], [3, 4]])
-    assert not drafts(drafter, target, [9, 2], Plan(3))
-    assert list(drafts(drafter, target, [9, 3], Plan(3))) == [(4,)]
-    assert not drafts(drafter, target, [2, 9], Plan(3))  # 2, 9 is nowhere, and 9 neither
+    found = dict(drafter.next_tokens(history_of(drafter, [2, 5, 2]), (), EVERYTHING))
+    assert found == pytest.approx({5: 10 / 31, 3: 2 / 31, 4: 1 / 31})
 
 
 # -- what is kept ----------------------------------------------------------------------------------
 
 
-def test_answers_and_a_little_before_them_are_kept_the_newest_first():
+def test_newest_answers_are_kept():
     drafter = Suffix(**OPTIONS | {"longest": 2, "max_tokens": 11})
     texts = [
         Text([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 1, 1]),
@@ -258,13 +201,14 @@ def test_answers_and_a_little_before_them_are_kept_the_newest_first():
         Text([10, 11, 12, 13, 14, 15], [0, 0, 0, 1, 1, 0]),
         Text([20, 21, 22], [1, 1, 1]),
     ]
+    drafter.fit(texts[-1:])  # which the next fit forgets
     said = drafter.fit(iter(texts))
     assert drafter.corpus.tolist() == [11, 12, 13, 14, 15, PAD, 20, 21, 22, PAD]
-    assert said.startswith("the newest 2 of 3 rollouts kept, 10 of 15 tokens (at most 11)")
+    assert "2 of 3 rollouts kept" in said
     assert drafter.settings["size"] == 10
 
 
-def test_nothing_kept_is_a_drafter_too(target, tmp_path):
+def test_without_rollouts_it_drafts_from_the_text(target, tmp_path):
     drafter = fitted([[1, 2, 3]], max_tokens=0)
     assert drafter.corpus.numel() == 0
     hub.save(drafter, target, tmp_path)
@@ -272,30 +216,19 @@ def test_nothing_kept_is_a_drafter_too(target, tmp_path):
     assert list(drafts(loaded, target, [4, 5, 4], Plan(2))) == [(5,), (5, 4)]
 
 
-def test_fitting_again_forgets_what_was_before(target):
-    drafter = fitted([[1, 2]])
-    assert drafts(drafter, target, [9, 1], Plan(1))
-    drafter.fit([Text([3, 4, 5], [1, 1, 1])])
-    assert not drafts(drafter, target, [9, 1], Plan(1))
-    assert list(drafts(drafter, target, [9, 3], Plan(1))) == [(4,)]
-
-
-def test_a_checkpoint_names_its_datastore_and_does_not_contain_it(target, tmp_path, monkeypatch):
+def test_checkpoint_names_its_datastore(target, tmp_path, monkeypatch):
     drafter = fitted([[1, 2]], [[5, 6, 7] * 2000])
     hub.save(drafter, target, tmp_path)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 3000
     loaded = hub.load(tmp_path, target)
     assert list(drafts(loaded, target, [9, 5], Plan(2))) == [(6,), (6, 7)]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
-    with pytest.raises(
-        UserError, match=r"drafter.store=texts: its datastore is not on this machine"
-    ) as error:
+    with pytest.raises(UserError, match=r"drafter.store=texts: its datastore is not on this machine"):
         hub.load(tmp_path, target)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("key", ["../../../etc", "", "0" * 17, "/" * 16])
-def test_a_key_that_is_none_is_refused(target, tmp_path, key):
+def test_key_of_no_datastore_is_refused(target, tmp_path, key):
     hub.save(fitted([[1, 2]]), target, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["settings"] |= {"store": "/etc/passwd", "store_key": key}
@@ -304,14 +237,13 @@ def test_a_key_that_is_none_is_refused(target, tmp_path, key):
         hub.load(tmp_path, target)
 
 
-def test_texts_have_to_be_indexed_first(target):
+def test_store_without_a_key_is_refused(target):
+    options = {name: value for name, value in OPTIONS.items() if name != "vocab_size"}
     with pytest.raises(UserError, match="no key of a datastore"):
-        Suffix.for_target(
-            target, **{k: v for k, v in OPTIONS.items() if k != "vocab_size"}, store="texts.jsonl"
-        )
+        Suffix.for_target(target, **options, store="texts.jsonl")
 
 
-def test_a_union_keeps_the_datastore_of_its_second(tiny_target, make_drafter, tmp_path):
+def test_union_keeps_the_datastore_of_its_second(tiny_target, make_drafter, tmp_path):
     target = tiny_target(vocab=30, layers=4, hidden=16, dtype=torch.float32)
     union = Union(make_drafter("eagle", target), fitted([], [[11, 12, 13, 14]] * 9))
     hub.save(union.requires_grad_(False), target, tmp_path)
@@ -323,7 +255,7 @@ def test_a_union_keeps_the_datastore_of_its_second(tiny_target, make_drafter, tm
 
 
 @pytest.mark.parametrize("token", [30, 2**31 - 1, -2])
-def test_a_corpus_of_what_is_no_token_is_refused(target, tmp_path, token):
+def test_corpus_with_invalid_tokens_is_refused(target, tmp_path, token):
     drafter = fitted([[1, 2, 3]])
     drafter.corpus[1] = token
     hub.save(drafter, target, tmp_path)
@@ -331,19 +263,8 @@ def test_a_corpus_of_what_is_no_token_is_refused(target, tmp_path, token):
         hub.load(tmp_path, target).new_state(1)
 
 
-@pytest.mark.parametrize(
-    "name", ["longest", "own_weight", "escape", "min_probability", "max_tokens", "store_weight"]
-)
-def test_an_option_out_of_range_is_refused(name):
-    with pytest.raises(UserError, match=rf"drafter\.{name}=-1: must be at least"):
-        Suffix(**OPTIONS | {name: -1})
-
-
-# -- work and law ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [2_000, 60_000])
-def test_the_work_of_a_round_is_bounded_whatever_the_texts_length(target, monkeypatch, size):
+def test_work_of_a_round_is_bounded(target, monkeypatch, size):
     """An n-gram of every length is looked up once per node in either source; what it finds is limited."""
     text = [1, 2, 3, 1, 2, 4] * (size // 6)
     drafter = fitted([text], escape=1e9)  # shorter ones are never negligible
@@ -357,10 +278,3 @@ def test_the_work_of_a_round_is_bounded_whatever_the_texts_length(target, monkey
     assert len(found) == 4 * 2 * len(drafter.orders)
     assert max(len(past.tokens) for past in found[::2]) <= KEPT
     assert max(sum(own.values()) for own in found[1::2]) <= OCCURRENCES
-
-
-@pytest.mark.parametrize("plan", [Plan(3), Plan(2, 2, 5)], ids=lambda p: p.name)
-@pytest.mark.parametrize("store", [(), ((1, 1, 2, 0),)], ids=["rollouts", "datastore"])
-def test_what_it_drafts_is_verified_losslessly(tiny_target, plan, store):
-    drafter = fitted([[0, 1, 2, 0, 0, 1], [2, 1, 1, 0]], store, vocab_size=3)
-    check_lossless(tiny_target(), drafter, plan, Sampler(0.7))

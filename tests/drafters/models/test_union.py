@@ -1,4 +1,4 @@
-"""Two drafters in one draft: the nodes of their mixture; the first is trained, saved and served as alone."""
+"""Union: drafts of the mixture of two drafters; the first trains, is saved and exported as usual."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from draft_models import adapted, quick
 from faces import (
     CHAIN,
     SAMPLED,
+    TREE,
     Follower,
     K,
     V,
@@ -22,25 +23,21 @@ from faces import (
     random_rollouts,
     random_texts,
 )
-from workbench import Bench, foredraft, make_target, same, train, weights
+from workbench import foredraft, same, train, weights
 
 from decode.errors import UserError
 from decode.generation.generate import generate
-from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters import optional
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 from drafters.export import formats as table
-from drafters.models.lm import DraftLM
 from drafters.models.ngram import Ngram
 from drafters.models.suffix import Suffix
 from drafters.models.union import Union
 
-TREE = Plan(depth=K, width=3, nodes=8)
 HYBRID = Plan(K, 3, 8, proposal="hybrid")
-HYBRID4 = Plan(4, 2, 8, proposal="hybrid")
 EVERY_ROUND = {"second_alone": None, "first_depth": None}
 STATIC = Plan(tree=((0,), (1,), (0, 0), (1, 0)))
 UNLIKE = torch.arange(V)[None]  # no token twice: nothing to look up
@@ -92,7 +89,7 @@ def mixed(follower, plan, row) -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize("depth", [1, 2, None])
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda p: p.name)
 @pytest.mark.parametrize("second", ["ngram", "suffix"])
-def test_a_draft_is_the_most_probable_nodes_of_the_mixture(tiny_target, make_drafter, second, plan, depth):
+def test_draft_has_the_most_probable_nodes_of_the_mixture(tiny_target, make_drafter, second, plan, depth):
     target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
     part = make_drafter(second, target)
     target, union = united(tiny_target, make_drafter, "eagle", part, first_depth=depth, first_weight=0.4)
@@ -106,49 +103,16 @@ def test_a_draft_is_the_most_probable_nodes_of_the_mixture(tiny_target, make_dra
             assert [want[path] for path in drafted] == pytest.approx(best)
 
 
-@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda p: p.name)
-def test_a_row_without_a_match_is_the_firsts_own(tiny_target, make_drafter, plan):
-    target, union = united(tiny_target, make_drafter, second=Ngram(3, 3))
-    follower = Follower(union, target, UNLIKE, (9,))
-    assert paths(follower.propose(plan), 0).keys() == paths(parts(follower, plan)[0], 0).keys()
-
-
-def test_below_what_the_first_has_looked_at_the_second_goes_on(tiny_target, make_drafter):
-    target, union = united(tiny_target, make_drafter, first_depth=1, first_weight=1.0)
-    follower, grown = Follower(union, target, REPEATED), 0
-    for count in (9, 3, 5, 2):
-        follower.advance((count,))
-        draft, texts = parts(follower, Plan(1))
-        (token,) = draft.tokens[0].tolist()
-        chain = follower.propose(CHAIN).tokens[0].tolist()
-        known = union.second.next_tokens(texts[0], (token,), 1)
-        assert chain[0] == token
-        assert chain[1:2] == [other for other, _ in known]
-        grown += len(chain) > 1
-    assert grown
-
-
 @pytest.mark.parametrize("plan", [SAMPLED, STATIC, HYBRID], ids=lambda p: p.name)
-def test_another_plan_is_the_firsts_own_and_says_so(tiny_target, make_drafter, plan):
+def test_other_plans_are_left_to_the_first_with_a_remark(tiny_target, make_drafter, plan):
     target, union = united(tiny_target, make_drafter)
-    draft, alone = (
-        generate(target, one, [REPEATED[0, :12].tolist()], plan=plan, sampler=Sampler(1.0), max_new_tokens=12)
-        for one in (union, union.first)
-    )
-    assert draft.outputs[0].emitted == alone.outputs[0].emitted
-    assert draft.outputs[0].tokens == alone.outputs[0].tokens
+    options = {"plan": plan, "sampler": Sampler(1.0), "max_new_tokens": 12}
+    runs = [generate(target, one, [REPEATED[0, :12].tolist()], **options) for one in (union, union.first)]
+    ours, firsts = (run.outputs[0] for run in runs)
+    assert (ours.tokens, ours.emitted) == (firsts.tokens, firsts.emitted)
     union.check(plan)
-    assert "drafter.second=ngram: adds nothing to" in optional.remark(union, plan)
+    assert "drafter.second=ngram" in optional.remark(union, plan)
     assert not optional.remark(union, TREE) + optional.remark(union, CHAIN)
-
-
-def test_the_target_as_its_own_drafter_is_accepted_whole(tmp_path):
-    folder = str(make_target(tmp_path / "target"))
-    target = load_target(folder, "float64")
-    first = DraftLM.for_target(target, path=folder, train=False)
-    union = Union(first, Ngram(1, 3), None, 1, 1.0).to(target.dtype)
-    run = generate(target, union, [[7, 8, 9], [12]], max_new_tokens=13, sampler=Sampler(0.0), plan=Plan(1))
-    assert [output.emitted for output in run.outputs] == [[2] * 6] * 2
 
 
 # -- what cannot be combined ----------------------------------------------------------------------
@@ -156,22 +120,21 @@ def test_the_target_as_its_own_drafter_is_accepted_whole(tmp_path):
 
 def test_drafters_that_cannot_be_combined_are_refused(tiny_target, make_drafter, tmp_path):
     target, union = united(tiny_target, make_drafter)
-    with pytest.raises(UserError, match="made of two drafters; choose one that is not"):
-        Union(union, Ngram(1, 3))
-    for name in ("eagle", "bigram"):
-        with pytest.raises(UserError, match=rf"drafter\.second={name}: choose one that looks tokens up"):
-            Union(union.first, make_drafter(name, target))
-    with pytest.raises(UserError, match=r"drafter\.first=ngram: a lookup has no distribution"):
-        Union(Ngram(1, 3), Ngram(1, 3))
+    lookup = Ngram(1, 3)
+    for first, second, said in [
+        (union, lookup, "made of two drafters"),
+        (union.first, make_drafter("eagle", target), r"drafter\.second=eagle"),
+        (union.first, make_drafter("bigram", target), r"drafter\.second=bigram"),
+        (make_drafter("lyanna", target, reuse={"mode": "tree_merge"}), lookup, r"set drafter\.first\.reuse"),
+        (adapted(target, tmp_path), lookup, r"set drafter\.first\.lora=null"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            Union(first, second)
     with pytest.raises(UserError, match=r"train with drafter\.first\.depth=4"):
-        Union(make_drafter("medusa", target, depth=3), Ngram(1, 3)).check(HYBRID4)
-    with pytest.raises(UserError, match=r"set drafter\.first\.reuse\.mode=none"):
-        Union(make_drafter("lyanna", target, reuse={"mode": "tree_merge"}), Ngram(1, 3))
-    with pytest.raises(UserError, match=r"set drafter\.first\.lora=null"):
-        Union(adapted(target, tmp_path), Ngram(1, 3))
+        Union(make_drafter("medusa", target, depth=3), lookup).check(Plan(4, 2, 8, proposal="hybrid"))
 
 
-def test_heads_that_end_before_the_plan_are_mixed_as_far_as_they_go(tiny_target, make_drafter):
+def test_first_with_fewer_levels_is_mixed_as_far_as_it_goes(tiny_target, make_drafter):
     target, first = both(tiny_target, make_drafter, "medusa")
     union, plan = Union(first, Ngram(1, 3), None, None, 0.0), Plan(first.max_depth + 2)
     union.check(plan)
@@ -182,7 +145,7 @@ def test_heads_that_end_before_the_plan_are_mixed_as_far_as_they_go(tiny_target,
 @pytest.mark.parametrize(
     "settings", [{"drafter": "os"}, {"drafter": 3}, {"settings": []}, {"more": 1}], ids=str
 )
-def test_a_part_that_no_union_writes_is_refused(tiny_target, make_drafter, tmp_path, part, settings):
+def test_damaged_part_of_a_checkpoint_is_refused(tiny_target, make_drafter, tmp_path, part, settings):
     target, union = united(tiny_target, make_drafter)
     hub.save(union, target, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -210,20 +173,18 @@ def test_every_drafter_may_be_the_first(pair, drafter_name, tmp_path):
         assert equal(*drafts)
 
 
-def test_an_engine_is_given_the_first_and_told_what_is_left_out(tiny_target, make_drafter):
+def test_export_is_the_firsts_with_a_note(tiny_target, make_drafter):
     target, union = united(tiny_target, make_drafter)
-    saved = hub.as_saved(union)
     assert table.accepting("union", union.settings, target) == ["vllm", "sglang", "authors"]
-    layout, alone = (table.write_layout(one, target, "vllm") for one in (saved, hub.as_saved(union.first)))
-    assert layout.config == alone.config
-    assert same(layout.tensors, alone.tensors)
-    assert layout.note.startswith("left out: the second drafter of the union (ngram), which the scores")
-    table.check_format("union", "hf")  # which drafter it is, its settings say
+    whole, first = (table.write_layout(hub.as_saved(one), target, "vllm") for one in (union, union.first))
+    assert whole.config == first.config
+    assert same(whole.tensors, first.tensors)
+    assert "left out: the second drafter" in whole.note
     with pytest.raises(UserError, match="hf has no format for drafter 'eagle'"):
-        table.write_layout(saved, target, "hf")
+        table.write_layout(hub.as_saved(union), target, "hf")
 
 
-def test_a_draft_vocabulary_belongs_to_the_weights_that_are_taken_over(tiny_target, make_drafter, tmp_path):
+def test_warm_start_takes_the_draft_vocabulary(tiny_target, make_drafter, tmp_path):
     options = {"draft_vocab_size": 7}
     target, old = both(tiny_target, make_drafter, "eagle3", **options)
     hub.save(old, target, tmp_path)
@@ -241,12 +202,11 @@ def test_a_draft_vocabulary_belongs_to_the_weights_that_are_taken_over(tiny_targ
     assert fresh.needs_fit
     assert fresh.fit(random_rollouts(V), target).startswith("suffix: ")
     assert same(fresh.state_dict(), union.state_dict())
-    unlike = Union(make_drafter("eagle", target), Ngram(1, 3))
     with pytest.raises(UserError, match="its first drafter is 'eagle3', not 'eagle'"):
-        hub.warm_start(unlike, again, target)
+        hub.warm_start(Union(make_drafter("eagle", target), Ngram(1, 3)), again, target)
 
 
-def test_a_confidence_head_is_the_firsts(tiny_target, make_drafter, tmp_path):
+def test_confidence_head_is_the_firsts(tiny_target, make_drafter, tmp_path):
     target, union = united(tiny_target, make_drafter)
     union.add_confidence()
     union.confidence.weight.data.fill_(0.25)
@@ -265,13 +225,8 @@ def test_a_confidence_head_is_the_firsts(tiny_target, make_drafter, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("union"))
-
-
-@pytest.fixture(scope="module")
-def alone(bench):
-    """Checkpoint of the first drafter, trained by itself."""
+def first_checkpoint(bench):
+    """A trained first drafter."""
     run = bench.train("score.enabled=false").succeeded()
     return run.folder / "checkpoints" / "6"
 
@@ -281,23 +236,21 @@ def firsts(checkpoint) -> dict[str, torch.Tensor]:
     return {name.removeprefix("first."): w for name, w in found.items() if name.startswith("first.")}
 
 
-def test_the_first_is_trained_bit_for_bit_as_alone(bench, alone):
+def test_first_trains_like_a_plain_run(bench, first_checkpoint):
     more = ["drafter.first.depth=2", "score.enabled=false"]
     run = train(quick(bench, *more, drafter="union")).succeeded()
     assert "drafter=union: suffix: the newest" in run.out
     checkpoint = run.folder / "checkpoints" / "6"
-    assert same(firsts(checkpoint), weights(alone))
+    assert same(firsts(checkpoint), weights(first_checkpoint))
     assert "second.corpus" in weights(checkpoint)
 
 
-def test_a_checkpoint_is_used_as_it_is_scored_and_advised(bench, alone, tmp_path):
-    more = [f"drafter.first={alone}", "drafter.second=ngram", "drafter.second_alone=0.9"]
+def test_checkpoint_as_first_is_scored_and_advised(bench, first_checkpoint, tmp_path):
+    more = [f"drafter.first={first_checkpoint}", "drafter.second=ngram", "drafter.second_alone=0.9"]
     tree = ["decode=dynamic", "decode.depth=2", "decode.width=2", "decode.nodes=4"]
     run = train(quick(bench, *more, *tree, drafter="union")).succeeded()
     checkpoint = run.folder / "checkpoints" / "0"
-    config = json.loads((checkpoint / "config.json").read_text())
-    assert config["settings"]["second"] == {"drafter": "ngram", "settings": {"max_n": 3, "min_n": 1}}
-    assert same(firsts(checkpoint), weights(alone))
+    assert same(firsts(checkpoint), weights(first_checkpoint))
     card = json.loads((checkpoint / "score.json").read_text())
     assert card["drafter"] == "union"
     more = ["chains=1", "trees=[4]", "widths=[2]", "repeats=1", "score.max_new_tokens=6", "score.prompts=2"]
@@ -310,13 +263,10 @@ def test_a_checkpoint_is_used_as_it_is_scored_and_advised(bench, alone, tmp_path
     ("override", "said"),
     [
         ("drafter.first=/no/where", "drafter.first=/no/where: no such drafter"),
-        ("drafter.first=eagl", "drafter.first=eagl: no such drafter"),
         ("drafter.first=auto", "drafter.first: give the name of one drafter"),
         ("drafter.first.dept=3", "no such option in drafter.first; did you mean"),
-        ("drafter.first.depth=0", "depth=0"),
-        ("drafter.second=eagle", "drafter.second=eagle: choose one that looks tokens up in text"),
-        ("drafter.second=/no/where", "drafter.second=/no/where: no such drafter"),
+        ("drafter.second=eagle", "drafter.second=eagle: choose one"),
     ],
 )
-def test_a_wrong_part_is_one_line(bench, override, said):
+def test_wrong_part_is_refused(bench, override, said):
     train(quick(bench, "drafter=union", override, drafter="union")).refused(said)

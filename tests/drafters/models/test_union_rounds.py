@@ -1,26 +1,22 @@
-"""Which of a union's two drafters drafts in a round, and what the first is spared."""
+"""Union: which of the two drafters drafts in a round, and what the first reads later."""
 
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import pytest
 import torch
-from faces import CHAIN, ROUNDING, SAMPLED, Follower, K, V, both, equal, may_be_first, paths
+from faces import CHAIN, ROUNDING, SAMPLED, TREE, Follower, V, both, equal, may_be_first, paths
 
-from decode.errors import UserError
 from decode.evaluation.replay import Rollout, replay
 from decode.generation.generate import generate
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from drafters.drafting.deferred import Deferred
 from drafters.models import union as union_module
 from drafters.models.ngram import Ngram
 from drafters.models.union import Union
 
-TREE = Plan(depth=K, width=3, nodes=8)
 UNLIKE = torch.arange(V)[None]  # no token twice: nothing to look up
 REPEATED = torch.tensor([[5, 1, 2, 3, 9, 1, 2, 4] * 5])
 RAGGED = [(9, 12), (3, 1), (1, 4), (2, 2)]
@@ -42,13 +38,10 @@ def calls_of(monkeypatch, drafter) -> list[str]:
     """Names of the calls that a drafter gets from now on."""
     calls = []
     for name in ("propose", "advance"):
-        monkeypatch.setattr(drafter, name, partial(_noted, calls, name, getattr(drafter, name)))
+        method = getattr(drafter, name)
+        noted = lambda *args, name=name, method=method: calls.append(name) or method(*args)  # noqa: E731
+        monkeypatch.setattr(drafter, name, noted)
     return calls
-
-
-def _noted(calls, name, method, *args):
-    calls.append(name)
-    return method(*args)
 
 
 def own(part, target, texts, counts) -> Follower:
@@ -63,9 +56,7 @@ def own(part, target, texts, counts) -> Follower:
 
 
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda p: p.name)
-def test_a_second_that_expects_enough_drafts_alone_and_the_first_does_not_run(
-    tiny_target, make_drafter, monkeypatch, plan
-):
+def test_second_that_expects_enough_drafts_without_the_first(tiny_target, make_drafter, monkeypatch, plan):
     target, union = united(tiny_target, make_drafter)
     texts, calls = REPEATED.repeat(2, 1), calls_of(monkeypatch, union.first)
     follower = Follower(union, target, texts)
@@ -78,9 +69,7 @@ def test_a_second_that_expects_enough_drafts_alone_and_the_first_does_not_run(
 
 
 @pytest.mark.parametrize("alone", [None, 99.0], ids=["never", "more than it expects"])
-def test_a_second_that_expects_too_little_leaves_the_round_to_the_first(
-    tiny_target, make_drafter, monkeypatch, alone
-):
+def test_second_that_expects_too_little_leaves_the_round(tiny_target, make_drafter, monkeypatch, alone):
     target, union = united(tiny_target, make_drafter, alone)
     calls = calls_of(monkeypatch, union.first)
     found = paths(Follower(union, target, REPEATED, (9,)).propose(CHAIN), 0)
@@ -95,15 +84,15 @@ def test_every_row_decides_for_itself(tiny_target, make_drafter, plan):
     texts = torch.cat([UNLIKE, REPEATED[:, :V]])
     draft = Follower(union, target, texts, (9, 9)).propose(plan)
     for row, part in enumerate((union.first, union.second)):
-        alone = own(part, target, texts[row : row + 1], [(9,)]).propose(plan)
-        assert paths(draft, row).keys() == paths(alone, 0).keys()
+        single = own(part, target, texts[row : row + 1], [(9,)]).propose(plan)
+        assert paths(draft, row).keys() == paths(single, 0).keys()
 
 
 # -- what the first reads later ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0]], ids=str)
-def test_what_is_read_later_gives_the_same_drafts(tiny_target, make_drafter, rows):
+def test_deferred_rounds_give_the_same_drafts(tiny_target, make_drafter, rows):
     target, union = united(tiny_target, make_drafter)
     texts = torch.cat([REPEATED, REPEATED.roll(3, 1), REPEATED.roll(-2, 1)])
     late, at_once = Follower(union, target, texts), Follower(union.first, target, texts)
@@ -120,7 +109,7 @@ def test_what_is_read_later_gives_the_same_drafts(tiny_target, make_drafter, row
     assert equal(late.propose(SAMPLED), at_once.propose(SAMPLED), atol=ROUNDING)
 
 
-def test_no_more_than_a_bound_waits_for_the_first(tiny_target, make_drafter, monkeypatch):
+def test_deferred_tokens_are_bounded(tiny_target, make_drafter, monkeypatch):
     monkeypatch.setattr(union_module, "DEFERRED", 7)
     target, union = united(tiny_target, make_drafter)
     follower = Follower(union, target, REPEATED, (9,))
@@ -135,56 +124,29 @@ def test_no_more_than_a_bound_waits_for_the_first(tiny_target, make_drafter, mon
     )
 
 
-def test_rounds_that_wait_are_joined_without_gaps():
-    waiting, line = Deferred(), [[], []]
-    assert waiting.take() is None
-    dice, tokens = random.Random(1), torch.empty(0)
-    for _ in range(4):
-        counts = [dice.randint(1, 4), dice.randint(1, 4)]
-        tokens = torch.randint(1, 99, (2, 5))
-        waiting.add(tokens, tokens[..., None, None].double(), counts, tokens[:, 0])
-        for row, count in enumerate(counts):
-            line[row] += tokens[row, :count].tolist()
-    joined = waiting.take()
-    assert joined is not None
-    assert list(joined.counts) == [len(text) for text in line]
-    for row, text in enumerate(line):
-        assert joined.tokens[row, : len(text)].tolist() == text
-        assert joined.taps[row, : len(text), 0, 0].tolist() == text
-    assert joined.root.equal(tokens[:, 0])
-    assert not waiting.rounds
-
-
 # -- decoding -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sampler", [Sampler(0.0), Sampler(0.8)], ids=str)
-@pytest.mark.parametrize(
-    ("second", "plan", "rule"),
-    [
-        (second, plan, rule)
-        for second in ("ngram", "suffix")
-        for plan in (CHAIN, TREE)
-        for rule in ((None, None), (0.9, 1))
-    ],
-)
-def test_replay_is_what_the_decoder_does(tiny_target, make_drafter, second, plan, rule, sampler):
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda p: p.name)
+@pytest.mark.parametrize("rule", [(None, None), (0.9, 1)], ids=str)
+@pytest.mark.parametrize("second", ["ngram", "suffix"])
+@pytest.mark.covering(pairs=True)
+def test_replay_counts_the_decoders_rounds(tiny_target, make_drafter, second, plan, rule, sampler):
     target = tiny_target(vocab=5)
     union = Union(make_drafter("eagle", target), make_drafter(second, target), *rule)
     target.tap(union.taps)
     dice = random.Random(3)
     prompts = [[dice.randrange(5) for _ in range(dice.randint(2, 7))] for _ in range(6)]
     options = {"max_new_tokens": 14, "sampler": sampler, "seed": 2}
-    rollouts = [
-        Rollout(prompt, output.tokens)
-        for prompt, output in zip(prompts, generate(target, None, prompts, **options).outputs, strict=True)
-    ]
+    plain = generate(target, None, prompts, **options).outputs
+    rollouts = [Rollout(prompt, output.tokens) for prompt, output in zip(prompts, plain, strict=True)]
     outputs = generate(target, union, prompts, plan=plan, **options).outputs
     assert [output.tokens for output in outputs] == [rollout.answer for rollout in rollouts]
     (one,) = replay(target, union, rollouts, [plan], sampler)
     assert one.counts.rounds == [len(output.emitted) for output in outputs]
-    (alone,) = replay(target, union.first, rollouts, [plan], sampler)
-    assert one.counts != alone.counts
+    (firsts,) = replay(target, union.first, rollouts, [plan], sampler)
+    assert one.counts != firsts.counts
     single = generate(target, union, prompts[1:2], plan=plan, requests=[1], **options).outputs[0]
     assert (single.tokens, single.emitted) == (outputs[1].tokens, outputs[1].emitted)
 
@@ -203,23 +165,3 @@ def test_every_drafter_may_be_left_out_of_rounds(pair):
 
 
 # -- options, and the parts it is made of -------------------------------------------------------------
-
-
-def test_options_out_of_range_are_refused(tiny_target, make_drafter):
-    with pytest.raises(UserError, match=r"second_alone=-1: must be at least 0"):
-        united(tiny_target, make_drafter, -1)
-    with pytest.raises(UserError, match=r"first_depth=0: must be at least 1"):
-        united(tiny_target, make_drafter, 1.0, 0)
-    with pytest.raises(UserError, match=r"first_weight=1.5: must be from 0 to 1"):
-        Union(make_drafter("eagle", tiny_target()), Ngram(1, 3), first_weight=1.5)
-
-
-def test_a_text_is_as_it_was_once_tokens_are_taken_off_again():
-    dice = random.Random(5)
-    text = Ngram(1, 3).new_state(1)[0]
-    text.extend([dice.randrange(3) for _ in range(9)])
-    known, places = list(text.tokens), {key: list(value) for key, value in text._after.items()}
-    for count in (1, 4, 0):
-        text.extend([dice.randrange(3) for _ in range(count)])
-        text.retract(count)
-        assert (text.tokens, text._after) == (known, places)

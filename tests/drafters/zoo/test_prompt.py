@@ -1,4 +1,4 @@
-"""Prompts in the verifying pass: no token sees them, none is kept, and their outputs are the next draft."""
+"""Prompts in the verifying pass (prompt, tidar): what they see, ensembles, costs, training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from exact import EXACT, check_lossless
-from faces import CHAIN, SAMPLED, TREE, V, assert_faces_agree, batch_of, both, random_texts
+from faces import SAMPLED, V, assert_faces_agree, batch_of, both, random_texts
 from workbench import final
 
 from decode.draft import Draft
@@ -24,8 +24,6 @@ from decode.sampling import Sampler
 from distill.losses import divergences, weights
 from distill.losses.objective import Objective
 from distill.training.optim import hidden_matrices
-from drafters.models.ngram import Ngram
-from drafters.models.union import Union
 from drafters.zoo.prompted_target import PromptedTarget
 
 PARENTS = torch.tensor([[-1, -1, 0, 2, 1], [-1, 0, 0, 1, 1]])
@@ -65,12 +63,12 @@ def read_ahead(target, draft):
     return target.extend(torch.tensor([[22], [23]]), draft)
 
 
-# -- the target's own distributions stay what they are -----------------------------------------------
+# -- prompts and the target --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 @pytest.mark.parametrize("window", [None, 4])
-def test_what_the_target_says_of_a_draft_is_what_it_says_without_prompts(tiny_target, make, window, shape):
+def test_prompts_change_nothing_for_the_target(tiny_target, make, window, shape):
     """By the fused pass and, where windows slide, by transformers' code."""
     target = tiny_target(vocab=V, layers=3, hidden=16, window=window)
     verifier = make(target).verifier(target)
@@ -84,18 +82,9 @@ def test_what_the_target_says_of_a_draft_is_what_it_says_without_prompts(tiny_ta
     torch.testing.assert_close(verifier.extend(after).last, plain.extend(after).last, rtol=0, atol=EXACT)
 
 
-def test_what_it_says_of_texts_is_what_it_says_without_prompts(pair):
-    target, drafter = pair
-    verifier, texts = drafter.verifier(target), random_texts()
-    assert torch.equal(verifier.read(texts).last, Target(verifier.model).read(texts).last)
-
-
-# -- what prompts say ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("shape", ["tree", "chain"])
-def test_prompts_behind_a_draft_say_what_they_say_behind_the_text(tiny_target, make, window, shape):
+def test_prompts_behind_a_node_equal_those_behind_its_text(tiny_target, make, window, shape):
     """Behind every node that of the text that leads to it."""
     target = tiny_target(vocab=V, layers=3, hidden=16, window=window)
     verifier, draft = make(target).verifier(target), drafts()[shape]
@@ -108,7 +97,7 @@ def test_prompts_behind_a_draft_say_what_they_say_behind_the_text(tiny_target, m
             torch.testing.assert_close(got[row, slot], want, rtol=0, atol=EXACT)
 
 
-def test_prompts_behind_a_prefill_are_read_once_and_not_kept(pair):
+def test_prompts_behind_a_prefill_are_not_kept(pair):
     target, drafter = pair
     verifier = drafter.verifier(target)
     verifier.start(2, 40)
@@ -122,7 +111,7 @@ def test_prompts_behind_a_prefill_are_read_once_and_not_kept(pair):
         torch.testing.assert_close(ahead[row], want, rtol=0, atol=EXACT)
 
 
-def test_long_texts_are_read_with_their_prompts_a_part_at_a_time(pair, monkeypatch):
+def test_long_texts_are_read_in_parts(pair, monkeypatch):
     target, drafter = pair
     verifier, texts = drafter.verifier(target), random_texts()
     whole = verifier.read(texts).taps
@@ -133,19 +122,12 @@ def test_long_texts_are_read_with_their_prompts_a_part_at_a_time(pair, monkeypat
 # -- several prompts of each depth -------------------------------------------------------------------
 
 
-@pytest.fixture
-def ensemble(tiny_target, make_drafter):
-    target = tiny_target(vocab=V, layers=3, hidden=16)
-    return target, make_drafter("prompt", target, ensemble=3)
-
-
 @pytest.mark.parametrize("shape", ["tree", "chain"])
-def test_an_ensemble_is_the_mean_of_members_that_know_nothing_of_one_another(ensemble, shape):
+def test_ensemble_is_the_mean_of_separate_members(tiny_target, make_drafter, shape):
     """In what is read behind drafts, behind a prefill and in training."""
-    target, drafter = ensemble
-    verifier, members = drafter.verifier(target), []
-    for number in range(3):
-        members.append(PromptedTarget(target, verifier.prompts[:, number, None]))
+    target = tiny_target(vocab=V, layers=3, hidden=16)
+    verifier = make_drafter("prompt", target, ensemble=3).verifier(target)
+    members = [PromptedTarget(target, verifier.prompts[:, number, None]) for number in range(3)]
 
     def mean(read):
         return torch.stack([read(member) for member in members]).mean(0)
@@ -164,52 +146,18 @@ def test_an_ensemble_is_the_mean_of_members_that_know_nothing_of_one_another(ens
         assert (got - read(members[0])).abs().max() > 1e-3, "members differ"
 
 
-def test_the_mean_of_head_inputs_has_the_mean_logits(ensemble):
-    target, drafter = ensemble
-    verifier, texts = drafter.verifier(target), random_texts()
-    members = [PromptedTarget(target, verifier.prompts[:, number, None]) for number in range(3)]
-    logits = torch.stack([target.head(member.read(texts).taps) for member in members])
-    got = target.head(verifier.read(texts).taps)
-    torch.testing.assert_close(got, logits.mean(0), rtol=0, atol=EXACT)
-
-
-def test_drafts_of_ensembles_are_what_training_taught(tiny_target, make_drafter):
+def test_ensembles_decode_as_trained(tiny_target, make_drafter):
     target, drafter = both(tiny_target, make_drafter, "prompt", ensemble=2)
     assert_faces_agree(drafter, target, random_texts())
 
 
-@pytest.mark.parametrize("plan", [CHAIN, TREE, SAMPLED], ids=lambda plan: plan.name)
-def test_decoding_with_ensembles_is_lossless(tiny_target, make_drafter, plan):
+def test_ensembles_are_lossless(tiny_target, make_drafter):
     target = tiny_target()
     drafter = make_drafter("prompt", target, ensemble=2)
-    check_lossless(drafter.verifier(target), drafter, plan, Sampler(1.0), rows=[0])
+    check_lossless(drafter.verifier(target), drafter, SAMPLED, Sampler(1.0), rows=[0])
 
 
-def test_one_prompt_a_depth_is_read_as_before_there_were_ensembles(tiny_target, make_drafter):
-    """Bit for bit, and a checkpoint without the option has one."""
-    target = tiny_target(vocab=V, layers=3, hidden=16)
-    drafter = make_drafter("prompt", target)
-    older = type(drafter)(**{name: v for name, v in drafter.settings.items() if name != "ensemble"})
-    older.to(torch.float64).load_state_dict(drafter.state_dict())
-    verifier, draft = older.verifier(target), drafts()["chain"]
-    got = read_ahead(verifier, draft)
-    ids = torch.arange(V, V + 3)
-    slots = torch.cat([torch.tensor([[22], [23]]), draft.tokens, ids.repeat(2, 4)], 1)  # (B, 4 + 4 * 3)
-    block = torch.zeros(16, 16, dtype=torch.bool)
-    for slot in range(4):
-        block[slot, : slot + 1] = True
-        for prompt in range(3):
-            line = block[4 + 3 * slot + prompt]
-            line[: slot + 1] = True
-            line[4 + 3 * slot : 5 + 3 * slot + prompt] = True
-    last = verifier.forward(slots, block.expand(2, -1, -1))
-    assert torch.equal(got.last, last[:, :4])
-    assert torch.equal(got.taps, last[:, 4:].unflatten(1, (4, 3)))
-    verifier.keep([1, 1])
-    assert torch.equal(verifier.look_ahead(), verifier.forward(ids.repeat(2, 1)))
-
-
-# -- what a round costs ----------------------------------------------------------------------------
+# -- costs and rounds ------------------------------------------------------------------------------
 
 
 def read_sizes(target, monkeypatch) -> list[int]:
@@ -225,7 +173,7 @@ def read_sizes(target, monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("plan", [Plan(depth=2), Plan(depth=2, width=2, nodes=5)], ids=lambda p: p.name)
-def test_a_round_is_one_pass_over_a_drafts_slots_and_their_prompts(pair, plan, monkeypatch):
+def test_round_is_one_pass_over_slots_and_prompts(pair, plan, monkeypatch):
     target, drafter = pair
     verifier = drafter.verifier(target)
     sizes = read_sizes(verifier, monkeypatch)
@@ -237,15 +185,7 @@ def test_a_round_is_one_pass_over_a_drafts_slots_and_their_prompts(pair, plan, m
     assert verifier.cache.store.capacity == len(TEXTS[0]) + 12 + slots, "it did not grow"
 
 
-def test_plain_decoding_reads_no_prompts(pair, monkeypatch):
-    target, drafter = pair
-    verifier = drafter.verifier(target)
-    sizes = read_sizes(verifier, monkeypatch)
-    generate(verifier, None, [TEXTS[0]], max_new_tokens=4, sampler=GREEDY)
-    assert sizes == [5, 1, 1, 1]
-
-
-def test_rounds_without_a_draft_do_not_lose_the_next_one(pair):
+def test_rounds_without_a_draft_keep_the_next_one(pair):
     """As where rounds of several plans are timed in turns: prompts that were not read are read late."""
     target, drafter = pair
     verifier, plan = drafter.verifier(target), Plan(depth=2, width=2, nodes=4)
@@ -264,21 +204,10 @@ def test_rounds_without_a_draft_do_not_lose_the_next_one(pair):
     assert [draft.depth for draft in drafted] == [0, 2, 0, 2, 0]
 
 
-def test_rows_that_join_decode_as_alone(pair):
-    target, drafter = pair
-    verifier = drafter.verifier(target)
-    prompts = [[5, 9, 2, 7, 3], [4, 6], [17, 4, 21], [3, 3]]
-    options = {"max_new_tokens": 10, "sampler": GREEDY, "plan": Plan(depth=2, width=2, nodes=4)}
-    batched = generate(verifier, drafter, prompts, batch_size=2, **options).outputs
-    for prompt, output in zip(prompts, batched, strict=True):
-        alone = generate(verifier, drafter, [prompt], **options).outputs[0]
-        assert (output.tokens, output.emitted) == (alone.tokens, alone.emitted)
+# -- one model in two places, and refusals -----------------------------------------------------------
 
 
-# -- one model in two places -------------------------------------------------------------------------
-
-
-def test_weights_are_shared_and_so_is_what_was_made_of_them(tiny_target, make_drafter):
+def test_verifier_shares_the_targets_weights(tiny_target, make_drafter):
     target = tiny_target(vocab=V, layers=3, hidden=16)
     drafter = make_drafter("prompt", target)
     verifier = drafter.verifier(target)
@@ -290,13 +219,13 @@ def test_weights_are_shared_and_so_is_what_was_made_of_them(tiny_target, make_dr
     assert Fused.of(verifier.base, verifier.layers, verifier.config) is fused
 
 
-def test_the_original_target_is_refused_where_it_would_verify(pair):
+def test_original_target_as_verifier_is_refused(pair):
     target, drafter = pair
     with pytest.raises(UserError, match=r"decode with that"):
         generate(target, drafter, [[1, 2]], max_new_tokens=4, sampler=GREEDY, plan=Plan(depth=2))
 
 
-def test_a_target_whose_layers_read_tokens_is_refused(tiny_target, make, monkeypatch):
+def test_target_whose_layers_read_tokens_is_refused(tiny_target, make, monkeypatch):
     """As Gemma 3n's, which have embeddings of their own."""
     target = tiny_target(vocab=V, layers=3, hidden=16)
     forward = target.base.forward
@@ -311,28 +240,16 @@ def test_a_target_whose_layers_read_tokens_is_refused(tiny_target, make, monkeyp
         make(target)
 
 
-def test_two_targets_are_not_put_into_one_another(pair):
+def test_prompting_twice_is_refused(pair):
     target, drafter = pair
     with pytest.raises(ValueError, match="twice"):
         drafter.verifier(drafter.verifier(target))
 
 
-def test_a_union_is_refused(pair):
-    _, drafter = pair
-    with pytest.raises(UserError, match=r"drafter\.first="):
-        Union(drafter, Ngram(1, 3))
-
-
-@pytest.mark.parametrize("changes", [{"depth": 0}, {"ensemble": 0}, {"anchors": -1}], ids=str)
-def test_numbers_out_of_range_are_refused(tiny_target, make, changes):
-    with pytest.raises(UserError, match=f"{next(iter(changes))}="):
-        make(tiny_target(vocab=V, layers=3, hidden=16), **changes)
-
-
 # -- training --------------------------------------------------------------------------------------
 
 
-def test_a_sample_of_anchors_stands_for_all(pair):
+def test_sampled_anchors_stand_for_all(pair):
     target, drafter = pair
     batch = batch_of(target, random_texts(rows=3))
     every = {step.depth: step for step in drafter.eval().unroll(batch, target)}
@@ -347,32 +264,13 @@ def test_a_sample_of_anchors_stands_for_all(pair):
         assert step.weight == pytest.approx(len(every[1].anchor) / 12)
 
 
-def test_gradients_are_those_of_a_pass_that_keeps_everything(pair):
-    """With layers that are computed again for the backward pass."""
-    target, drafter = pair
-    batch, found = batch_of(target, random_texts()), []
-    for again in (False, True):
-        drafter.zero_grad()
-        if again:
-            fresh = type(drafter)(**drafter.settings).to(torch.float64).eval()
-            fresh.load_state_dict(drafter.state_dict())
-            fresh.checkpoint_gradients()
-        else:
-            fresh = drafter
-        loss = sum(step.head(step.hidden).log_softmax(-1)[:, 0].sum() for step in fresh.unroll(batch, target))
-        loss.backward()
-        found.append([weight.grad.clone() for weight in fresh.parameters()])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
-
-
-def test_prompts_are_no_hidden_weights(pair):
+def test_prompts_are_no_hidden_matrices(pair):
     """Which Muon would train."""
     _, drafter = pair
     assert not any(weight is drafter.prompts.weight for weight in hidden_matrices(drafter))
 
 
-def test_a_target_in_a_slow_dtype_is_read_in_fp32(tiny_target, make_drafter, monkeypatch):
+def test_slow_dtype_is_read_in_fp32(tiny_target, make_drafter, monkeypatch):
     monkeypatch.setattr("drafters.families.tuned_target.product_dtype", lambda dtype, device: torch.float32)
     target = tiny_target(vocab=V, layers=3, hidden=16, dtype=torch.bfloat16)
     drafter = make_drafter("prompt", target).float()
@@ -381,7 +279,7 @@ def test_a_target_in_a_slow_dtype_is_read_in_fp32(tiny_target, make_drafter, mon
     assert drafter.verifier(target).read(random_texts()).taps.dtype == torch.bfloat16
 
 
-def test_a_run_is_scored_on_the_targets_own_answers(bench):
+def test_run_scores_on_the_targets_answers(bench):
     done = bench.train("drafter=prompt", "score.temperatures=[0.0,1.0]").succeeded()
     original = load_target(str(bench.target))
     held = (bench.root / "outputs" / "heldout").rglob("manifest.json")
@@ -395,38 +293,21 @@ def test_a_run_is_scored_on_the_targets_own_answers(bench):
     assert set(weights) == {"prompts.weight"}
 
 
-# -- what the parts of a loss weigh -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("drafts", [0.25, 3.0])
-def test_the_prompts_of_tidar_count_drafts_times_beside_the_tuned_target(tiny_target, make_drafter, drafts):
+def test_tidar_weighs_prompts_by_drafts(tiny_target, make_drafter, drafts):
     """loss = divergence of the tuned target + drafts * that of the prompts, as its class says."""
     target = tiny_target(vocab=V, layers=3, hidden=16)
     batch, objective = batch_of(target, random_texts()), Objective(divergences.kl, weights.constant)
 
     def losses(drafter) -> tuple[float, float]:
-        """Of the whole, and of the tuned target alone."""
+        """Of the whole, and of the tuned target."""
         steps = list(drafter.unroll(batch, target))
         parts = steps, [step for step in steps if step.depth == 0]
-        whole, alone = (float(objective(part, batch.last, target.head, {})[0].detach()) for part in parts)
-        return whole, alone
+        whole, tuned = (float(objective(part, batch.last, target.head, {})[0].detach()) for part in parts)
+        return whole, tuned
 
     whole, tuned = losses(make_drafter("tidar", target, drafts=1.0))
     weighted, same = losses(make_drafter("tidar", target, drafts=drafts))
     assert same == tuned > 0
     assert whole - tuned > 0
     assert weighted - tuned == pytest.approx(drafts * (whole - tuned), rel=1e-12)
-
-
-@pytest.mark.parametrize(("name", "drafts"), [("prompt", 1.0), ("tidar", 3.0)])
-def test_of_a_sample_each_anchor_stands_for_those_left_out(tiny_target, make_drafter, name, drafts):
-    target = tiny_target(vocab=V, layers=3, hidden=16)
-    options = {"drafts": drafts} if name == "tidar" else {}
-    drafter, batch = (
-        make_drafter(name, target, anchors=2, **options).train(),
-        batch_of(target, random_texts()),
-    )
-    anchors, sampled = batch.tokens[:, 1:].numel() - len(batch.tokens), 2 * len(batch.tokens)
-    steps = [step for step in drafter.unroll(batch, target) if step.depth]
-    assert [len(step.anchor) for step in steps[:1]] == [sampled]
-    assert {step.weight for step in steps} == {drafts * anchors / sampled}

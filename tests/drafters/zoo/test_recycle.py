@@ -1,25 +1,19 @@
-"""Token recycling: what counts of the row's own text, and that nothing has to be counted before."""
+"""Token recycling: which places of a row's text count, and long prompts in pieces."""
 
 import pytest
 import torch
-from faces import Follower, assert_faces_agree, both, equal, random_rollouts
+from faces import TREE, Follower, assert_faces_agree, both, equal, random_rollouts
 
-from decode.errors import UserError
-from decode.plan import Plan
 from drafters.zoo import recycle
 from drafters.zoo.recycle import RECENT
-
-TREE = Plan(3, 3, 8)
 
 
 @pytest.fixture
 def made(tiny_target, make_drafter):
-    target, drafter = both(tiny_target, make_drafter, "recycle", pairs=False)
-    target.tap(drafter.taps)
-    return target, drafter
+    return both(tiny_target, make_drafter, "recycle", pairs=False)
 
 
-def test_the_newest_places_of_a_token_count_and_the_newest_most(made):
+def test_newest_places_of_a_token_count_most(made):
     """Texts of three tokens, each of them more often in a text than places count."""
     target, drafter = made
     texts = torch.randint(3, (2, 60), generator=torch.Generator().manual_seed(0))
@@ -27,7 +21,7 @@ def test_the_newest_places_of_a_token_count_and_the_newest_most(made):
     assert_faces_agree(drafter, target, texts, [(40, 12), (3, 20), (1, 4), (4, 1)])
 
 
-def test_a_long_prompt_is_scored_in_pieces(made, monkeypatch):
+def test_long_prompt_is_scored_in_pieces(made, monkeypatch):
     target, drafter = made
     texts = torch.randint(20, (2, 30), generator=torch.Generator().manual_seed(1))
     whole = Follower(drafter, target, texts, (25, 21)).propose(TREE)
@@ -48,11 +42,3 @@ def test_pairs_are_counted_only_if_asked(tiny_target, make_drafter, made):
     _, counting = both(tiny_target, make_drafter, "recycle")
     assert counting.needs_fit
     assert "pairs counted" in counting.fit(random_rollouts(40))
-
-
-@pytest.mark.parametrize(
-    "option", [{"candidates": 0}, {"own_weight": 1.0}, {"own_weight": 0.0}, {"decay": 1.1}]
-)
-def test_options_out_of_range_are_refused(tiny_target, make_drafter, option):
-    with pytest.raises(UserError, match=next(iter(option))):
-        both(tiny_target, make_drafter, "recycle", **option)
