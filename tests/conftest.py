@@ -46,6 +46,8 @@ from drafters.models.dflash import DFlash
 from drafters.models.hf_dllm import Dllm
 
 pytest.register_assert_rewrite("contract")
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # of small Llamas, without special tokens
+HEADS |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 # Hypothesis' own profile, everywhere: the same cases in every run, and none fails for being slow.
 hypothesis.settings.load_profile("ci")
 
@@ -125,32 +127,15 @@ def tiny_target() -> Callable[..., Target]:
     Norms are torch's, because transformers' round to fp32 inside, which is too coarse for 1e-12.
     """
 
-    def make(
-        vocab: int = 3,
-        layers: int = 2,
-        hidden: int = 8,
-        window: int | None = None,
-        positions: int = 64,
-        seed: int = 0,
-        dtype: torch.dtype = torch.float64,
-    ) -> Target:
+    def make(vocab=3, layers=2, hidden=8, window=None, positions=64, seed=0, dtype=torch.float64) -> Target:
         torch.manual_seed(seed)
-        shape: dict[str, Any] = {
-            "vocab_size": vocab,
-            "hidden_size": hidden,
-            "intermediate_size": 2 * hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": hidden // 2,
-            "max_position_embeddings": positions,
-            "tie_word_embeddings": False,
-        }
-        ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        shape: dict[str, Any] = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 2 * hidden}
+        shape |= {"num_hidden_layers": layers, "head_dim": hidden // 2, "max_position_embeddings": positions}
+        shape |= HEADS | {"tie_word_embeddings": False}
         if window:
-            model = MistralForCausalLM(MistralConfig(**shape, **ends, sliding_window=window))
+            model = MistralForCausalLM(MistralConfig(**shape, sliding_window=window))
         else:
-            model = LlamaForCausalLM(LlamaConfig(**shape, **ends))
+            model = LlamaForCausalLM(LlamaConfig(**shape))
         model = model.to(dtype)
         for parent in list(model.modules()):
             for name, child in parent.named_children():
@@ -172,10 +157,8 @@ def draft_folder(tmp_path_factory) -> Callable[[int], str]:
 
     def make(vocab: int) -> str:
         if not (root / str(vocab)).exists():
-            shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-            heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-            ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-            config = LlamaConfig(vocab_size=vocab, max_position_embeddings=64, **shape, **heads, **ends)
+            shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+            config = LlamaConfig(vocab_size=vocab, max_position_embeddings=64, **shape, **HEADS)
             LlamaForCausalLM(config).save_pretrained(root / str(vocab))
         return str(root / str(vocab))
 

@@ -31,6 +31,7 @@ from distill.prompts.sources import read_prompts
 from distill.rollouts.store import RolloutStore
 from distill.rollouts.writer import Writer
 
+pytestmark = pytest.mark.proof
 MODEL = str(ROOT / "data" / "pocket")
 for package in ("fastapi", "uvicorn", "openai"):
     pytest.importorskip(package, reason="pip install -e '.[serving]'")
@@ -56,13 +57,9 @@ class Served:
         options = ["--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(self.port)]
         # In fp32 nothing but the last digits differs from our own decoding.
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", program, "serve", MODEL, *options]
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", program, "serve", MODEL, *options],
-                stdout=log,
-                stderr=log,
-                env=environment,
-            )
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         end = time.monotonic() + 120
         while time.monotonic() < end and self.process.poll() is None:
             try:
@@ -73,7 +70,6 @@ class Served:
         raise AssertionError(f"no server: {self.log.read_text()[-2000:]}")
 
     def kill(self) -> None:
-        """As a machine that is switched off."""
         assert self.process
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
@@ -107,8 +103,7 @@ def plan_for(pocket, **changes):
     return replace(PLAN, **{**settings, "max_new_tokens": 24, "batch_size": 4, **changes})
 
 
-@pytest.mark.proof
-def test_greedy_text_is_that_of_the_target_in_this_process(served, pocket, chat, prompts):
+def test_served_greedy_text_equals_the_target_in_process(served, pocket, chat, prompts):
     plan = plan_for(pocket)
     two = Prompt.of("two", (*prompts[0].messages, {"role": "user", "content": "And then?"}))
     asked = [*prompts[:7], two]
@@ -124,8 +119,7 @@ def test_greedy_text_is_that_of_the_target_in_this_process(served, pocket, chat,
     assert {row["finish_reason"] for row in own} == {"stop", "length"}, "the test has to see both"
 
 
-@pytest.mark.proof
-def test_it_draws_where_it_is_told_to(served, chat, prompts, pocket):
+def test_samples_of_a_prompt_differ(served, chat, prompts, pocket):
     messages = prompts[0].messages
     requests = [Request("p", sample, chat.encode(messages), messages) for sample in range(3)]
     drawn = SamplingParams({"temperature": 1.0, "top_k": 0, "top_p": 1.0}, 16, stop_tokens(pocket))
@@ -133,10 +127,7 @@ def test_it_draws_where_it_is_told_to(served, chat, prompts, pocket):
     assert len({tuple(answer.tokens) for answer in answers}) == 3
 
 
-@pytest.mark.proof
-def test_a_server_killed_in_the_middle_and_started_again_loses_nothing(
-    served, chat, prompts, pocket, tmp_path, capsys
-):
+def test_restarted_server_loses_no_row(served, chat, prompts, pocket, tmp_path, capsys):
     plan = plan_for(pocket, server=MODEL, max_new_tokens=16)
     store = RolloutStore(tmp_path, plan, prompts)
     writer = Writer(served.engine(chat), chat, plan)
@@ -151,43 +142,28 @@ def test_a_server_killed_in_the_middle_and_started_again_loses_nothing(
     filling.join(120)
     rows = [row for i in range(store.shards) for row in pq.read_table(store.path(i)).to_pylist()]
     own = Writer(InProcess(pocket, 4, seed=0), chat, plan)(0, prompts, 0)
-    assert [chat.tokenizer.decode(row["tokens"]) for row in rows] == [
-        chat.tokenizer.decode(row["tokens"]) for row in own
-    ]
+    texts = [[chat.tokenizer.decode(row["tokens"]) for row in some] for some in (rows, own)]
+    assert texts[0] == texts[1]
     assert [row["id"] for row in rows] == [prompt.id for prompt in prompts]
     said = capsys.readouterr().out
-    assert said.count("waiting up to 120 s for it") == 1
-    assert said.count("answers again") == 1
+    assert said.count("waiting up to 120 s for it") == said.count("answers again") == 1
 
 
-@pytest.mark.proof
-def test_a_wrong_model_is_one_line(served, chat, prompts, pocket):
+def test_wrong_model_is_refused(served, chat, prompts, pocket):
     request = Request("p", 0, chat.encode(prompts[0].messages), prompts[0].messages)
     params = SamplingParams({"temperature": 0.0}, 4, stop_tokens(pocket))
-    with pytest.raises(
-        UserError, match=r"^rollout.model=other: .*Server is pinned to .*data/pocket"
-    ) as error:
+    with pytest.raises(UserError, match=r"^rollout.model=other: .*data/pocket") as error:
         served.engine(chat, model="other")([request], params)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.proof
 def test_train_py_takes_its_answers(served, tmp_path):
     records = (ROOT / "data" / "prompts" / "train.jsonl").read_text().splitlines()[:6]
     (tmp_path / "prompts.jsonl").write_text("\n".join(records))
-    done = train(
-        [
-            f"prompts={tmp_path / 'prompts.jsonl'}",
-            "rollout=openai",
-            f"rollout.url={served.url}",
-            f"rollout.model={MODEL}",
-            "rollout.max_new_tokens=12",
-            "score.enabled=false",
-            "trainer.max_steps=2",
-            "logger=csv",
-            f"output_dir={tmp_path / 'outputs'}",
-        ]
-    )
+    words = [f"prompts={tmp_path / 'prompts.jsonl'}", f"output_dir={tmp_path / 'outputs'}", "logger=csv"]
+    words += ["rollout=openai", f"rollout.url={served.url}", f"rollout.model={MODEL}"]
+    words += ["rollout.max_new_tokens=12", "score.enabled=false", "trainer.max_steps=2"]
+    done = train(words)
     assert (done.code, done.err) == (0, "")
     assert "gives no token ids (422" in done.out
     (note,) = (tmp_path / "outputs" / "rollouts").glob("*/manifest.json")

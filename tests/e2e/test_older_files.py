@@ -1,18 +1,14 @@
-"""What was written at a0da26c, before the source moved into sub-packages, still loads."""
-
-import shutil
+"""A checkpoint of commit a0da26c loads; a scorecard of that commit is named as older."""
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from workbench import ROOT, make_target
+from workbench import ROOT, foredraft, make_target
 
 from decode.generation.generate import generate
 from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.report.compare import Choice, read, table
-from distill.report.html import write
 from drafters.checkpoint.io import load
 from drafters.models.eagle import Eagle
 
@@ -36,8 +32,7 @@ def test_a_checkpoint_loads_to_the_last_bit_and_drafts(step, tmp_path):
     assert drafted.outputs[0].drafted
 
 
-def test_a_run_is_compared_and_reported(tmp_path):
-    run = shutil.copytree(RUN, tmp_path / "run", symlinks=True)
-    text = table(read([str(run)]), Choice())
-    assert "eagle" in text
-    assert write(run, tmp_path / "report.html").stat().st_size > 1_000_000
+def test_an_older_scorecard_is_named_in_one_line():
+    done = foredraft("compare", str(RUN))
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "a scorecard of version 3" in done.err

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from engine_process import ask_script
 
 from decode.generation.generate import generate
 from decode.generation.types import Round
@@ -25,7 +23,7 @@ PROMPTS = [[1, 2, 3, 5, 8, 13], [40, 30, 20]]
 
 @pytest.fixture
 def target(random_llama):
-    """A Llama whose next token follows from the last one alone; what its layers pass on is random."""
+    """A Llama whose next token depends on the last one only; what its layers pass on is random."""
     return random_llama(V, D, layers=0.02, rest=0.3)
 
 
@@ -65,19 +63,7 @@ def test_vllm_accepts_of_an_export_what_we_accept(
     (tmp_path / "draft").mkdir()
     layout.write(tmp_path / "draft")
     speculative = {"method": "dspark", "model": str(tmp_path / "draft"), "num_speculative_tokens": K}
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [
-            *(vllm_python, RUN, tmp_path / "target"),
-            *(json.dumps(speculative), json.dumps(PROMPTS), str(TOKENS)),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert not done.returncode, done.stderr[-2000:]
-    theirs = json.loads(done.stdout.strip().splitlines()[-1])
+    theirs = ask_script(vllm_python, RUN, tmp_path / "target", speculative, PROMPTS, TOKENS)
     answers, rounds, accepted = counted(target, drafter)
     counts = accepted, theirs["num_accepted_tokens_per_pos"]
     shares = [figures([count / rounds for count in each]) for each in counts]

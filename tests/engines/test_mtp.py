@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from engine_process import ask_script
 from fitting import fit
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from vllm_on_cpu import SETTINGS
 
 from decode.evaluation.replay import replay
 from decode.evaluation.teacher_forced import Rollout
@@ -38,15 +38,8 @@ if __name__ == "__main__":
     found = llm.generate(prompts, options, use_tqdm=False)
     counts = {m.name: getattr(m, "values", None) or getattr(m, "value", None) for m in llm.get_metrics()
               if "spec_decode" in m.name}
-    print("FOUND", json.dumps([[list(o.outputs[0].token_ids) for o in found], counts]))
+    print(json.dumps([[list(o.outputs[0].token_ids) for o in found], counts]))
 """
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 KINDS = {
     "MiMoForCausalLM": (Qwen2Config, Qwen2ForCausalLM, {"num_nextn_predict_layers": 1}),
     "LlamaForCausalLM": (LlamaConfig, LlamaForCausalLM, {}),
@@ -94,22 +87,11 @@ def served(python: Path, target, drafter, folder: Path, prompts: list[list[int]]
     layout.write(folder)
     command = layout.command(target.model.name_or_path, str(folder)).replace("'", "").split(" --")[1:]
     given = {name: json.loads(value) for name, value in (part.split(" ", 1) for part in command)}
-    asked = {
-        "target": target.model.name_or_path,
-        "overrides": given.get("hf-overrides", {}),
-        "speculative": given["speculative-config"],
-        "prompts": prompts,
-        "tokens": TOKENS,
-    }
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ENVIRONMENT
+    asked = {"target": target.model.name_or_path, "overrides": given.get("hf-overrides", {})}
+    asked |= {"speculative": given["speculative-config"], "prompts": prompts, "tokens": TOKENS}
     script = folder / "serve.py"
     script.write_text(SERVER)
-    done = subprocess.run(
-        [python, script, json.dumps(asked)], env=environment, capture_output=True, text=True, check=False
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    assert lines, done.stderr[-3000:]
-    return json.loads(lines[0].removeprefix("FOUND "))
+    return ask_script(python, script, asked, variables=SETTINGS)
 
 
 @pytest.mark.engine
@@ -127,8 +109,8 @@ def test_vllm_accepts_of_an_mtp_head_what_replay_says(vllm_python, engine_row, t
     rounds = counts["vllm:spec_decode_num_drafts"]
     there = [count / rounds for count in counts["vllm:spec_decode_num_accepted_tokens_per_pos"]]
     equal = f"{sum(map(list.__eq__, found, plain))} of {len(plain)} equal"
-    beside = f"MTP, beside a random {kind.removesuffix('ForCausalLM')}"
-    engine_row(beside, "vllm", "vllm 0.32.0", equal, figures(ours.survival), figures(there))
+    name = f"MTP, beside a random {kind.removesuffix('ForCausalLM')}"
+    engine_row(name, "vllm", "vllm 0.32.0", equal, figures(ours.survival), figures(there))
     assert found == plain
     assert there[0] > 0.2  # else there is nothing to compare
     # vLLM's first pair has no token, so a few rounds may differ.

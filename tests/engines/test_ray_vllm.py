@@ -33,33 +33,22 @@ def options(bench, vllm_python: Path, monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     arguments = ["--enforce-eager", "--max-model-len=256", "--max-num-seqs=8"]
     given = ["rollout=ray", f"rollout.engine_python={vllm_python}", "rollout.temperature=0.0"]
-    return options_of(
-        *bench.command,
-        f"target={ROOT / 'data' / 'pocket'}",
-        *given,
-        "target.dtype=float32",
-        "rollout.shard_size=3",
-        "rollout.max_new_tokens=48",
-        rollout__engine_arguments=arguments,
-    )
+    given += [f"target={ROOT / 'data' / 'pocket'}", "target.dtype=float32", "rollout.shard_size=3"]
+    given += ["rollout.max_new_tokens=48"]
+    return options_of(*bench.command, *given, rollout__engine_arguments=arguments)
 
 
-def children(name: str) -> set[int]:
-    """Processes of this machine whose command line has a word."""
-    found = subprocess.run(["pgrep", "-f", name], capture_output=True, text=True, check=False).stdout
+def pgrep(*words: str) -> set[int]:
+    """Processes of this machine."""
+    found = subprocess.run(["pgrep", *words], capture_output=True, text=True, check=False).stdout
     return {int(pid) for pid in found.split()}
 
 
 def gone(before: set[int], seconds: float = 30.0) -> bool:
     end = time.monotonic() + seconds
-    while (more := children("vllm.entrypoints") - before) and time.monotonic() < end:
+    while (more := pgrep("-f", "vllm.entrypoints") - before) and time.monotonic() < end:
         time.sleep(0.2)
     return not more
-
-
-def children_of(process: int) -> set[int]:
-    found = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True, check=False).stdout
-    return {int(pid) for pid in found.split()}
 
 
 def ends(processes: set[int], seconds: float = 0.0) -> set[int]:
@@ -84,12 +73,12 @@ def fleet(options) -> Iterator:
         yield lambda load: Fleet(crew, load)
 
 
-def test_a_killed_worker_costs_no_row_and_its_engine_ends_with_it(bench, options, fleet, tmp_path):
+def test_killed_worker_loses_no_row_and_ends_its_engine(bench, options, fleet, tmp_path):
     target, chat = build_target(options.target), read_chat(options.target, options.prompts.template)
     prompts = read_prompts(bench.prompts)
     plan = rollout_plan(options, target, chat, prompts)
     assert plan.server.startswith(options.target.name)  # rows of their own: another program draws them
-    before, away, log = children("vllm.entrypoints"), portable(options), tmp_path / "log"
+    before, away, log = pgrep("-f", "vllm.entrypoints"), portable(options), tmp_path / "log"
 
     one = RolloutStore(tmp_path / "one", plan, prompts)
     one.open()
@@ -117,7 +106,7 @@ def test_a_killed_worker_costs_no_row_and_its_engine_ends_with_it(bench, options
             if len(lines) > 4:  # the third shard, while its answers are written
                 time.sleep(0.2)
                 worker = int(lines[4])
-                engines.append(ends(children_of(worker)))
+                engines.append(ends(pgrep("-P", str(worker))))
                 os.kill(worker, signal.SIGKILL)
                 engines.append(ends(engines[0], 30.0))
                 killed.append(lines[5])

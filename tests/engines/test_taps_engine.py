@@ -90,9 +90,7 @@ def compare(engine: EngineTarget, folder: Path) -> None:
         assert distance[0] <= FURTHER * distance[1] + 1e-3
 
 
-def test_states_and_rows_are_the_targets_and_a_killed_engine_loses_nothing(
-    serve, tmp_path, monkeypatch, capsys
-):
+def test_engine_states_match_the_target_and_survive_a_kill(serve, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("distill.engines.engine_target.GONE", 2.0)
     engine = serve(POCKET)
     compare(engine, POCKET)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from engine_process import ask_script
 
 from decode.plan import Plan
 from decode.sampling import Sampler
@@ -67,18 +65,7 @@ def test_vllm_drafts_with_a_window_what_we_draft(
     if to == "vllm":
         model = tmp_path / "target"
         speculative = {"method": name, "model": str(tmp_path / "draft"), "num_speculative_tokens": K}
-    done = subprocess.run(
-        [
-            *(vllm_python, RUN, model),
-            *(json.dumps(speculative), json.dumps(PROMPTS), str(TOKENS)),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
-    )
-    assert not done.returncode, done.stderr[-2000:]
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    found = ask_script(vllm_python, RUN, model, speculative, PROMPTS, TOKENS)
     same, whole = [], []
     for prompt, given in zip(PROMPTS, found, strict=True):
         text = [*prompt, *given["answer"]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 from workbench import Bench, command, make_target
@@ -22,19 +21,16 @@ EVERYBODY = ["ours-plain", "hf-generate", "hf-assisted", "hf-prompt-lookup", "ou
 
 @pytest.fixture(scope="module")
 def checkpoint(bench):
-    """An EAGLE nobody trained."""
     return bench.untrained_eagle()
 
 
 def benchmark(bench: Bench, *more: str):
     """`python scripts/lab/benchmark.py` in this process, on the tiny target as its own draft model."""
-    given = [a for a in bench.command if a.startswith(("target=", "prompts"))]
-    given = [a for a in given if a != "prompts.self=0"]
+    given = [a for a in bench.command if a.startswith(("target=", "prompts")) and a != "prompts.self=0"]
     quick = ["compiled=false", "score.prompts=3", "score.max_new_tokens=9", "score.repeats=2"]
-    if "drafter=eagle" not in more:
-        given.append(f"drafter.path={bench.target}")
-    argv = ["benchmark.py", "decode", *given, *quick, f"out={bench.root / 'race.json'}", *more]
-    return command(run, argv)
+    draft = [] if "drafter=eagle" in more else [f"drafter.path={bench.target}"]
+    out = f"out={bench.root / 'race.json'}"
+    return command(run, ["benchmark.py", "decode", *given, *quick, *draft, out, *more])
 
 
 def test_a_race_writes_a_row_for_everybody(bench, checkpoint):
@@ -49,14 +45,11 @@ def test_a_race_writes_a_row_for_everybody(bench, checkpoint):
         assert row["tokens"] == rows["ours-plain"]["tokens"]
     assert rows["ours-plain"]["ratio"] == rows["ours-plain"]["tau"] == rows["hf-generate"]["tau"] == 1.0
     assert rows["ours-lm-chain"]["tau"] > 2
-    assert {"load_average", "hardware", "threads", "commit", "dtype", "timed"} <= card.keys()
     assert (card["prompts"], card["repeats"], card["threads"], len(card["load_average"])) == (3, 2, 1, 2)
-    said = done.out.splitlines()
-    assert [line.split()[0] for line in said[1 : 1 + len(rows)]] == list(rows)
-    assert "whole calls" in done.out
+    assert [line.split()[0] for line in done.out.splitlines()[1 : 1 + len(rows)]] == list(rows)
 
 
-def test_at_a_temperature_everybody_draws_and_no_texts_are_compared(bench):
+def test_drawn_texts_are_not_compared(bench):
     benchmark(bench, "temperature=0.8", "score.repeats=1", "ends=false").succeeded()
     rows = json.loads((bench.root / "race.json").read_text())["rows"]
     assert [row["name"] for row in rows] == EVERYBODY
@@ -66,7 +59,7 @@ def test_at_a_temperature_everybody_draws_and_no_texts_are_compared(bench):
     assert rows[EVERYBODY.index("hf-assisted")]["tau"] > 2
 
 
-def test_without_a_draft_model_of_the_vocabulary_the_others_race(bench):
+def test_race_without_a_draft_model_of_the_vocabulary(bench):
     done = benchmark(bench, "drafter.path=data/pocket-draft", "score.repeats=1").succeeded()
     card = json.loads((bench.root / "race.json").read_text())
     assert [row["name"] for row in card["rows"]] == ["ours-plain", "hf-generate", "hf-prompt-lookup"]
@@ -75,32 +68,26 @@ def test_without_a_draft_model_of_the_vocabulary_the_others_race(bench):
 
 
 @pytest.mark.parametrize(
-    ("more", "reason"),
+    ("option", "reason"),
     [
-        (["drafter.path=/nowhere"], "drafter=/nowhere: no such folder"),
-        (["drafter=eagle"], "Hugging Face can use drafter=lm_given too"),
-        (["checkpoint=/nowhere"], "no such folder"),
-        (["plans.tree.width=0"], "must be >= 0 and >= 1"),
-        (["score.repeats=0"], "score.repeats=0: must be at least 1"),
-        (["temperature=-1.0"], "temperature=-1.0 is out of range"),
+        ("drafter.path=/nowhere", "drafter=/nowhere: no such folder"),
+        ("drafter=eagle", "Hugging Face can use drafter=lm_given too"),
+        ("checkpoint=/nowhere", "no such folder"),
+        ("plans.tree.width=0", "must be >= 0 and >= 1"),
+        ("score.repeats=0", "score.repeats=0"),
+        ("temperature=-1.0", "temperature=-1.0"),
     ],
-    ids=str,
 )
-def test_a_mistake_is_one_line(bench, more, reason):
-    done = benchmark(bench, *more)
-    done.refused(reason)
+def test_bad_option_is_refused(bench, option, reason):
+    benchmark(bench, option).refused(reason)
 
 
-@pytest.mark.parametrize("words", [["speed"], ["checkpoint=x"]], ids=str)
-def test_an_unknown_word_is_answered_with_the_known_ones(words):
-    done = command(run, ["benchmark.py", *words])
-    assert done.code == 2
-    assert done.err.startswith("error: benchmark")
-    assert "choose one of auto, decode" in done.err
-    assert sys.argv[0] != "benchmark.py"
+@pytest.mark.parametrize("word", ["speed", "checkpoint=x"])
+def test_unknown_benchmark_is_refused(word):
+    command(run, ["benchmark.py", word]).refused("benchmark", "choose one of auto, decode")
 
 
-@pytest.mark.parametrize("words", [[], ["-h"], ["--help"]], ids=str)
+@pytest.mark.parametrize("words", [[], ["--help"]], ids=str)
 def test_help_lists_the_benchmarks(words):
     done = command(run, ["benchmark.py", *words])
     assert (done.code, done.err) == (0, "")
@@ -126,7 +113,7 @@ class Clock:
         return Contender(name, decode)
 
 
-def test_speeds_are_tokens_over_whole_calls_and_the_first_place_goes_round(monkeypatch):
+def test_speeds_count_whole_calls_and_contenders_take_turns_to_be_first(monkeypatch):
     clock = Clock(monkeypatch)
     who = [clock.contender("a", 1.0, 4), clock.contender("b", 0.5, 4, [2, 1]), clock.contender("c", 2.0, 5)]
     results = race(who, [[0], [1]], max_new_tokens=20, repeats=3)
@@ -168,18 +155,17 @@ def test_hugging_faces_passes_are_counted_as_ours_are(tmp_path):
 
 
 def test_end_tokens_and_the_context_end_a_text_alike(tmp_path):
-    folder = str(make_target(tmp_path / "target"))
-    target = load_target(folder, "float64")
+    target = load_target(str(make_target(tmp_path / "target")), "float64")
     free = ours(target, None, Plan(), GREEDY)([7, 8, 9], 20).tokens
     stop = [free[5]]
-    for options in [{"stop": stop}, {}]:
-        mine, theirs = ours(target, None, Plan(), GREEDY, **options), hugging_face(target, GREEDY, **options)
-        assert mine([7, 8, 9], 20).tokens == theirs([7, 8, 9], 20).tokens
+    mine, theirs = ours(target, None, Plan(), GREEDY, stop=stop), hugging_face(target, GREEDY, stop=stop)
+    assert mine([7, 8, 9], 20).tokens == theirs([7, 8, 9], 20).tokens
+    mine, theirs = ours(target, None, Plan(), GREEDY), hugging_face(target, GREEDY)
     long = [7] * 250  # of 256 positions
     assert len(theirs(long, 20).tokens) == len(mine(long, 20).tokens) == 6
 
 
-def test_rollouts_are_raced_by_batch_size_with_and_without_a_drafter(bench, checkpoint):
+def test_rollout_race_has_a_row_for_every_batch_size_and_drafter(bench, checkpoint):
     given = [a for a in bench.command if a.startswith(("target=", "prompts"))]
     out = bench.root / "rollout.json"
     quick = ["score.max_new_tokens=6", "score.repeats=2", "count=2", "batch_sizes=[1,3]", "decode.depth=2"]

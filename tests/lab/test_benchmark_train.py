@@ -20,19 +20,8 @@ from benchmarks.train_step.workers import HERE, Contender, Worker, rates
 from decode.errors import UserError
 from distill.config.compose import compose
 
-SHAPE = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "heads": 2,
-    "kv_heads": 1,
-    "head_dim": 8,
-    "layers": 1,
-    "window": None,
-    "taps": 3,
-    "vocab_size": 64,
-    "draft_vocab_size": 16,
-    "depth": 2,
-}
+SHAPE = {"hidden_size": 16, "intermediate_size": 24, "heads": 2, "kv_heads": 1, "head_dim": 8, "layers": 1}
+SHAPE |= {"window": None, "taps": 3, "vocab_size": 64, "draft_vocab_size": 16, "depth": 2}
 # A python that ignores what it is told to run, and answers as a worker would.
 STUB = """#!{python}
 import json, sys
@@ -45,6 +34,7 @@ for number, line in enumerate(sys.stdin):
     print(json.dumps({{"cpu_seconds": 2.0}}), flush=True)
 """
 TINY = [f"shape.{k}={'null' if v is None else v}" for k, v in SHAPE.items()]
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 QUICK = ["tokens=24", "turn=4", "steps=2", "repeats=3", "gemm=16", "compiled=false"]
 
 
@@ -87,12 +77,12 @@ def test_a_race_writes_a_row_for_everybody(tmp_path):
 
 
 @pytest.mark.parametrize(("given", "rate"), [([], 6e-3), (["optimizer.optimizer.lr=1e-3"], 1e-3)], ids=str)
-def test_both_sides_step_with_the_rate_of_a_run_of_this_size(given, rate):
+def test_both_sides_use_the_learning_rate_of_a_run(given, rate):
     cfg = compose([*TINY, *given], CONF, "lab/train")
     assert _case(cfg, [1])["optimizer"]["lr"] == rate
 
 
-def test_everybody_takes_turns_and_the_first_place_goes_round():
+def test_workers_take_turns_to_be_first():
     order = []
 
     def worker(name):
@@ -137,7 +127,7 @@ def builder(tmp_path):
 
 @pytest.mark.parametrize(("before", "within"), [(0, 40), (60, 40), (60, 0)])
 @pytest.mark.ci("60-40")
-def test_the_peak_is_what_a_step_takes_above_what_stands_before_it(builder, before, within):
+def test_peak_memory_is_that_of_the_step_only(builder, before, within):
     with Worker(builder(before, within)) as worker:
         peak = worker.ask(worker.contender.case)["peak_mib"]
         assert worker.ask({"steps": 3})["cpu_seconds"] > 0
@@ -150,6 +140,7 @@ def test_a_loss_that_is_no_number_ends_the_race(builder):
         worker.ask(worker.contender.case)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("train_head", [False, True])
 @pytest.mark.parametrize("turn", [None, 8, 32])
@@ -160,15 +151,8 @@ def test_products_are_those_that_a_step_makes(layers, train_head, turn):
     """
     shape = SHAPE | {"hidden_size": 128, "intermediate_size": 256, "layers": layers}
     mask = turns(64, turn) if turn else [1] * 64
-    case = {
-        "shape": shape,
-        "train_head": train_head,
-        "gradient_checkpointing": False,
-        "compiled": False,
-        "precision": "float32",
-        "device": "cpu",
-        "optimizer": {"lr": 1e-3},
-    }
+    case = {"shape": shape, "train_head": train_head, "gradient_checkpointing": False, "compiled": False}
+    case |= {"precision": "float32", "device": "cpu", "optimizer": {"lr": 1e-3}}
     step = build(RECIPE | case)(mask)
     with FlopCounterMode(display=False) as counter:
         step()
@@ -211,37 +195,28 @@ def test_one_step_at_the_sizes_of_memory(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([], "speculators: an environment of its own is needed; python -m venv"),
+        ([], "speculators: an environment of its own is needed"),
         (["speculators=/nowhere/python"], "speculators=/nowhere/python: no such python"),
-        pytest.param(
-            [f"speculators={sys.executable}"], "No module named 'speculators'", marks=pytest.mark.proof
-        ),
+        pytest.param([f"speculators={sys.executable}"], "No module named", marks=pytest.mark.proof),
         (["case=pace"], "case=pace: choose speed or memory"),
-        (["tokens=2"], "tokens=2: must be at least 3"),
-        (["repeats=0"], "repeats=0: must be at least 1"),
-        (["shape.depth=0"], "shape.depth=0: must be at least 1"),
-        (["shape.draft_vocab_size=65"], "shape.draft_vocab_size=65: the target has shape.vocab_size=64"),
+        (["tokens=2"], "tokens=2"),
+        (["repeats=0"], "repeats=0"),
+        (["shape.depth=0"], "shape.depth=0"),
+        (["shape.draft_vocab_size=65"], "shape.draft_vocab_size=65"),
         (["trainer.accelerator=gpu"], "trainer.accelerator=gpu: for case=memory alone"),
-        pytest.param(
-            ["trainer.accelerator=gpu", "case=memory"],
-            "trainer.accelerator=gpu: torch finds no GPU here",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-        ),
-        (["optimizer=muon"], "both sides step with AdamW; leave optimizer=adamw"),
+        pytest.param(["trainer.accelerator=gpu", "case=memory"], "torch finds no GPU here", marks=NO_GPU),
+        (["optimizer=muon"], "leave optimizer=adamw"),
     ],
 )
-def test_what_is_wrong_takes_one_line(tmp_path, given, said):
-    done = benchmark(tmp_path, *given)
-    done.refused(said)
+def test_bad_option_is_refused(tmp_path, given, said):
+    benchmark(tmp_path, *given).refused(said)
     assert not (tmp_path / "train.json").exists()
 
 
 @pytest.mark.proof
 def test_a_worker_that_ends_in_the_race_says_why(tmp_path):
-    ends = "sys.exit('out of luck')"
-    done = benchmark(tmp_path, f"speculators={stub(tmp_path, ends)}")
-    assert done.code == 2
-    assert done.err == "error: speculators_all: its process ended: out of luck\n"
+    python = stub(tmp_path, "sys.exit('out of luck')")
+    benchmark(tmp_path, f"speculators={python}").refused("speculators_all", "out of luck")
 
 
 @pytest.mark.parametrize("file", [THEIRS, HERE / "worker.py"])

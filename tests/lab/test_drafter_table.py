@@ -24,10 +24,15 @@ PLAIN = {"steps": {0: 1}, "words": ["drafter=bigram"]}
 TRAINED = {"steps": {4: 2, 8: 2}, "words": ["drafter=eagle"]}
 
 
+@pytest.fixture(autouse=True)
+def _configurations():
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        yield
+
+
 def config(tmp_path: Path, given: dict, *overrides: str):
     places = [f"results={tmp_path / 'results'}", f"runs={tmp_path / 'runs'}", f"table={tmp_path / 'page.md'}"]
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        cfg = compose("lab/drafters", overrides=[*places, *overrides])
+    cfg = compose("lab/drafters", overrides=[*places, *overrides])
     cfg.arms = OmegaConf.create(given)
     return cfg
 
@@ -66,10 +71,7 @@ def test_every_run_is_made_once_and_its_scorecard_kept(tmp_path, runs, capsys):
     assert main.drafters(cfg, tmp_path) == 5
     names = ["bigram-0-0", "eagle-4-0", "eagle-4-1", "eagle-8-0", "eagle-8-1"]
     assert sorted(path.stem for path in (tmp_path / "results").glob("*-*.json")) == names
-    assert [(w.get("trainer.max_steps"), w["seed"]) for w in runs] == [
-        (None, "0"),
-        *(("4", "0"), ("4", "1"), ("8", "0"), ("8", "1")),
-    ]
+    assert [f"{w['drafter']}-{w.get('trainer.max_steps', 0)}-{w['seed']}" for w in runs] == names
     assert {w["rollout.seed"] for w in runs} == {"0"}  # of all seeds
     kept = json.loads((tmp_path / "results" / "eagle-4-0.json").read_text())
     assert kept["samples"] == []
@@ -79,7 +81,7 @@ def test_every_run_is_made_once_and_its_scorecard_kept(tmp_path, runs, capsys):
     assert len(runs) == 5  # nothing is made again
 
 
-def test_a_run_that_fails_is_told_when_the_others_are_done(tmp_path, runs):
+def test_failed_run_is_reported_after_the_others(tmp_path, runs):
     cfg = config(tmp_path, {"fails": {"words": ["drafter=fails"], "steps": {2: 1}}, "bigram": PLAIN})
     with pytest.raises(UserError, match=r"1 runs have failed: fails-2-0"):
         main.drafters(cfg, tmp_path)
@@ -100,7 +102,7 @@ def test_what_another_run_reads_is_made_first(tmp_path, runs):
     assert runs[1]["drafter.first"] == str(tmp_path / "runs" / "eagle-4-1" / "checkpoints" / "best")
 
 
-def test_an_arm_says_otherwise_than_all_arms_and_on_which_device(tmp_path, runs):
+def test_arm_overrides_common_options_and_the_device(tmp_path, runs):
     given = {"words": ["drafter=eagle", "prompts.sources=[{${title}}]", "score.prompts=3"], "steps": {0: 1}}
     main.drafters(config(tmp_path, {"bigram": PLAIN, "eagle": given}, "device=gpu", "title=a"), tmp_path)
     assert [w["score.prompts"] for w in runs] == ["12", "3"]
@@ -108,12 +110,12 @@ def test_an_arm_says_otherwise_than_all_arms_and_on_which_device(tmp_path, runs)
     assert runs[1]["prompts.sources"] == "[{a}]"
 
 
-def test_rows_of_commits_that_train_otherwise_are_left_out(tmp_path, runs, capsys):
+def test_rows_of_incompatible_commits_are_left_out(tmp_path, runs, capsys):
     main.drafters(config(tmp_path, {"bigram": PLAIN, "ngram": PLAIN}), tmp_path)
     other = tmp_path / "results" / "ngram-0-0.json"
     other.write_text(json.dumps(scored("ngram", commit="b" * 12)))
     assert main.drafters(config(tmp_path, {"bigram": PLAIN, "ngram": PLAIN}), tmp_path) == 1
-    line = "ngram-0-0 is left out: commit bbbbbbbbbbbb trains or decodes otherwise; run it again."
+    line = "ngram-0-0 is left out: commit bbbbbbbbbbbb"
     assert line in capsys.readouterr().out
     assert line in (tmp_path / "page.md").read_text()
 
@@ -144,46 +146,39 @@ def test_wrong_arms_are_refused(tmp_path, given, only, said):
     ],
 )
 def test_all_arms_of_the_configuration_compose(name, overrides):
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        cfg = compose(f"lab/{name}", overrides=overrides)
-        runs = arms.planned(cfg)
-        assert {run.after for run in runs} <= {run.name for run in runs} | {""}
-        for run in runs:
-            shared = map(str, [*cfg.also, *cfg.common])
-            compose("config", overrides=[*shared, *run.words_in(Path("runs"))])
+    cfg = compose(f"lab/{name}", overrides=overrides)
+    runs = arms.planned(cfg)
+    assert {run.after for run in runs} <= {run.name for run in runs} | {""}
+    for run in runs:
+        shared = map(str, [*cfg.also, *cfg.common])
+        compose("config", overrides=[*shared, *run.words_in(Path("runs"))])
 
 
 def test_all_options_of_a_sweep_compose():
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        for drafter in compose("lab/sweep").options:
-            cfg = compose("lab/sweep", overrides=[f"of={drafter}"])
-            runs = arms.planned(cfg)
-            assert runs[0].words == (f"drafter={drafter}",)
-            for words in {run.words for run in runs}:
-                compose("config", overrides=[*words, *map(str, cfg.common)])
+    for drafter in compose("lab/sweep").options:
+        cfg = compose("lab/sweep", overrides=[f"of={drafter}"])
+        runs = arms.planned(cfg)
+        assert runs[0].words == (f"drafter={drafter}",)
+        for words in {run.words for run in runs}:
+            compose("config", overrides=[*words, *map(str, cfg.common)])
 
 
 def test_a_sweep_changes_one_option_at_a_time(tmp_path, runs):
     places = [f"results={tmp_path / 'results'}", f"runs={tmp_path / 'runs'}", "table=''", "steps=[2,4]"]
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        cfg = compose("lab/sweep", overrides=[*places, "of=lm", "only=[drafter.layers]"])
+    cfg = compose("lab/sweep", overrides=[*places, "of=lm", "only=[drafter.layers]"])
     assert main.drafters(cfg, tmp_path) == 6
     assert [w.get("drafter.layers") for w in runs] == [None, None, "1", "1", "4", "4"]
-    cfg.only = ["layers"]
-    with pytest.raises(
-        UserError, match=r"only: no option layers; there are optimizer\.optimizer\.lr, drafter"
-    ):
-        main.drafters(cfg, tmp_path)
-    cfg.of = "bigram"
-    with pytest.raises(UserError, match=r"of=bigram: no options to sweep; there are some of eagle"):
-        main.drafters(cfg, tmp_path)
+    for key, value, said in (("only", ["layers"], "only: no option layers"), ("of", "bigram", "of=bigram")):
+        cfg[key] = value
+        with pytest.raises(UserError, match=said):
+            main.drafters(cfg, tmp_path)
 
 
 def result(arm: str, steps: int, seed: int, tau: float, **more) -> Result:
     return Result(arms.Run(arm, steps, seed, ()), Scorecard.from_json(scored(arm, tau, **more), "here"))
 
 
-def test_seeds_make_one_row_with_the_interval_of_their_mean():
+def test_seeds_are_averaged_with_an_interval():
     results = [result("eagle", 8, seed, tau) for seed, tau in enumerate((2.0, 2.1, 2.3))]
     (line,) = table(grouped(results)).splitlines()[2:]
     assert line.startswith("| eagle | 8 | 3 | 2.13 (1.75..2.51) | 1.63 (1.25..2.01) |")
@@ -192,9 +187,8 @@ def test_seeds_make_one_row_with_the_interval_of_their_mean():
 
 def test_arms_are_compared_seed_by_seed():
     base = [result("nll", 8, seed, tau) for seed, tau in enumerate((2.0, 2.2))]
-    mine = [
-        result("streak", 8, seed, tau) for seed, tau in enumerate((2.1, 2.3, 9.0))
-    ]  # the third has no partner
+    # The third has no partner.
+    mine = [result("streak", 8, seed, tau) for seed, tau in enumerate((2.1, 2.3, 9.0))]
     alone = [result("decay", 8, 0, 2.5), result("start", 16, 0, 2.0)]
     lines = differences(grouped([*base, *mine, *alone]), "nll").splitlines()
     assert lines[2:] == [lines[2]]
@@ -202,19 +196,18 @@ def test_arms_are_compared_seed_by_seed():
     assert differences(grouped(alone), "nll") == ""
 
 
-def test_a_plan_that_a_drafter_was_not_scored_with_is_a_dash():
+def test_plan_without_a_score_is_a_dash():
     def line(arm: str, *plans: str) -> Result:
         rows = [row(t, tau=2 - t / 2, replay=None, decode=plan) for plan in plans for t in (0.0, 1.0)]
         return Result(arms.Run(arm, 8, 0, ()), Scorecard.from_json(scorecard(rows, drafter=arm), "here"))
 
-    found = other_plans(
-        grouped([line("eagle", "tree-16", "chain-3"), line("prompt", "chain-2")])
-    ).splitlines()
-    heads = [f"{plan}, T={t}" for plan in ("tree-16", "chain-3", "chain-2") for t in (0, 1)]
-    assert found[0] == f"| drafter | steps | {' | '.join(heads)} |"
-    values = {cells[0]: cells[2:] for cells in (line.strip("| ").split(" | ") for line in found[2:])}
-    assert [cell[:4] for cell in values["eagle"]] == ["2.00", "1.50", "2.00", "1.50", "-", "-"]
-    assert [cell[:4] for cell in values["prompt"]] == ["-", "-", "-", "-", "2.00", "1.50"]
+    found = other_plans(grouped([line("eagle", "tree-16", "chain-3"), line("prompt", "chain-2")]))
+    rows = [row.strip("| ").split(" | ") for row in found.splitlines()]
+    plans = ("tree-16", "chain-3", "chain-2")
+    assert rows[0] == ["drafter", "steps", *(f"{plan}, T={t}" for plan in plans for t in (0, 1))]
+    values = {name: [cell[:4] for cell in cells] for name, _, *cells in rows[2:]}
+    assert values["eagle"] == ["2.00", "1.50", "2.00", "1.50", "-", "-"]
+    assert values["prompt"] == ["-", "-", "-", "-", "2.00", "1.50"]
     assert other_plans(grouped([line("eagle", "tree-16"), line("prompt", "chain-2")])) == ""
 
 
@@ -229,17 +222,16 @@ def test_a_budget_names_the_best_that_it_pays_for():
     ]
 
 
-def test_the_plot_and_the_page_are_the_same_for_the_same_results(tmp_path):
+def test_page_shows_a_reproducible_plot(tmp_path):
     lines = grouped([result("eagle", 8, 0, 2.0), result("eagle", 4, 0, 1.8), result("bigram", 0, 0, 1.5)])
     for name in ("a.svg", "b.svg"):
         plot(lines, (0.0, 1.0), tmp_path / name)
     text = (tmp_path / "a.svg").read_text()
-    assert text == (tmp_path / "b.svg").read_text()
-    assert "bigram" in text
-    assert "![tau over CPU minutes](a.svg)" in page("Title", lines, [], "a.svg")
+    assert "bigram" in text == (tmp_path / "b.svg").read_text()
+    assert "(a.svg)" in page("Title", lines, [], "a.svg")
 
 
-def test_commits_with_the_same_source_are_alike_and_others_are_run(tmp_path, monkeypatch):
+def test_commits_of_other_source_are_compared_by_a_short_run(tmp_path, monkeypatch):
     run, ran = arms.Run("bigram", 0, 0, ("drafter=bigram",)), []
     given = {"x0": {"src/a": "1"}, "x1": {"src/a": "2"}, "y0": {"src/a": "3"}, "docs": {"src/a": "2"}}
     given["data"] = {"src/a": "2", identical.ANSWERS[0]: "4"}
@@ -267,7 +259,7 @@ def test_commits_with_the_same_source_are_alike_and_others_are_run(tmp_path, mon
     assert len(ran) == 5
 
 
-def test_a_commit_that_cannot_run_an_arm_is_like_no_other(tmp_path, monkeypatch, capsys):
+def test_commit_that_cannot_run_an_arm_differs(tmp_path, monkeypatch, capsys):
     sources = {"old": {"src/a": "1"}, "older": {"src/a": "2"}, "new": {"src/a": "3"}}
     monkeypatch.setattr(identical, "_source", sources.__getitem__)
     monkeypatch.setattr(identical, "_git", lambda *words: "")
@@ -277,8 +269,7 @@ def test_a_commit_that_cannot_run_an_arm_is_like_no_other(tmp_path, monkeypatch,
     run = arms.Run("lookahead", 0, 0, ("drafter=lookahead",))
     assert not commits.alike(run, "old", "new")
     assert not commits.alike(run, "old", "older")
-    said = capsys.readouterr()
-    assert "lookahead-0-0: its short run has failed at old: error: drafter=lookahead" in said.out + said.err
+    assert "lookahead-0-0: its short run has failed at old" in "".join(capsys.readouterr())
     assert not commits.file.exists()
 
 

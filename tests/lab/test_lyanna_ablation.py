@@ -24,17 +24,21 @@ def ablate(bench, *more):
     return command(run, ["benchmark.py", "lyanna", *given, *quick, *paths, *more])
 
 
-def test_differences_shares_and_head_products_are_written(bench, checkpoint):
-    done = ablate(bench, f"checkpoint={checkpoint}", "temperature=1.0", "decode.proposal=fixed").succeeded()
+def card_of(bench):
+    """What was written, its intervals looked at."""
     card = json.loads((bench.root / "lyanna.json").read_text())
     for arm in ("equal_nodes", "equal_forwards", "fresh_control"):
         difference, (low, high) = card[arm]
         assert low <= difference <= high
+    return card
+
+
+def test_differences_shares_and_head_products_are_written(bench, checkpoint):
+    done = ablate(bench, f"checkpoint={checkpoint}", "temperature=1.0", "decode.proposal=fixed").succeeded()
+    card = card_of(bench)
     assert 0 <= card["states_reused"] <= 1
     assert 0 <= card["salvage_rate"] <= 1
     assert (card["head_products"], card["prompts"], card["temperature"]) == (1, 4, 1.0)
-    assert {"hardware", "threads", "commit", "load_average", "dtype"} <= card.keys()
-    assert "equal nodes" in done.out
     assert "1 head products a draft" in done.out
 
 
@@ -44,14 +48,11 @@ def test_head_products_with_packed_weights_count_too(bench, checkpoint, monkeypa
     assert "\n1 head products a draft" in ablate(bench, f"checkpoint={checkpoint}", *words).succeeded().out
 
 
-def test_where_tokens_are_drawn_the_decoder_counts(bench, checkpoint):
+def test_drawn_tokens_are_counted_by_the_decoder(bench, checkpoint):
     done = ablate(bench, f"checkpoint={checkpoint}", "temperature=1.0", "samples=2").succeeded()
-    card = json.loads((bench.root / "lyanna.json").read_text())
-    for arm in ("equal_nodes", "equal_forwards", "fresh_control"):
-        difference, (low, high) = card[arm]
-        assert low <= difference <= high
+    card = card_of(bench)
     assert (card["states_reused"], card["salvage_rate"], card["head_products"]) == (None, None, 1)
-    assert "hybrid-4 (depth 2, width 4), all fresh, T=1, 4 prompts, 2 answers each" in done.out
+    assert "4 prompts, 2 answers each" in done.out
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_where_tokens_are_drawn_the_decoder_counts(bench, checkpoint):
         (["checkpoint={eagle}"], "the ablation is of drafter=lyanna"),
     ],
 )
-def test_what_is_wrong_takes_one_line(bench, checkpoint, more, reason):
+def test_bad_option_is_refused(bench, checkpoint, more, reason):
     eagle = bench.root / "eagle"
     eagle = eagle if eagle.exists() else bench.untrained_eagle()
     done = ablate(bench, *(word.format(lyanna=checkpoint, eagle=eagle) for word in more))

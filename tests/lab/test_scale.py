@@ -1,15 +1,13 @@
 """scripts/lab/benchmark.py scale: its records, what it times, and exponents of growth."""
 
 import json
-from contextlib import redirect_stdout
-from io import StringIO
 
 import pytest
-from hydra import compose, initialize_config_dir
 from workbench import CONF
 
 from benchmarks import scale as module
 from benchmarks.scale import exponents, measure, scale, write_records
+from distill.config.compose import compose
 from distill.utils.run_folder import DONE, checkpoints
 
 
@@ -20,11 +18,9 @@ def test_records_are_all_different(tmp_path):
     assert [m["role"] for m in records[0]] == ["user", "assistant"] * 2
 
 
-def test_exponents_are_of_the_two_largest_sizes_and_of_phases_that_take_a_second():
-    rows = [
-        {"records": n, "seconds": {"linear": n / 100, "square": n * n / 10000, "short": 0.1}}
-        for n in (1000, 10, 100)
-    ]
+def test_exponents_use_the_two_largest_sizes_and_phases_over_a_second():
+    seconds = {n: {"linear": n / 100, "square": n * n / 10000, "short": 0.1} for n in (1000, 10, 100)}
+    rows = [{"records": n, "seconds": phases} for n, phases in seconds.items()]
     assert exponents(rows) == pytest.approx({"linear": 1.0, "square": 2.0})
     assert exponents(rows[:1]) == {}
 
@@ -37,24 +33,20 @@ def test_every_phase_is_timed_as_a_run_does_it(tmp_path):
     assert "rollouts: reusing all" in (tmp_path / "output").read_text()
 
 
-def test_the_table_and_the_file_have_every_size(tmp_path, monkeypatch):
+def test_the_table_and_the_file_have_every_size(tmp_path, monkeypatch, capsys):
     def measured(place, turns, count, batch_size):
         seconds = dict.fromkeys(module.PHASES, count * turns / 10)
         return {"seconds": seconds, "peak_gib": 1.0, "restart_gib": 1.0, "restart_wall": 9.0}
 
     monkeypatch.setattr(module, "_measured", measured)
     monkeypatch.setattr(module.shutil, "rmtree", lambda path, **options: None)
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        cfg = compose("lab/scale", overrides=[f"runs={tmp_path}", f"out={tmp_path / 'out.json'}"])
-    with redirect_stdout(out := StringIO()):
-        assert scale(cfg, tmp_path) == pytest.approx(1.0)
+    cfg = compose([f"runs={tmp_path}", f"out={tmp_path / 'out.json'}"], CONF, "lab/scale")
+    assert scale(cfg, tmp_path) == pytest.approx(1.0)
     written = json.loads((tmp_path / "out.json").read_text())
-    assert [(row["turns"], row["records"]) for row in written["rows"]] == [
-        *((1, n) for n in (1000, 10000, 100000, 1000000)),
-        *((8, n) for n in (200, 2000, 20000, 200000)),
-    ]
+    sizes = [(row["turns"], row["records"]) for row in written["rows"]]
+    assert sizes == [*((1, 10**n) for n in (3, 4, 5, 6)), *((8, 2 * 10**n) for n in (2, 3, 4, 5))]
     assert written["exponents"]["8"]["read"] == pytest.approx(1.0)
-    assert out.getvalue().count("exponent") == 2
+    assert capsys.readouterr().out.count("exponent") == 2
 
 
 @pytest.mark.proof

@@ -6,17 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from workbench import CONF
 
 from benchmarks import scaling
 from decode.errors import UserError
+from distill.config.compose import compose
 
 
 def config(tmp_path: Path, *overrides: str):
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        places = [f"out={tmp_path / 'out.json'}", f"rollouts={tmp_path}"]
-        return compose("lab/scaling", overrides=[*places, *overrides])
+    places = [f"out={tmp_path / 'out.json'}", f"rollouts={tmp_path}"]
+    return compose([*places, *overrides], CONF, "lab/scaling")
 
 
 def stand_in(monkeypatch, speeds, code: int = 0) -> list[dict[str, str]]:
@@ -40,7 +39,7 @@ def stand_in(monkeypatch, speeds, code: int = 0) -> list[dict[str, str]]:
     return started
 
 
-def test_efficiency_is_over_one_process_of_the_same_turn(tmp_path, monkeypatch, capsys):
+def test_efficiency_is_relative_to_one_process_of_the_same_turn(tmp_path, monkeypatch, capsys):
     speeds = {("ddp", 1): [100.0, 50.0, 10.0], ("ddp", 2): [150.0, 80.0, 18.0]}
     started = stand_in(monkeypatch, speeds)
     cfg = config(tmp_path, "trainers=[ddp]", "overrides=['drafter=medusa']")

@@ -21,7 +21,7 @@ def sweep(bench, word, *more):
     return command(run, ["benchmark.py", word, *given, *quick, f"out={bench.root / 'sweep.json'}", *more])
 
 
-def test_batches_are_filled_and_everybody_is_compared_with_plain_decoding(bench, checkpoint):
+def test_batches_are_compared_with_plain_decoding(bench, checkpoint):
     done = sweep(bench, "batch", f"checkpoint={checkpoint}", "batch_sizes=[1,5]").succeeded()
     card = json.loads((bench.root / "sweep.json").read_text())
     assert [(row["batch_size"], row["decode"]) for row in card["rows"]] == [
@@ -32,13 +32,12 @@ def test_batches_are_filled_and_everybody_is_compared_with_plain_decoding(bench,
         assert 0 < row["verify_share"] < 1
         if row["decode"] == "plain":
             assert row["speedup"] == row["speedup_with_prefill"] == row["tau"] == 1
-    assert {"hardware", "threads", "commit", "load_average", "dtype"} <= card.keys()
-    assert done.out.splitlines()[0].split()[:3] == ["batch_size", "decode", "tau"]
+    assert done.out.startswith("batch_size")
 
 
 def test_every_context_gets_long_and_short_answers(bench, checkpoint):
-    done = sweep(bench, "context", f"checkpoint={checkpoint}", "contexts=[32,64]", "new_tokens=[7,2]")
-    assert done.code == 0, done.err
+    words = ["contexts=[32,64]", "new_tokens=[7,2]"]
+    sweep(bench, "context", f"checkpoint={checkpoint}", *words).succeeded()
     rows = json.loads((bench.root / "sweep.json").read_text())["rows"]
     assert [(row["context"], row["answer"]) for row in rows[::2]] == [(32, 7), (32, 2), (64, 7), (64, 2)]
     assert all(row["speedup_with_prefill"] > 0 for row in rows)
@@ -54,6 +53,5 @@ def test_every_context_gets_long_and_short_answers(bench, checkpoint):
     ],
     ids=str,
 )
-def test_a_mistake_is_one_line(bench, checkpoint, word, more, reason):
-    done = sweep(bench, word, *(a.format(checkpoint) for a in more))
-    done.refused(reason)
+def test_bad_option_is_refused(bench, checkpoint, word, more, reason):
+    sweep(bench, word, *(a.format(checkpoint) for a in more)).refused(reason)

@@ -8,7 +8,6 @@ import math
 import os
 import random
 import signal
-import sys
 from itertools import chain
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
-from workbench import CONF, ROOT
+from workbench import CONF, ROOT, command
 
 from decode.errors import UserError
 from decode.generation.generate import generate
@@ -32,47 +31,40 @@ from train_target.module import PretrainModule, Saver, Sequences
 from train_target.train import build_model, pretrain
 
 POCKET = ROOT / "data" / "pocket"
-TINY = [
-    "vocab_size=300",
-    "model.layers=2",
-    "model.hidden_size=32",
-    "model.heads=2",
-    "model.kv_heads=1",
-    "model.intermediate_size=48",
-    "model.context=64",
-    "seq_length=48",
-    "batch_size=4",
-    "val_share=0.1",
-    "trainer.max_steps=24",
-    "every=12",
-    "trainer.log_every_n_steps=1",
-    "trainer.enable_progress_bar=false",
-]
+TINY = (
+    "vocab_size=300 model.layers=2 model.hidden_size=32 model.heads=2 model.kv_heads=1 "
+    "model.intermediate_size=48 model.context=64 seq_length=48 batch_size=4 val_share=0.1 "
+    "trainer.max_steps=24 every=12 trainer.log_every_n_steps=1 trainer.enable_progress_bar=false"
+)
 
 
 def write_text(folder: Path) -> Path:
     dice = random.Random(0)
     folder.mkdir()
     things = ["a red hat", "two blue cups", "the old map", "one green pear"]
-    chats = []
+    records = []
     for number in range(120):
         thing, place = dice.choice(things), dice.choice(["box", "bag", "attic"])
-        question = f"Where is {thing} of room {number}?"
-        chats.append([("user", question), ("assistant", f"It is in the {place}, where {thing} was.")])
-    turns = [[{"role": role, "content": text} for role, text in chat] for chat in chats]
-    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": t}) + "\n" for t in turns))
-    notes = [f"Note {n}: keep {dice.choice(things)} dry, and warm." for n in range(80)]
-    (folder / "notes.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in notes))
-    (folder / "story.txt").write_text(
-        "\n\n".join(f"Day {n}. {dice.choice(things)} was lost." for n in range(4000))
-    )
+        said = [f"Where is {thing} of room {number}?", f"It is in the {place}, where {thing} was."]
+        records.append({"messages": chat(*said)})
+    notes = [{"text": f"Note {n}: keep {dice.choice(things)} dry, and warm."} for n in range(80)]
+    for name, lines in (("chats", records), ("notes", notes)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    days = [f"Day {n}. {dice.choice(things)} was lost." for n in range(4000)]
+    (folder / "story.txt").write_text("\n\n".join(days))
     (folder / "readme.md").write_text("not read")
     return folder
 
 
+def chat(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ["user", "assistant"][i % 2], "content": text} for i, text in enumerate(texts)]
+
+
 def train(root: Path, name: str, *overrides: str) -> Path:
     out = root / name
-    cfg = compose([f"data='{root}/text'", f"out='{out}'", *TINY, *overrides], CONF, "lab/train_target")
+    cfg = compose(
+        [f"data='{root}/text'", f"out='{out}'", *TINY.split(), *overrides], CONF, "lab/train_target"
+    )
     run = root / f"run-{name}"
     run.mkdir(exist_ok=True)
     pretrain(cfg, run)
@@ -118,30 +110,25 @@ def test_the_loss_falls(root, model):
     assert held[1] < held[0]
 
 
-def test_the_record_has_the_loss_of_every_file(model):
-    record = json.loads((model / "training.json").read_text())
-    assert set(record["val_nll"]) == {"chats.jsonl", "notes.jsonl", "story.txt"}
-    assert record["tokens"] == 24 * 4 * 48
-    assert 0 < record["minutes"] < 2
-
-
 def test_the_losses_are_nats_per_token(root, model):
     """Rescored without Lightning, autocast or batches."""
     _, held = hold_out(read_corpus(root / "text"), 0.1)
     record = json.loads((model / "training.json").read_text())
+    assert record["val_nll"].keys() == {"chats.jsonl", "notes.jsonl", "story.txt"}
+    assert record["tokens"] == 24 * 4 * 48
     target = load_target(str(model), dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(model)
     for source, told in record["val_nll"].items():
         nll, count = 0.0, 0
         for row in pack([d for d in held if d.source == source], tokenizer, 48):
             ids = torch.from_numpy(row[row >= 0]).long()
-            law = target.model(input_ids=ids[None]).logits[0].log_softmax(-1)
-            nll -= float(law[:-1].gather(1, ids[1:, None]).sum())
+            log_probs = target.model(input_ids=ids[None]).logits[0].log_softmax(-1)
+            nll -= float(log_probs[:-1].gather(1, ids[1:, None]).sum())
             count += len(ids) - 1
         assert told == pytest.approx(nll / count, abs=0.01)
 
 
-def test_the_tokenizer_is_of_the_pockets_kind(model):
+def test_tokenizer_and_template_are_of_the_pockets_kind(model):
     ours, pocket = AutoTokenizer.from_pretrained(model), AutoTokenizer.from_pretrained(POCKET)
     for text in ("It is in the box.", "  naïve — 東京 🦊\n\n\tx=1234;", ""):
         assert ours.decode(ours(text)["input_ids"]) == text
@@ -150,19 +137,8 @@ def test_the_tokenizer_is_of_the_pockets_kind(model):
     assert ours.convert_ids_to_tokens(range(5, 8)) == pocket.convert_ids_to_tokens(range(5, 8))
     assert (ours.pad_token_id, ours.eos_token_id, ours.mask_token_id, ours.bos_token_id) == (0, 3, 4, None)
     assert len(ours) == 300
-    # digits stand alone, as in the pocket target
-    assert len(ours("1234")["input_ids"]) == 4
-
-
-def test_the_template_is_the_pockets(model):
+    assert len(ours("1234")["input_ids"]) == 4  # digits are single tokens, as in the pocket target
     assert (model / "chat_template.jinja").read_bytes() == (POCKET / "chat_template.jinja").read_bytes()
-    ours = AutoTokenizer.from_pretrained(model)
-    roles = ["user", "assistant", "user", "assistant"]
-    messages = [{"role": role, "content": f"{role} text {i}"} for i, role in enumerate(roles)]
-    ids, mask = Chat(ours).encode_answered(messages)
-    written = ours.decode([i for i, kept in zip(ids, mask, strict=True) if kept])
-    assert written == "assistant text 1<|end|>assistant text 3<|end|>"
-    assert ours.decode(ids).startswith("<|user|>user text 0<|assistant|>assistant text 1<|end|><|user|>")
 
 
 def test_a_companion_shares_the_tokenizer(root):
@@ -186,19 +162,15 @@ def test_same_seed_same_weights(root):
 TWELVE = ["trainer.max_steps=12", "every=3", "trainer.accumulate_grad_batches=2"]
 
 
-def undisturbed(root: Path) -> dict[str, torch.Tensor]:
-    """Weights after twelve steps."""
-    whole = root / "whole"
-    if not whole.exists():
-        train(root, "whole", *TWELVE)
-    return load_file(whole / "model.safetensors")
+@pytest.fixture(scope="module")
+def whole(root) -> dict[str, torch.Tensor]:
+    """Weights after twelve undisturbed steps."""
+    return load_file(train(root, "whole", *TWELVE) / "model.safetensors")
 
 
 @pytest.mark.parametrize("stop", [6, 10], ids=["after a checkpoint", "between checkpoints"])
 @pytest.mark.proof
-def test_a_killed_run_goes_on_exactly(root, monkeypatch, stop):
-    options, whole = TWELVE, undisturbed(root)
-
+def test_killed_run_resumes_exactly(root, whole, monkeypatch, stop):
     def die(self, trainer, *args):
         save(self, trainer, *args)
         if trainer.global_step == stop:
@@ -208,20 +180,20 @@ def test_a_killed_run_goes_on_exactly(root, monkeypatch, stop):
     with monkeypatch.context() as patch:
         patch.setattr(Saver, "on_train_batch_end", die)
         with pytest.raises(RuntimeError, match="killed"):
-            train(root, name, *options)
+            train(root, name, *TWELVE)
     kept = [p.name for p in (root / f"run-{name}" / "checkpoints").iterdir()]
     assert kept == [str(stop // 3 * 3)]
     assert not (root / name).exists()
     seen: list[int] = []
     item = Sequences.__getitem__
     monkeypatch.setattr(Sequences, "__getitem__", lambda self, i: seen.append(i) or item(self, i))
-    resumed = load_file(train(root, name, *options) / "model.safetensors")
+    resumed = load_file(train(root, name, *TWELVE) / "model.safetensors")
     assert sorted(set(seen)) == list(range(stop // 3 * 3 * 2, 24))
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
 
 
-def test_a_stopped_run_saves_and_goes_on(root, monkeypatch, capsys):
-    whole, step = undisturbed(root), PretrainModule.training_step
+def test_stopped_run_saves_and_resumes(root, whole, monkeypatch, capsys):
+    step = PretrainModule.training_step
 
     def ask(self, batch, number):
         if number == 7:
@@ -240,7 +212,7 @@ def test_a_stopped_run_saves_and_goes_on(root, monkeypatch, capsys):
 
 
 @pytest.mark.proof
-def test_a_run_does_not_go_on_with_other_text(root, tmp_path):
+def test_run_does_not_resume_with_other_text(root, tmp_path):
     write_text(tmp_path / "text")
     train(tmp_path, "first", "trainer.max_steps=2", "every=1")
     with (tmp_path / "text" / "notes.jsonl").open("a") as notes:
@@ -287,9 +259,7 @@ def test_no_row_has_a_single_token(root):
 
 
 def test_turns_after_the_last_answer_are_left_out(tmp_path):
-    roles = ["user", "assistant", "user"]
-    record = {"messages": [{"role": role, "content": role} for role in roles]}
-    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat("q", "a", "r")}))
     (document,) = read_corpus(tmp_path)
     assert [m["role"] for m in document.messages] == ["user", "assistant"]
 
@@ -311,7 +281,7 @@ def test_copies_are_held_out_together(root):
 
 
 def test_muon_gets_the_matrices_of_the_layers(root):
-    cfg = compose(TINY, CONF, "lab/train_target")
+    cfg = compose(TINY.split(), CONF, "lab/train_target")
     tokenizer = train_tokenizer(read_corpus(root / "text"), 300, 64)
     module = PretrainModule(build_model(cfg.model, tokenizer), "")
     optimizer = module.build_optimizer()
@@ -325,74 +295,54 @@ def test_muon_gets_the_matrices_of_the_layers(root):
     assert sorted(chain(*by_kind.values())) == sorted(names.values())
 
 
-BAD = {
-    "no folder": ({}, ["data=/nowhere"], "data=/nowhere: no such folder"),
-    "no data": ({}, ["data=null"], "data: not given"),
-    "nothing in it": ({"a.md": "x"}, [], "no text in it"),
-    "an answer not to be learned": (
-        {"a.jsonl": '{"turns": ["q", {"role": "assistant", "content": "a", "train": false}]}'},
-        [],
-        "a.jsonl:1: an answer is not to be learned",
-    ),
-    "no json": ({"a.jsonl": '{"text": "x"}\n{"tex'}, [], r"a.jsonl:2: not JSON"),
-    "no object": ({"a.jsonl": "[1]"}, [], r"a.jsonl:1: expected an object"),
-    "no field": ({"a.jsonl": '{"body": "x"}'}, [], r"a.jsonl:1: needs 'messages', or a 'text'"),
-    "empty text": ({"a.jsonl": '\n{"text": " "}'}, [], r"a.jsonl:2: needs 'messages', or a 'text'"),
-    "no role": ({"a.jsonl": '{"messages": [{"content": "x"}]}'}, [], r"a.jsonl:1: message 1: it has no role"),
-    "no answer": (
-        {"a.jsonl": '{"messages": [{"role": "user", "content": "x"}]}'},
-        [],
-        r"a.jsonl:1: the assistant says nothing",
-    ),
-    "not utf-8": ({"a.txt": b"\xff\xfe\x00"}, [], r"a.txt: not UTF-8"),
-    "too little text": ({"a.txt": "abc " * 9}, ["val_share=0"], r"vocab_size=300: the text supports 26\d"),
-    "tiny vocabulary": ({"a.txt": "abc"}, ["vocab_size=100", "val_share=0"], "vocab_size=100: bytes"),
-    "nothing held out": ({"a.txt": "abc"}, ["val_share=0.001"], "none would be held out"),
-    "all held out": ({"a.txt": "abc"}, ["val_share=1"], "none would be trained on"),
-    "no tokenizer": ({"a.txt": "abc"}, ["tokenizer=/nowhere", "val_share=0"], "no tokenizer.json"),
-    "long sequences": ({"a.txt": "abc"}, ["seq_length=65"], "longer than model.context=64"),
-    "odd heads": (
-        {"a.txt": "abc " * 99},
-        ["model.heads=3", "vocab_size=264", "val_share=0"],
-        "even multiple",
-    ),
-    "no steps": ({"a.txt": "abc"}, ["trainer.max_steps=0"], "trainer.max_steps=0: must be at least 1"),
-}
+NOT_LEARNED = b'{"turns": ["q", {"role": "assistant", "content": "a", "train": false}]}'
+BAD = [  # file, its content, overrides, what the error names
+    ("a.md", b"x", "data=/nowhere", "data=/nowhere: no such folder"),
+    ("a.md", b"x", "data=null", "data: not given"),
+    ("a.md", b"x", "", "no text in it"),
+    ("a.jsonl", NOT_LEARNED, "", "a.jsonl:1: an answer is not to be learned"),
+    ("a.jsonl", b'{"text": "x"}\n{"tex', "", "a.jsonl:2: not JSON"),
+    ("a.jsonl", b"[1]", "", "a.jsonl:1: expected an object"),
+    ("a.jsonl", b'{"body": "x"}', "", "a.jsonl:1: needs 'messages', or a 'text'"),
+    ("a.jsonl", b'\n{"text": " "}', "", "a.jsonl:2: needs 'messages', or a 'text'"),
+    ("a.jsonl", b'{"messages": [{"role": "user", "content": "x"}]}', "", "a.jsonl:1: the assistant says"),
+    ("a.txt", b"\xff\xfe\x00", "", "a.txt: not UTF-8"),
+    ("a.txt", b"abc " * 9, "val_share=0", r"vocab_size=300: the text supports 26\d"),
+    ("a.txt", b"abc", "vocab_size=100 val_share=0", "vocab_size=100: bytes"),
+    ("a.txt", b"abc", "val_share=0.001", "none would be held out"),
+    ("a.txt", b"abc", "val_share=1", "none would be trained on"),
+    ("a.txt", b"abc", "tokenizer=/nowhere val_share=0", "no tokenizer.json"),
+    ("a.txt", b"abc", "seq_length=65", "longer than model.context=64"),
+    ("a.txt", b"abc " * 99, "model.heads=3 vocab_size=264 val_share=0", "even multiple"),
+    ("a.txt", b"abc", "trainer.max_steps=0", "trainer.max_steps=0: must be at least 1"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line(tmp_path, case):
-    files, overrides, message = BAD[case]
+@pytest.mark.parametrize(("name", "content", "overrides", "message"), BAD)
+def test_bad_input_is_one_line(tmp_path, name, content, overrides, message):
     (tmp_path / "text").mkdir()
-    for name, content in files.items():
-        raw = content if isinstance(content, bytes) else content.encode()
-        (tmp_path / "text" / name).write_bytes(raw)
+    (tmp_path / "text" / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as error:
-        train(tmp_path, "out", *overrides)
+        train(tmp_path, "out", *overrides.split())
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
 
 
-def test_an_existing_folder_is_not_overwritten(root, model):
+def test_existing_folder_is_not_overwritten(root, model):
     before = (model / "model.safetensors").read_bytes()
     with pytest.raises(UserError, match="exists already"):
         train(root, "model")
     assert (model / "model.safetensors").read_bytes() == before
 
 
-def test_the_command_ends_with_exit_code_2(tmp_path, monkeypatch, capsys):
-    arguments = ["data=/nowhere", f"out={tmp_path}/out", f"output_dir={tmp_path}/runs", *TINY]
-    monkeypatch.setattr(sys, "argv", ["train_target.py", *arguments])
-    with pytest.raises(SystemExit) as end:
-        main(pretrain, CONF, "lab/train_target")
-    assert end.value.code == 2
-    assert capsys.readouterr().err == (
-        "error: data=/nowhere: no such folder; give one with *.txt or *.jsonl files\n"
-    )
+def test_command_refuses_a_missing_folder(tmp_path):
+    words = ["data=/nowhere", f"out={tmp_path}/out", f"output_dir={tmp_path}/runs", *TINY.split()]
+    done = command(lambda: main(pretrain, CONF, "lab/train_target"), ["train_target.py", *words])
+    done.refused("data=/nowhere: no such folder")
     assert not list((tmp_path / "runs").rglob("run.json"))
 
 
-def test_a_model_goes_on_from_its_weights(root, model):
+def test_training_continues_from_the_weights_of_a_model(root, model):
     steps = ["trainer.max_steps=2", "every=2"]
     before = load_file(model / "model.safetensors")
     moved = {}
@@ -409,12 +359,12 @@ def test_a_model_goes_on_from_its_weights(root, model):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["tokenizer=data/pocket"], "tokenizer: init_from has its own"),
-        (["rate=0"], "rate=0: must be above 0"),
-        (["seq_length=65", "model.context=128"], "seq_length=65: init_from=.* has 64 positions"),
-        (["init_from=/no/model"], "init_from=/no/model: no tokenizer.json in it"),
+        ("tokenizer=data/pocket", "tokenizer: init_from has its own"),
+        ("rate=0", "rate=0: must be above 0"),
+        ("seq_length=65 model.context=128", "seq_length=65: init_from=.* has 64 positions"),
+        ("init_from=/no/model", "init_from=/no/model: no tokenizer.json in it"),
     ],
 )
-def test_what_a_model_cannot_go_on_from_is_refused(root, model, overrides, said):
+def test_init_from_refuses_options_that_do_not_fit(root, model, overrides, said):
     with pytest.raises(UserError, match=said):
-        train(root, "refused", f"init_from={model}", *overrides)
+        train(root, "refused", f"init_from={model}", *overrides.split())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -25,19 +25,17 @@ POCKET = str(ROOT / "data" / "pocket")
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]  # a loaded machine trains slowly
 
 
+def encoded(name: str) -> list[list[int]]:
+    """Prompts of a bundled file."""
+    chat = Chat(load_tokenizer(POCKET))
+    return [chat.encode(p.messages) for p in read_prompts(ROOT / "data" / "prompts" / f"{name}.jsonl")]
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_all_400_prompts_decode_to_plain_text_token_for_token(dtype, temperature):
-    target, tokenizer = load_target(POCKET, dtype), load_tokenizer(POCKET)
-    prompts = []
-    for name in ("heldout", "train"):
-        for line in (ROOT / "data" / "prompts" / f"{name}.jsonl").read_text().splitlines():
-            messages = json.loads(line)["messages"]
-            prompts.append(
-                tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
-                    "input_ids"
-                ]
-            )
+    target = load_target(POCKET, dtype)
+    prompts = [prompt for name in ("heldout", "train") for prompt in encoded(name)]
     options = {"max_new_tokens": 64, "sampler": Sampler(temperature), "stop": stop_tokens(target), "seed": 7}
     accepted = rejected = 0
     for start in range(0, len(prompts), 40):
@@ -72,19 +70,13 @@ def _distance(target, prompt, a, b, request, options) -> float:
     return max(abs(float(cdf[low]) - u), abs(float(cdf[high - 1]) - u))
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(2),
-        Plan(2, proposal="sampled"),
-        Plan(2, proposal="sampled", rule="block"),
-        Plan(2, 2, 4),
-        Plan(2, 2, 4, proposal="hybrid"),
-        Plan(tree=((0,), (1,), (0, 0)), proposal="sampled", rule="traversal"),
-    ],
-    ids=lambda p: p.name,
-)
-def test_the_keyed_coins_own_samples_have_the_targets_law(tiny_target, plan):
+PLANS = [Plan(2), Plan(2, proposal="sampled"), Plan(2, proposal="sampled", rule="block")]
+PLANS += [Plan(2, 2, 4), Plan(2, 2, 4, proposal="hybrid")]
+PLANS += [Plan(tree=((0,), (1,), (0, 0)), proposal="sampled", rule="traversal")]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
+def test_samples_of_the_keyed_coin_have_the_targets_distribution(tiny_target, plan):
     """Chi-square of 40,000 texts of three tokens: the enumerator shows the rules right, this the coin."""
     target = tiny_target(vocab=3)
     torch.manual_seed(3)
@@ -92,27 +84,18 @@ def test_the_keyed_coins_own_samples_have_the_targets_law(tiny_target, plan):
     for weight in eagle.parameters():
         weight.data.normal_(std=0.5)
     target.tap(eagle.taps)
-    sampler, counts, total = Sampler(0.7), {}, 0
+    sampler, counts = Sampler(0.7), Counter()
     for block in range(20):
-        out = generate(
-            target,
-            eagle,
-            [[1, 2]] * 2000,
-            max_new_tokens=3,
-            sampler=sampler,
-            plan=plan,
-            requests=["one request"] * 2000,
-            samples=list(range(2000 * block, 2000 * (block + 1))),
-        )
-        for o in out.outputs:
-            counts[tuple(o.tokens)] = counts.get(tuple(o.tokens), 0) + 1
-            total += 1
+        keys = {"requests": ["one request"] * 2000, "samples": list(range(2000 * block, 2000 * (block + 1)))}
+        out = generate(target, eagle, [[1, 2]] * 2000, max_new_tokens=3, sampler=sampler, plan=plan, **keys)
+        counts.update(tuple(output.tokens) for output in out.outputs)
+    total = counts.total()
     law = target_law(target.model, [1, 2], 3, sampler)
     assert set(counts) <= set(law)
     likely = {text: p for text, p in law.items() if p * total >= 5}
-    rest = total - sum(counts.get(text, 0) for text in likely)
+    rest = total - sum(counts[text] for text in likely)
     expected_rest = total * (1 - sum(likely.values()))
-    statistic = sum((counts.get(t, 0) - total * p) ** 2 / (total * p) for t, p in likely.items())
+    statistic = sum((counts[t] - total * p) ** 2 / (total * p) for t, p in likely.items())
     statistic += (rest - expected_rest) ** 2 / max(expected_rest, 1.0)
     freedom = torch.tensor(float(len(likely)))
     # Wilson-Hilferty: a cube root of chi-square over its degrees is nearly normal; 4.75 is 1e-6.
@@ -122,9 +105,7 @@ def test_the_keyed_coins_own_samples_have_the_targets_law(tiny_target, plan):
 
 def test_a_compiled_target_decodes_the_same_text():
     """In fp32, where a changed last bit seldom changes a token; drafts of several shapes and batches."""
-    chat, options = Chat(load_tokenizer(POCKET)), {"max_new_tokens": 24, "sampler": Sampler(0.0)}
-    heldout = list(read_prompts(ROOT / "data" / "prompts" / "heldout.jsonl"))[:4]
-    chats = [chat.encode(p.messages) for p in heldout]
+    chats, options = encoded("heldout")[:4], {"max_new_tokens": 24, "sampler": Sampler(0.0)}
     plain, compiled = load_target(POCKET, "float32"), load_target(POCKET, "float32", compiled=True)
     fused = Fused.of(compiled.base, compiled.layers, compiled.config)
     assert fused is not None

@@ -1,4 +1,4 @@
-"""What a round may take from the one before: a token with its own law, if no rule has looked at it.
+"""What a round may take from the one before: a token with its own q, if no rule has looked at it.
 
 A draw that decided something is not used again: neither a rejected token nor the number it came from.
 """
@@ -51,31 +51,29 @@ class Leftover(Scripted):
         if len(text) != length + 1:
             return []
         old, new = self.table.q(here[:-1]), self.table.q(here)
-        if "drawn anew" in self.mode:
-            return [Node((yield new), -1, later if "old law" in self.mode else new)]
+        if "drawn again" in self.mode:
+            return [Node((yield new), -1, later if "old q" in self.mode else new)]
         if "examined" in self.mode:
             return [Node(a, -1, None if "chosen" in self.mode else old)]
-        return [Node(b, -1, new if "new law" in self.mode else later)]
+        return [Node(b, -1, new if "new q" in self.mode else later)]
 
 
 # mode, rule, whether it is lossless
 LEFTOVERS = [
-    ("drawn anew", "token", True),
-    ("drawn anew", "block", True),
-    ("drawn anew, old law", "token", False),
-    ("own law", "token", True),
-    ("own law", "block", False),  # this rule has looked at it
-    ("dependent, own law", "token", True),
-    ("dependent, new law", "token", False),
+    ("drawn again", "token", True),
+    ("drawn again", "block", True),
+    ("drawn again, old q", "token", False),
+    ("own q", "token", True),
+    ("own q", "block", False),  # this rule has looked at it
+    ("dependent, own q", "token", True),
+    ("dependent, new q", "token", False),
     ("examined", "token", False),
     ("examined, chosen", "recursive", True),
 ]
 
 
 @pytest.mark.parametrize(("mode", "rule", "lossless"), LEFTOVERS)
-def test_a_leftover_token_is_exact_with_its_own_law_if_no_rule_has_looked_at_it(
-    tiny_target, mode, rule, lossless
-):
+def test_reused_token_is_lossless_only_if_no_rule_has_examined_it(tiny_target, mode, rule, lossless):
     proposal = "fixed" if rule == "recursive" else "sampled"
     plan = Plan(2, proposal=proposal, rule=rule)
     found = differences(tiny_target(), Leftover(mode), plan, Sampler(1.0), length=4, rows=[0, 1], abreast=256)
@@ -108,7 +106,7 @@ class ByPosition(RealKeys):
         (ByPosition, "block", False),
     ],
 )
-def test_noise_is_never_used_twice(tiny_target, tosses, rule, lossless):
+def test_reused_noise_is_lossy(tiny_target, tosses, rule, lossless):
     plan = Plan(2, proposal="sampled", rule=rule)
     options = {"length": 5, "prompts": [[1, 0, 0, 1]], "abreast": 512, "tosses": tosses}
     ((got, want),) = differences(tiny_target(vocab=2), Grown(2, 3), plan, Sampler(0.7), **options)

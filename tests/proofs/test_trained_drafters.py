@@ -93,7 +93,7 @@ def test_replay_and_decoder_agree_on_the_pocket_target(drafters, chats, name, te
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_with_hidden_states_of_other_places_it_is_worse(drafters, chats, temperature):
+def test_shuffled_hidden_states_lower_acceptance(drafters, chats, temperature):
     """It reads the target, then."""
     target, eagle = drafters["eagle"]
     sampler = Sampler(temperature)

@@ -77,11 +77,8 @@ PARTIAL = re.compile(
 def configured(text: str) -> bool:
     """Whether a command of this repository is whole and has a configuration that its options belong to."""
     words = program(text)
-    return (
-        not PARTIAL.search(text)
-        and len(words) > (words[:1] == ["foredraft"])
-        and bool(configuration(words)[0])
-    )
+    whole = not PARTIAL.search(text) and len(words) > (words[:1] == ["foredraft"])
+    return whole and bool(configuration(words)[0])
 
 
 RUN = sorted({text for text, _ in FOUND if not reason(text, UNRUN | SLOW)})
@@ -105,17 +102,13 @@ def places(tmp_path_factory) -> Iterator[Places]:
     engine.kill()
 
 
-@pytest.mark.parametrize("text", RUN, ids=str)
-@pytest.mark.docs
-def test_it_runs(places, text):
+ALL = [pytest.param(text, marks=pytest.mark.docs) for text in RUN]
+ALL += [pytest.param(text, marks=pytest.mark.proof) for text in LATER]
+
+
+@pytest.mark.parametrize("text", ALL, ids=str)
+def test_documented_command_runs(places, text):
     assert program(text), f"{text}: not a command of this repository; say in UNRUN why it is not run"
-    done = places.execute(places.fill(text))
-    assert done.code == 0, done.err[-3000:]
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("text", LATER, ids=str)
-def test_it_runs_given_time(places, text):
     done = places.execute(places.fill(text))
     assert done.code == 0, done.err[-3000:]
 
@@ -127,9 +120,8 @@ def overrides(text: str) -> tuple[str, list[str]]:
     name, given = configuration(program(text))
     argv = [word for word in rewrite(given, CONF) if word not in ("-m", "--multirun")]
     # What a sweep chooses from, and Hydra's launchers, are checked choice by choice: distill.cli.sweep.
-    return name, [
-        re.sub(r"=([^,\[{']*),.*", r"=\1", w) for w in argv if not w.startswith(("hydra.", "hydra/"))
-    ]
+    argv = [word for word in argv if not word.startswith(("hydra.", "hydra/"))]
+    return name, [re.sub(r"=([^,\[{']*),.*", r"=\1", word) for word in argv]
 
 
 def together(texts: list[str]) -> Iterator[tuple[str, list[str]]]:
@@ -154,10 +146,7 @@ def together(texts: list[str]) -> Iterator[tuple[str, list[str]]]:
         yield name, [word for own in groups.values() for word in own]
 
 
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [pytest.param(name, given, id=" ".join([name, *given])) for name, given in together(COMPOSED)],
-)
+@pytest.mark.parametrize(("name", "given"), together(COMPOSED))
 def test_options_compose(name, given):
     """They exist, and have values of the right kind."""
     assert compose(given, CONF, name)
@@ -180,24 +169,25 @@ def test_the_tables_name_nothing_that_is_gone():
         assert any(re.search(pattern, text) for text, _ in FOUND), f"{pattern}: no such command"
 
 
-def test_what_counts_as_a_command():
-    assert parts("python3 -m venv x && A='b c' x/bin/python train.py drafter=eagle   # a comment") == [
-        "python3 -m venv x",
-        "A='b c' x/bin/python train.py drafter=eagle",
-    ]
-    assert parts("for d in 2 4; do torchrun train.py drafter.depth=$d; done") == [
-        "torchrun train.py drafter.depth=$d"
-    ]
-    for other in (
-        "step  tau",
-        "outputs/<date>/<time>/",
-        "E[X] <= log P / mu",
-        "a.py   rules; which is it",
-        "it's",
-    ):
-        assert not parts(other)
-    text = (
-        "# x\n\n    python a.py b=1 \\\n      c=2\n\ntext\n    python no.py\n\n```text\npython no.py\n```\n"
-    )
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (
+            "python3 -m venv x && A='b c' x/bin/python a.py   # why",
+            ["python3 -m venv x", "A='b c' x/bin/python a.py"],
+        ),
+        ("for d in 2 4; do torchrun train.py drafter.depth=$d; done", ["torchrun train.py drafter.depth=$d"]),
+        *(
+            (text, [])
+            for text in ("step  tau", "outputs/<date>/<time>/", "a.py   rules; which is it", "it's")
+        ),
+    ],
+)
+def test_commands_of_a_line(line, found):
+    assert parts(line) == found
+
+
+def test_lines_of_indented_blocks_shell_fences_and_inline_code():
+    text = "# x\n\n    python a.py b=1 \\\n      c=2\n\nx\n    python no.py\n\n```text\npython no.py\n```\n"
     text += "```bash\npython b.py\n```\n- `python train.py c=1` and `python no.py`\n"
     assert [line for _, line in lines(text)] == ["python a.py b=1 c=2", "python b.py", "python train.py c=1"]

@@ -8,7 +8,6 @@ from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
 from workbench import ROOT
 
 SRC = ROOT / "src"
@@ -16,17 +15,12 @@ MOST = 15  # modules of a folder
 LEAVES = "drafters/models"  # independent of one another, so a dozen more do no harm
 
 
-def _modules() -> dict[str, Path]:
-    paths = {p.relative_to(SRC).with_suffix(""): p for p in SRC.rglob("*.py")}
-    return {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
-
-
-def test_no_folder_has_more_modules_than_a_reader_can_hold():
-    count = Counter(str(path.parent.relative_to(SRC)) for path in _modules().values())
+def test_no_folder_has_more_than_15_modules():
+    count = Counter(str(path.parent.relative_to(SRC)) for path in SRC.rglob("*.py"))
     assert not {folder: n for folder, n in count.items() if n - 1 > MOST and folder != LEAVES}
 
 
-def test_every_package_says_what_it_is():
+def test_every_package_has_a_docstring():
     for path in SRC.rglob("__init__.py"):
         assert ast.get_docstring(ast.parse(path.read_text())), path
 
@@ -44,24 +38,20 @@ def imports(path: Path, modules: dict[str, Path]) -> set[str]:
 
 
 def test_no_imports_go_in_a_circle():
-    modules = _modules()
+    paths = {p.relative_to(SRC).with_suffix(""): p for p in SRC.rglob("*.py")}
+    modules = {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
     graph = {name: imports(path, modules) - {name} for name, path in modules.items()}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-def test_a_circle_through_a_function_is_seen(tmp_path):
+def test_an_import_inside_a_function_counts(tmp_path):
     (tmp_path / "a.py").write_text("def f():\n    from b import g\n")
-    (tmp_path / "b.py").write_text("import a\n")
-    modules = {name: tmp_path / f"{name}.py" for name in "ab"}
-    graph = {name: imports(path, modules) for name, path in modules.items()}
-    with pytest.raises(ValueError, match="cycle"):
-        TopologicalSorter(graph).prepare()
+    assert imports(tmp_path / "a.py", {"b": tmp_path}) == {"b"}
 
 
 def test_no_test_imports_another():
     """What several tests need lies in tests/support."""
     for path in (ROOT / "tests").rglob("test_*.py"):
         nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-        assert not [node.module for node in nodes if re.match(r"tests\b|(.+\.)?test_", node.module or "")], (
-            path
-        )
+        others = [node.module for node in nodes if re.match(r"tests\b|(.+\.)?test_", node.module or "")]
+        assert not others, path

@@ -27,7 +27,7 @@ def pinned(name: str) -> Version:
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_ranges_admit_the_pin_and_what_was_run_and_the_pin_is_not_newer(name):
+def test_version_ranges_admit_the_pin_and_the_newest_run(name):
     run, pin = Version(RUN["versions"][name]), pinned(name)
     ranges = [one.specifier for one in required() if one.name == name]
     assert ranges
@@ -37,7 +37,7 @@ def test_ranges_admit_the_pin_and_what_was_run_and_the_pin_is_not_newer(name):
     assert pin <= run, f"{name} {pin} is pinned, and {run} was run last: make newest"
 
 
-def test_a_quarter_of_the_tests_and_the_whole_path_passed():
+def test_newest_run_passed_a_quarter_of_the_tests():
     tests = RUN["tests"]
     assert tests["failures"] == tests["errors"] == 0 == len(RUN["failed"])
     assert 4 * (tests["tests"] - tests["skipped"]) >= tests["of"] > 0

@@ -19,9 +19,9 @@ def test_without_a_gpu_it_says_what_it_would_run(capsys, monkeypatch):
     assert gpu.main("gpu", ["score.prompts=4"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("no GPU here")
-    commands = [step.command for step in gpu.steps("gpu", ["score.prompts=4"])]
-    assert said.count("\n    python") == len(commands)
-    assert all("score.prompts=4" in command for command in commands[1:])
+    steps = gpu.steps("gpu", ["score.prompts=4"])
+    assert said.count("\n    python") == len(steps)
+    assert all("score.prompts=4" in step.command for step in steps[1:])
 
 
 @pytest.mark.proof
@@ -29,11 +29,9 @@ def test_without_a_gpu_it_says_what_it_would_run(capsys, monkeypatch):
 def test_its_commands_run_on_a_cpu():
     """With a run of a minute, in this clone's outputs/gpu."""
     words = ["--accelerator", "cpu", "score.prompts=2", "score.max_new_tokens=8"]
-    done = subprocess.run(
-        [sys.executable, "scripts/gpu.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=900
-    )
+    command = [sys.executable, "scripts/gpu.py", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    *_, last = done.stdout.splitlines()
-    text = (ROOT / last.removeprefix("written: ")).read_text()
+    text = (ROOT / done.stdout.splitlines()[-1].removeprefix("written: ")).read_text()
     assert text.count("## ") == 4
     assert "speedup" in text

@@ -17,7 +17,7 @@ def part():
     return proofs.page_part(ElementTree.fromstring(REPORT), "At commit 123")
 
 
-def test_a_part_counts_cases_and_quotes_the_claim_of_each_file():
+def test_part_counts_cases_and_quotes_each_docstring():
     told, _, _, _, *rows = part().splitlines()
     assert told == "At commit 123: 2 passed, 1 skipped, in 2 minutes."
     assert [row.split(" | ")[1:] for row in rows] == [
@@ -37,7 +37,7 @@ def test_a_commands_part_replaces_its_own_and_no_other():
     assert page.index("## `make proofs`") < page.index("123") < page.index("## `make long-proofs`")
 
 
-def test_only_a_run_of_all_proofs_without_a_failure_at_a_commit_writes_the_page(monkeypatch, tmp_path):
+def test_only_a_green_run_of_all_proofs_at_a_commit_writes_the_page(monkeypatch, tmp_path):
     page, report = tmp_path / "proofs.md", tmp_path / "proofs.xml"
     page.write_text("before")
     report.write_text(f"<testsuites>{REPORT}</testsuites>")

@@ -1,7 +1,4 @@
-"""Chat templates of our own in the formats that the families document, on a tokenizer of bytes.
-
-Sources of the formats: the models' cards, and transformers' documentation of chat templates.
-"""
+"""Chat templates of our own in the families' documented formats, on a tokenizer of bytes."""
 
 from __future__ import annotations
 

@@ -23,14 +23,7 @@ def timing(*speeds: float) -> dict[str, list[float]]:
     return {"tokens": PLAIN["plain_tokens"], "seconds": seconds, **PLAIN}
 
 
-def row(
-    rounds: list[float],
-    temperature: float = 0.0,
-    batch: int = 1,
-    speedup: float = 1.5,
-    tokens: list[int] = TOKENS,
-    **more: Any,
-) -> dict[str, Any]:
+def row(rounds, temperature=0.0, batch=1, speedup=1.5, tokens=TOKENS, **more: Any) -> dict[str, Any]:
     """One setting."""
     counts = Counts(tokens, rounds)
     found = replay(counts.tau, counts, tau_interval=counts.interval(), survival=[0.5, 0.25])

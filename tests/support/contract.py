@@ -1,9 +1,4 @@
-"""The contract of every drafter in conf/drafter; a new one joins by existing.
-
-The training face (`unroll`) and the decoding face (`advance`, `propose`) must be one model: the
-decoding face is fed a known text, chunk by chunk and ragged, and its laws are compared with the
-unroll of that text.
-"""
+"""The contract of every drafter in conf/drafter: what it decodes with is what was trained."""
 
 from __future__ import annotations
 
@@ -156,10 +151,9 @@ def test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monk
         follower.advance(counts)
         follower.propose(TREE)
         known = follower.known
-        found = [
-            (known[row], path, laws[row]) for names, laws in grown.pop() for row, path in enumerate(names)
-        ]
-        for (*_, law), want in zip(found, laws_at(drafter, target, [f[:2] for f in found]), strict=True):
+        rows = [(row, path, laws[row]) for names, laws in grown.pop() for row, path in enumerate(names)]
+        wanted = laws_at(drafter, target, [(known[row], path) for row, path, _ in rows])
+        for (*_, law), want in zip(rows, wanted, strict=True):
             torch.testing.assert_close(law, want, rtol=0, atol=ROUNDING)
 
 
@@ -442,16 +436,8 @@ def test_noise_in_training_is_a_function_of_the_batchs_seed(pair):
     assert torch.equal(hidden(3), hidden(4))
 
 
-MASKS = {
-    "all": "1" * 12,
-    "answer": "000011111111",
-    "cut": "000011110000",
-    "turns": "001111011111",
-    "short": "000000000011",
-    "first": "110000000000",
-    "scattered": "010111010111",
-    "none": "0" * 12,
-}
+MASKS = {"all": "1" * 12, "answer": "000011111111", "cut": "000011110000", "turns": "001111011111"}
+MASKS |= {"short": "000000000011", "first": "110000000000", "scattered": "010111010111", "none": "0" * 12}
 
 
 def golden_batch(target, masks) -> Batch:
@@ -556,16 +542,11 @@ def test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair):
 # -- saved drafters (perfect ones: tests/drafters/models/test_lm.py) ------------------------------
 
 
-def saved(pair, folder):
+def test_a_saved_drafter_comes_back_bit_for_bit(pair, tmp_path):
     target, drafter = pair
     drafter.requires_grad_(False)  # as the loaded one is, for the same kernels
-    hub.save(drafter, target, folder, "some/target")
-    return target, drafter, folder
-
-
-def test_a_saved_drafter_comes_back_bit_for_bit(pair, tmp_path):
-    target, drafter, folder = saved(pair, tmp_path)
-    loaded = hub.load(folder, target)
+    hub.save(drafter, target, tmp_path, "some/target")
+    loaded = hub.load(tmp_path, target)
     assert type(loaded) is type(drafter)
     assert loaded.settings == drafter.settings
     assert not loaded.training

@@ -1,7 +1,7 @@
-"""Counts what a CUDA device would be waited for, on a CPU: uploads, reads and synchronisations, by call site.
+"""Counts uploads, reads and synchronisations of a CUDA device on a CPU, by call site.
 
-Within `Traffic` tensors say that they are on `cuda:0`, unless they were made on the host, so code takes the
-path that it takes on a GPU. An operation on tensors of both is an error, as it is there.
+Within `Traffic` tensors say that they are on `cuda:0`, unless they were made on the host. An operation on
+tensors of both is an error, as it is there.
 """
 
 from __future__ import annotations

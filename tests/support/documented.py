@@ -1,7 +1,6 @@
-"""Commands as the documents have them: found, filled in with small things, and run in forked processes.
+"""Commands of the documents: found, filled in with small things, and run in forked processes.
 
-CONTRIBUTING.md says which text is a command. What stands for the reader's own (`/path/or/hub-id`,
-`outputs/<date>/<time>`, `http://host:8000`) becomes a tiny target, a run of it, a server of this machine.
+CONTRIBUTING.md says which text is a command, and which placeholders stand for the reader's own.
 """
 
 from __future__ import annotations
@@ -125,34 +124,14 @@ def _words(text: str) -> list[str]:
 # -- filling them in -----------------------------------------------------------------------------
 
 # Whatever a command says, it is run at these sizes, where its configuration has such a key.
-SIZES = {
-    "prompts.self": "0",
-    "rollout.max_new_tokens": "10",
-    "rollout.shard_size": "6",
-    "rollout.samples": "1",
-    "batch_size": "4",
-    "try_largest": "false",
-    "trainer.max_steps": "2",
-    "trainer.log_every_n_steps": "1",
-    "trainer.enable_progress_bar": "false",
-    "score.every": "2",
-    "score.prompts": "1",
-    "score.replay_prompts": "2",
-    "score.audit_prompts": "1",
-    "score.max_new_tokens": "5",
-    "score.temperatures": "[0.0]",
-    "score.repeats": "1",
-    "max_new_tokens": "6",
-    "starts": "4",
-    "nodes": "[4,8]",
-    "compiled": "false",
-    "repeats": "1",
-    "count": "8",
-    "sample": "2",
-    "threads": "1",
-    "contexts": "[16,32]",
-    "new_tokens": "[8,4]",
-}
+_SIZES = """
+    prompts.self=0 rollout.max_new_tokens=10 rollout.shard_size=6 rollout.samples=1 batch_size=4
+    try_largest=false trainer.max_steps=2 trainer.log_every_n_steps=1 trainer.enable_progress_bar=false
+    score.every=2 score.prompts=1 score.replay_prompts=2 score.audit_prompts=1 score.max_new_tokens=5
+    score.temperatures=[0.0] score.repeats=1 max_new_tokens=6 starts=4 nodes=[4,8] compiled=false repeats=1
+    count=8 sample=2 threads=1 contexts=[16,32] new_tokens=[8,4]
+"""
+SIZES = dict(word.split("=") for word in _SIZES.split())
 # Of drafter=auto, which trains by the clock.
 AUTO = ["drafter.plans=[{depth: 2}]", "drafter.answers=2", "drafter.tokens=4", "score.replay_prompts=4"]
 # Of which runs are compared, at two temperatures.
@@ -203,25 +182,21 @@ class Places:
         options = SERVED if "verify-served" in text else ""
         trained = "lyanna" if "benchmark.py lyanna" in text else "eagle"
         trained = "lm" if drafter == "cascade" else trained
+        prompts = self.answered if "rollout=given" in text else self.prompts
+
+        def best(drafter: str) -> str:
+            return f"{self.run_of(drafter)}/checkpoints/best"
+
         fillings: list[tuple[str, Callable[[], str]]] = [
             (r" \[--[^]]*\]", lambda: ""),  # what may be left out
             (r"outputs/<date>/\*|RUN \.\.\.", lambda: f"{self.run_of('eagle')} {self.run_of('bigram')}"),
-            (
-                r"drafter\.init_from=(<[^>]*>|\S*<date>\S*)",
-                lambda: f"drafter.init_from={self.run_of(drafter)}/checkpoints/best",
-            ),
+            (r"(?<=drafter\.init_from=)(<[^>]*>|\S*<date>\S*)", lambda: best(drafter)),
             (r"outputs/<date>/<time>|\bRUN\b", lambda: self.run_of(trained, options)),
-            (r"checkpoint=(<[^>]*>|\.\.\.)", lambda: f"checkpoint={self.run_of('eagle')}/checkpoints/best"),
+            (r"(?<=checkpoint=)(<[^>]*>|\.\.\.)", lambda: best("eagle")),
             (r"store=<[^>]*>", lambda: f"store={self.store}"),
-            (
-                r"\bdrafter\.path=(/path/or/hub-id|data/pocket-draft|<[^>]*>)",
-                lambda: f"drafter.path={self.masked}",
-            ),
+            (r"(?<=\bdrafter\.path=)(/path/or/hub-id|data/pocket-draft|<[^>]*>)", lambda: str(self.masked)),
             (r"/path/or/hub-id|<its target>", lambda: str(self.target)),
-            (
-                r"(/path/to|/a|/data)/(prompts|file)\.jsonl",
-                lambda: str(self.answered if "rollout=given" in text else self.prompts),
-            ),
+            (r"(/path/to|/a|/data)/(prompts|file)\.jsonl", lambda: str(prompts)),
             (r"/a\.jsonl,/b\.jsonl", lambda: f"{self.prompts},{self.more}"),
             (r"<the run with ce>", lambda: "bigram"),
             (r"drafter=<\.\.\.>", lambda: "drafter=eagle"),
@@ -319,7 +294,10 @@ def sized(text: str, places: Places) -> list[str]:
     name, given = configuration(argv)
     head, given = argv[: len(argv) - len(given)], few(given)
     if not name or any(g.startswith("--") for g in given if g != "--multirun"):
-        return [*argv, *(_tiny_run(places) if argv[1:2] == ["follow"] else ())]
+        if argv[1:2] != ["follow"]:
+            return argv
+        sizes = [f"{key}={value}" for key, value in (SIZES | CHOICES).items() if has("config", key)]
+        return [*argv, *sizes, f"prompts.heldout={places.heldout}", "--updates", "1"]
     said = dict(g.partition("=")[::2] for g in given)
     more = [f"{key}={value}" for key, value in SIZES.items() if has(name, key)]
     if said.get("decode") == "auto":
@@ -338,22 +316,11 @@ def sized(text: str, places: Places) -> list[str]:
     if has(name, "prompts.heldout"):
         more += [] if "prompts" in said else [f"prompts={places.prompts}"]
         more += [f"prompts.heldout={places.heldout}"]
-    more += [
-        f"{place}.path={places.masked}" for place in _given_models(name, said) if f"{place}.path" not in said
-    ]
+    # Drafters that are models as they are: their vocabulary is to be the tiny target's.
+    given_models = [key for key in ("drafter", "drafter.first") if said.get(key) in ("hf_dllm", "lm_given")]
+    given_models = ["drafter"] if name == "lab/decode" else given_models
+    more += [f"{key}.path={places.masked}" for key in given_models if f"{key}.path" not in said]
     return [*head, *given, *more]
-
-
-def _given_models(name: str, said: dict[str, str]) -> list[str]:
-    """Which drafters of a command are models as they are, whose vocabulary is to be the tiny target's."""
-    places = [place for place in ("drafter", "drafter.first") if said.get(place) in ("hf_dllm", "lm_given")]
-    return ["drafter"] if name == "lab/decode" else places
-
-
-def _tiny_run(places: Places) -> list[str]:
-    """Sizes of the runs of `foredraft follow`, and its end."""
-    sizes = [f"{key}={value}" for key, value in (SIZES | CHOICES).items() if has("config", key)]
-    return [*sizes, f"prompts.heldout={places.heldout}", "--updates", "1"]
 
 
 def few(given: list[str]) -> list[str]:

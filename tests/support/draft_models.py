@@ -7,20 +7,16 @@ from pathlib import Path
 import torch
 from faces import V
 from transformers import AutoConfig, AutoModelForCausalLM
-from workbench import (
-    Bench,
-)
+from workbench import Bench, enlarge
 
 from drafters.models.lm import DraftLM
 
 BASE = {"num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 LLAMA = BASE | {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+GROUPED = LLAMA | {"num_key_value_heads": 1}
 KINDS = {
-    "window": ("mistral", LLAMA | {"num_key_value_heads": 1, "sliding_window": 4}),
-    "windows and soft caps, eager": (
-        "gemma2",
-        LLAMA | {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4},
-    ),
+    "window": ("mistral", GROUPED | {"sliding_window": 4}),
+    "windows and soft caps, eager": ("gemma2", GROUPED | {"head_dim": 8, "sliding_window": 4}),
     "learned positions": ("gpt2", BASE | {"n_embd": 16, "n_head": 2, "n_positions": 64, "n_layer": 2}),
     "tied": ("llama", LLAMA | {"tie_word_embeddings": True}),
 }
@@ -31,9 +27,7 @@ def draft_model(folder: Path, kind: str = "tied", vocab: int = V, spread: float 
     name, shape = KINDS[kind]
     torch.manual_seed(4)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, vocab_size=vocab, **shape | changes))
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            weight.data.mul_(spread)
+    enlarge(model, spread)
     model.save_pretrained(folder)
     return str(folder)
 

@@ -10,20 +10,14 @@ import torch
 from families import BASE, EXPERTS
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from workbench import make_target, make_tokenizer
+from workbench import enlarge, make_target, make_tokenizer
 
-HYBRID = (
-    BASE
-    | EXPERTS
-    | {"head_dim": 8, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 16}
-)
-MLA = (
-    BASE
-    | {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4}
-    | {"qk_nope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2}
-    | {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
-)
+HYBRID = BASE | EXPERTS | {"head_dim": 8, "num_hidden_layers": 4, "shared_expert_intermediate_size": 16}
+HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+HYBRID |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MLA = BASE | {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4}
+MLA |= {"qk_nope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2}
+MLA |= {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
 BLOCK = 128  # rows and columns of an fp8 weight that share a scale
 REASONS = {
     "hybrid": "state cannot be rolled back",
@@ -40,9 +34,7 @@ def make_class(folder: Path, kind: str, options: dict) -> Path:
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
     options = options | sizes | {"eos_token_id": tokenizer.eos_token_id}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options))
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            weight.data.mul_(6)
+    enlarge(model, 6)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(folder)
     return folder

@@ -1,10 +1,7 @@
-"""Laws without a sample: run a randomised program once for every outcome of its decisions.
+"""Exact probabilities: a randomised program is run once for every outcome of its decisions.
 
-`EnumeratingCoin` answers the production code's flips and draws from tapes, one a row. A `Tape`
-replays given picks and then takes first options, noting how many there were; `exact_law` plays
-until none is untried. A `Script` decides the rows that only keep a branching row company.
-
-Proposers that draft any tree from any law are written as generators: see `grow`.
+`EnumeratingCoin` answers flips and draws of src from tapes, one a row; `exact_law` plays until no outcome of
+a `Tape` is untried. A `Script` decides for the other rows of a batch. Drafts of any form: see `grow`.
 """
 
 from __future__ import annotations
@@ -226,13 +223,14 @@ def differences(
     abreast=96,
     rows=None,
     tosses=None,
-    batch_size=None,
+    **more,
 ):
     """Each row in turn branches on all its decisions, its neighbours following scripts; yields its law
     and what it should be.
 
     The row below a draft of depth K first matters for token K + 2: the prefill gives the first.
     """
+    options = {"max_new_tokens": length, "sampler": sampler, "plan": plan, "stop": stop, **more}
     for row in range(len(prompts)) if rows is None else rows:
 
         def play(tapes, row=row):
@@ -240,18 +238,8 @@ def differences(
             coins[row] = tapes[0]
             batch = [*prompts, *[prompts[row]] * (len(tapes) - 1)]  # further plays ride along
             coin = (tosses or EnumeratingCoin)([*coins, *tapes[1:]])
-            run = generate(
-                target,
-                drafter,
-                batch,
-                max_new_tokens=length,
-                sampler=sampler,
-                plan=plan,
-                stop=stop,
-                coin=coin,
-                batch_size=batch_size,
-            )
-            texts = [tuple(o.tokens) for o in run.outputs]
+            run = generate(target, drafter, batch, coin=coin, **options)
+            texts = [tuple(output.tokens) for output in run.outputs]
             return [texts[row], *texts[len(prompts) :]]
 
         yield exact_law(play, abreast), target_law(target.model, prompts[row], length, sampler, stop)
@@ -483,28 +471,10 @@ class Trees(Scripted):
     """Trees of no plan's form: drawn and chosen children in any number, holes, rows that are unlike.
 
     The laws know nothing of the target, and some leave too little to draw from. What hangs below a
-    node depends on the path to it.
-
-    Args:
-        vocab: of the target.
-        seed: of forms and laws.
-        depth: levels at most.
-        drawn: how many drawn children a node may have.
-        chosen: how many chosen ones.
-        replacement: drawn siblings may repeat.
-        rounds: that draft at all; the others decode plainly.
+    node depends on the path to it. `drawn` and `chosen` are how many such children a node may have.
     """
 
-    def __init__(
-        self,
-        vocab: int,
-        seed: int = 0,
-        depth: int = 2,
-        drawn: Sequence[int] = (0, 1, 2),
-        chosen: Sequence[int] = (0, 1),
-        replacement: bool = False,
-        rounds: float = 1,
-    ) -> None:
+    def __init__(self, vocab, seed=0, depth=2, drawn=(0, 1, 2), chosen=(0, 1), replacement=False, rounds=1):
         super().__init__(vocab, seed, rounds)
         self.depth, self.drawn, self.chosen, self.replacement = depth, drawn, chosen, replacement
 

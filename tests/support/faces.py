@@ -1,7 +1,4 @@
-"""Both faces of a drafter: the laws its unroll computes, and its decoding face fed a known text.
-
-A drafter that does not train here is a model of its own: its plain forward stands for the unroll.
-"""
+"""A drafter in training (`unroll`) and in decoding, fed a known text; without training, its plain forward."""
 
 from __future__ import annotations
 
@@ -79,12 +76,8 @@ def unrolled(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]
         for flat, law in zip(step.anchor.tolist(), rows, strict=True):
             laws[(flat // texts.shape[1], flat % texts.shape[1], step.depth)] = law
     if drafter.traits.depth_invariant:
-        laws |= {
-            (row, t - ahead, 1 + ahead): law
-            for (row, t, _), law in laws.items()
-            for ahead in range(1, K)
-            if t >= ahead
-        }
+        for (row, t, _), law in list(laws.items()):
+            laws |= {(row, t - ahead, 1 + ahead): law for ahead in range(1, K) if t >= ahead}
     return laws
 
 

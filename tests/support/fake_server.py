@@ -30,16 +30,7 @@ class FakeServer:
         delay: seconds an answer takes.
     """
 
-    def __init__(
-        self,
-        chat: Any,
-        port: int = 0,
-        models: tuple[str, ...] = ("m",),
-        key: str | None = None,
-        strict: bool = False,
-        ids: bool = True,
-        delay: float = 0.0,
-    ) -> None:
+    def __init__(self, chat: Any, port=0, models=("m",), key=None, strict=False, ids=True, delay=0.0) -> None:
         self.chat, self.models, self.key = chat, models, key
         self.strict, self.ids, self.delay = strict, ids, delay
         self.asked: list[dict[str, Any]] = []  # bodies, and when; probes (one token) aside

@@ -5,37 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from faces import (
-    K,
-    V,
-)
+from faces import K, V
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from workbench import enlarge
 
 from drafters.models.hf_dllm import Dllm
 
-BASE = {
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+BASE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+BASE |= {"max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+WINDOW = {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4}
+NO_ENDS = {"cls_token_id": None, "sep_token_id": None}
 KINDS = {
     "llama": ("llama", BASE),
     "learned positions": ("gpt2", BASE | {"n_embd": 16, "n_head": 2, "n_positions": 64, "n_layer": 2}),
-    "windows and soft caps": (
-        "gemma2",
-        BASE | {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4},
-    ),
+    "windows and soft caps": ("gemma2", BASE | WINDOW),
     "bert": ("bert", BASE | {"pad_token_id": 0}),
     "roberta": ("roberta", BASE | {"pad_token_id": 1}),
-    "modernbert": (
-        "modernbert",
-        BASE | {"local_attention": 8, "cls_token_id": None, "sep_token_id": None, "num_hidden_layers": 4},
-    ),
+    "modernbert": ("modernbert", BASE | NO_ENDS | {"local_attention": 8, "num_hidden_layers": 4}),
 }
 CAUSAL = ("llama", "learned positions", "windows and soft caps")
 LORA = {"r": 3, "alpha": 5, "targets": "all-linear"}
@@ -49,9 +35,7 @@ def filler(folder: Path, kind: str = "llama", vocab: int = V, spread: float = 3.
     config = AutoConfig.for_model(name, vocab_size=vocab, **shape | changes)
     door = AutoModelForCausalLM if kind in CAUSAL else AutoModelForMaskedLM
     model = door.from_config(config)
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            weight.data.mul_(spread)
+    enlarge(model, spread)
     model.save_pretrained(folder)
     return str(folder)
 

@@ -12,6 +12,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, TokenType, quants
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from workbench import enlarge
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGED = ["ĠĠ", "Ċ5"]
@@ -20,40 +21,34 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 HEADS, KV_HEADS, WIDTH = 4, 2, 64
+
+
+def _places(words: str) -> dict[str, str]:
+    """Pairs of `name=place`."""
+    return dict(word.split("=") for word in words.split())
+
+
 # Where a Llama's weights are in a file; the others keep float32, as norms do.
-LAYER = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
+LAYER = _places("""
+    attn_q=self_attn.q_proj attn_k=self_attn.k_proj attn_v=self_attn.v_proj attn_output=self_attn.o_proj
+    ffn_gate=mlp.gate_proj ffn_up=mlp.up_proj ffn_down=mlp.down_proj
+    attn_norm=input_layernorm ffn_norm=post_attention_layernorm
+""")
 LAYERS = {
-    "qwen3": {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"},
-    "gemma2": {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
-}
-LAYERS["phi3"] = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-LAYERS["qwen35"] = LAYERS["qwen3"] | {
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
-    "ssm_a": "linear_attn.A_log",
-    "ssm_dt": "linear_attn.dt_bias",
+    "qwen3": _places("attn_q_norm=self_attn.q_norm attn_k_norm=self_attn.k_norm"),
+    "gemma2": _places("""
+        post_attention_norm=post_attention_layernorm ffn_norm=pre_feedforward_layernorm
+        post_ffw_norm=post_feedforward_layernorm
+    """),
+    "phi3": _places("attn_qkv=self_attn.qkv_proj ffn_up=mlp.gate_up_proj"),
 }
 LAYERS["gemma3"] = LAYERS["gemma2"] | LAYERS["qwen3"]
+LAYERS["qwen35"] = LAYERS["qwen3"] | _places("""
+    post_attention_norm=post_attention_layernorm attn_qkv=linear_attn.in_proj_qkv
+    attn_gate=linear_attn.in_proj_z ssm_alpha=linear_attn.in_proj_a ssm_beta=linear_attn.in_proj_b
+    ssm_conv1d=linear_attn.conv1d ssm_norm=linear_attn.norm ssm_out=linear_attn.out_proj
+    ssm_a=linear_attn.A_log ssm_dt=linear_attn.dt_bias
+""")
 F32, F16, Q8_0, Q4_1 = (GGMLQuantizationType[name] for name in ("F32", "F16", "Q8_0", "Q4_1"))
 
 
@@ -65,24 +60,11 @@ def words() -> list[str]:
 def tiny_llama(layers: int = 2, seed: int = 0, **more: Any) -> LlamaForCausalLM:
     """A random Llama of this vocabulary in fp32; `more` are settings."""
     torch.manual_seed(seed)
-    own: dict[str, Any] = {
-        "vocab_size": len(words()),
-        "hidden_size": WIDTH,
-        "intermediate_size": 64,
-        "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    config = LlamaConfig(**(own | more))
-    model = LlamaForCausalLM(config)
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            weight.data.mul_(6)
+    own: dict[str, Any] = {"vocab_size": len(words()), "hidden_size": WIDTH, "intermediate_size": 64}
+    own |= {"num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    own |= {"max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    model = LlamaForCausalLM(LlamaConfig(**(own | {"bos_token_id": 1, "eos_token_id": 2} | more)))
+    enlarge(model, 6)
     return model
 
 
@@ -98,9 +80,7 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, rows // heads // 2, *columns).swapaxes(1, 2).reshape(weight.shape)
 
 
-def converter_factors(
-    factor: float, low: float, high: float, original: int, base: float, size: int
-) -> np.ndarray:
+def converter_factors(factor, low, high, original, base, size) -> np.ndarray:
     """`rope_freqs.weight`, step by step as llama.cpp's converter makes it."""
     found = []
     for at in range(0, size, 2):
@@ -119,18 +99,13 @@ def settings(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
     """Keys of a model's sizes, as the converter writes them."""
     config = model.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    sizes = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "rope.freq_base": 10000.0,
-        "rope.dimension_count": head,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-    }
+    names = _places("""
+        block_count=num_hidden_layers context_length=max_position_embeddings embedding_length=hidden_size
+        feed_forward_length=intermediate_size attention.head_count=num_attention_heads vocab_size=vocab_size
+        attention.head_count_kv=num_key_value_heads attention.layer_norm_rms_epsilon=rms_norm_eps
+    """)
+    sizes = {name: getattr(config, own) for name, own in names.items()}
+    sizes |= {"rope.freq_base": 10000.0, "rope.dimension_count": head}
     if head != config.hidden_size // config.num_attention_heads:
         sizes |= {"attention.key_length": head, "attention.value_length": head}
     return {f"{architecture}.{name}": value for name, value in sizes.items()}
@@ -139,19 +114,11 @@ def settings(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
 def vocabulary(pre: str = "smollm") -> dict[str, Any]:
     """Keys of the tokenizer."""
     tokens = words()
-    about = {
-        "model": "gpt2",
-        "pre": pre,
-        "tokens": tokens,
-        "token_type": [int(TokenType.CONTROL if t in SPECIAL else TokenType.NORMAL) for t in tokens],
-        "merges": [f"{pair[0]} {pair[1]}" for pair in MERGED],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "add_bos_token": False,
-    }
-    return {f"tokenizer.ggml.{name}": value for name, value in about.items()} | {
-        "tokenizer.chat_template": TEMPLATE
-    }
+    kinds = [int(TokenType.CONTROL if t in SPECIAL else TokenType.NORMAL) for t in tokens]
+    about = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": kinds, "add_bos_token": False}
+    about |= {"merges": [" ".join(pair) for pair in MERGED], "bos_token_id": 1, "eos_token_id": 2}
+    found = {f"tokenizer.ggml.{name}": value for name, value in about.items()}
+    return found | {"tokenizer.chat_template": TEMPLATE}
 
 
 def pieces(special: Sequence[str] = ("<unk>", "<s>", "</s>")) -> dict[str, Any]:
@@ -161,18 +128,9 @@ def pieces(special: Sequence[str] = ("<unk>", "<s>", "</s>")) -> dict[str, Any]:
     kinds = [int(TokenType.BYTE if t.startswith("<0x") else TokenType.NORMAL) for t in tokens]
     for number, token in enumerate(special):
         kinds[number] = int(TokenType.UNKNOWN if token == "<unk>" else TokenType.CONTROL)
-    about = {
-        "model": "llama",
-        "pre": "default",
-        "tokens": tokens,
-        "token_type": kinds,
-        "scores": [-float(number) for number in range(count)],
-        "merges": None,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "unknown_token_id": 0,
-        "add_bos_token": True,
-    }
+    about = {"model": "llama", "pre": "default", "tokens": tokens, "token_type": kinds, "merges": None}
+    about |= {"scores": [-float(number) for number in range(count)], "add_bos_token": True}
+    about |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
     return {f"tokenizer.ggml.{name}": value for name, value in about.items()}
 
 
@@ -191,11 +149,8 @@ def weights(model: PreTrainedModel, architecture: str) -> dict[str, np.ndarray]:
         named["output"] = "lm_head"
     found = {}
     for short, long in named.items():
-        for part, suffix in (
-            (".weight", ".weight"),
-            (".bias", ".bias"),
-            ("", ".bias" if "_dt" in short else ""),
-        ):
+        bare = "", ".bias" if "_dt" in short else ""
+        for part, suffix in ((".weight", ".weight"), (".bias", ".bias"), bare):
             if (value := state.get(f"{long}{part}")) is not None:
                 found[f"{short}{suffix}"] = converted(value, short.split(".")[-1], architecture, config)
     return found

@@ -72,14 +72,8 @@ def _ready(url: str) -> bool:
 
 def ask(url: str, prompt: Sequence[int], tokens: int) -> Answer:
     """The likeliest tokens after a prompt, to the limit: no end token ends it."""
-    asked = {
-        "prompt": list(prompt),
-        "n_predict": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "cache_prompt": False,
-        "return_tokens": True,
-    }
+    asked = {"prompt": list(prompt), "n_predict": tokens, "temperature": 0, "ignore_eos": True}
+    asked |= {"cache_prompt": False, "return_tokens": True}
     request = urllib.request.Request(
         f"{url}/completion", json.dumps(asked).encode(), {"Content-Type": "application/json"}
     )

@@ -1,7 +1,6 @@
-"""The rules of theory, one row, one node and one coin at a time, in plain Python.
+"""The verification rules as their papers have them, one row and one coin at a time, in plain Python.
 
-They follow the papers' pseudocode and share no code with `decode.verification`. `Toss` decides by a
-`Tape`, so that `exact_law` gives their laws as it gives those of the production rules.
+They share no code with `decode.verification`. `Toss` decides by a `Tape`, for `exact_law`.
 """
 
 from __future__ import annotations

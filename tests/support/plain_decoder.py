@@ -1,8 +1,6 @@
-"""A decoder that has no batch, no cache, no mask and no tensor, and the random cases it is asked about.
+"""A decoder without batch, cache, mask and tensors, one token at a time, and random cases for it.
 
-hypothesis draws a case: prompts, where texts end, the law, the shapes of drafts. The tokens and laws
-of a draft are a function of the case and of the text it hangs from. `Reference` decodes one row and
-one token at a time, from the target's weights up, and tosses the coins that the decoder tosses.
+hypothesis draws a case; drafts are a function of the case and of the text that they hang from.
 """
 
 from __future__ import annotations
@@ -33,40 +31,19 @@ Shape = list[tuple[int, bool]]  # of each node its parent, -1 for the root, and 
 # Drafts and the rules that may verify them. "chosen" trees have no laws, all nodes of "sampled" ones
 # do, "hybrid" slots have one sampled child, "mixed" ones any number of them and then chosen ones.
 PAIRS = [
-    ("mixed", "traversal"),
-    ("chosen", "match"),
-    ("mixed", "recursive"),
-    ("sampled chain", "token"),
-    ("sampled", "traversal"),
-    ("chosen chain", "match"),
-    ("sampled", "recursive"),
-    ("sampled chain", "block"),
-    ("hybrid", "recursive"),
-    ("hybrid", "traversal"),
-    ("sampled chain", "match"),
-    ("chosen", "recursive"),
-    ("sampled", "match"),
-    ("hybrid", "match"),
-    ("mixed", "match"),
+    *(("mixed", "traversal"), ("chosen", "match"), ("mixed", "recursive"), ("sampled chain", "token")),
+    *(("sampled", "traversal"), ("chosen chain", "match"), ("sampled", "recursive")),
+    *(("sampled chain", "block"), ("hybrid", "recursive"), ("hybrid", "traversal")),
+    *(("sampled chain", "match"), ("chosen", "recursive"), ("sampled", "match")),
+    *(("hybrid", "match"), ("mixed", "match")),
 ]
 BLOCK = 20  # cases a run of hypothesis: in long ones most are mutations of one another
-TARGETS: dict[str, dict[str, int]] = {
-    "two layers": {},
-    "one layer": {"layers": 1},
-    "a window of 2": {"window": 2},
-    "12 positions": {"positions": 12},
-}
-SAMPLERS = [
-    Sampler(1.0),
-    Sampler(0.0),
-    Sampler(0.7),
-    Sampler(1.0, top_k=3),
-    Sampler(0.7, top_p=0.8),
-    Sampler(1.0, min_p=0.1),
-    Sampler(0.0, repetition_penalty=1.8),
-    Sampler(1.0, repetition_penalty=1.5),
-    Sampler(0.7, top_k=5, top_p=0.9, min_p=0.02, repetition_penalty=1.3),
-]
+TARGETS: dict[str, dict[str, int]] = {"two layers": {}, "one layer": {"layers": 1}}
+TARGETS |= {"a window of 2": {"window": 2}, "12 positions": {"positions": 12}}
+SAMPLERS = [Sampler(1.0), Sampler(0.0), Sampler(0.7), Sampler(1.0, top_k=3), Sampler(0.7, top_p=0.8)]
+SAMPLERS += [Sampler(1.0, min_p=0.1), Sampler(0.0, repetition_penalty=1.8)]
+SAMPLERS += [Sampler(1.0, repetition_penalty=1.5)]
+SAMPLERS += [Sampler(0.7, top_k=5, top_p=0.9, min_p=0.02, repetition_penalty=1.3)]
 FORMS: dict[str, Callable[[int, int], int]] = {  # the parent of node i
     "any": lambda i, byte: byte % (i + 1) - 1,  # every tree there is, in every order with parents first
     "chain": lambda i, _: i - 1,
@@ -221,9 +198,8 @@ class Script(Scripted):
         tokens = tensor([tree.tokens for tree in trees], PAD)
         parents = tensor([tree.parents for tree in trees], -1)
         if chain:
-            return Draft.chain(
-                tokens, None if chosen else self.laws(trees, [list(range(nodes))] * len(trees))
-            )
+            slots = [list(range(nodes))] * len(trees)
+            return Draft.chain(tokens, None if chosen else self.laws(trees, slots))
         if chosen:
             return Draft(tokens, parents, self.depth)
         owners, sizes = [[] for _ in trees], []

@@ -37,21 +37,16 @@ def parts(*values) -> list:
 
 
 THOUGHT = answer(reasoning_content="why")
-# Shape -> record, its messages, and the fields that nothing reads.
-READ = {
-    "thinking": (talk(user(), answer(thinking="why")), [user(), THOUGHT], ""),
-    "reasoning": (talk(user(), answer(reasoning="why")), [user(), THOUGHT], ""),
+# Shape -> record, its messages, and the fields that nothing reads, if any.
+_READ = {
+    "thinking": (talk(user(), answer(thinking="why")), [user(), THOUGHT]),
+    "reasoning": (talk(user(), answer(reasoning="why")), [user(), THOUGHT]),
     "one reasoning, two names": (
         talk(user(), answer(reasoning="why", reasoning_content="why")),
         [user(), THOUGHT],
-        "",
     ),
-    "empty reasoning": (talk(user(), answer(thinking="", reasoning=None)), [user(), answer()], ""),
-    "typed reasoning": (
-        talk(user(), answer(parts(("thinking", "why"), ("text", "a")))),
-        [user(), THOUGHT],
-        "",
-    ),
+    "empty reasoning": (talk(user(), answer(thinking="", reasoning=None)), [user(), answer()]),
+    "typed reasoning": (talk(user(), answer(parts(("thinking", "why"), ("text", "a")))), [user(), THOUGHT]),
     "typed reasoning, signed": (
         talk(user(), answer([{"type": "reasoning", "text": "why", "signature": "x"}, *parts(("text", "a"))])),
         [user(), THOUGHT],
@@ -60,29 +55,21 @@ READ = {
     "reasoning before a call": (
         talk(user(), answer(None, tool_calls=[TEXT_CALL], reasoning="why"), RESULT),
         [user(), CALLED | {"reasoning_content": "why"}, RESULT],
-        "",
     ),
-    "reasoning beside an answer": (
-        {"question": "q", "answer": "a", "thinking": "why"},
-        [user(), THOUGHT],
-        "",
-    ),
+    "reasoning beside an answer": ({"question": "q", "answer": "a", "thinking": "why"}, [user(), THOUGHT]),
     "reasoning of a user": (talk(user() | {"reasoning": "why"}), [user()], "messages.reasoning"),
     "arguments as text": (
         talk(user(), answer(None, tool_calls=[TEXT_CALL]), RESULT),
         [user(), CALLED, RESULT],
-        "",
     ),
-    "arguments as object": (talk(user(), CALLED, RESULT), [user(), CALLED, RESULT], ""),
+    "arguments as object": (talk(user(), CALLED, RESULT), [user(), CALLED, RESULT]),
     "a call as text": (
         talk(user(), answer(None, tool_calls=json.dumps([TEXT_CALL])), RESULT),
         [user(), CALLED, RESULT],
-        "",
     ),
     "no arguments": (
         talk(user(), answer("", tool_calls=[{"function": {"name": "now", "arguments": ""}}])),
         [user(), answer("", tool_calls=[{"type": "function", "function": {"name": "now", "arguments": {}}}])],
-        "",
     ),
     "parallel calls": (
         talk(user(), answer(None, tool_calls=[TEXT_CALL, TEXT_CALL | {"index": 1, "extra": 2}])),
@@ -92,7 +79,6 @@ READ = {
     "a call by itself": (
         talk(user(), answer(None, tool_calls=[{"name": "weather", "arguments": ARGUMENTS}])),
         [user(), answer("", tool_calls=[CALL])],
-        "",
     ),
     "function_call": (
         talk(
@@ -102,7 +88,6 @@ READ = {
             functions=[SCHEMA],
         ),
         [user(), answer("", tool_calls=[CALL]), {"role": "tool", "name": "weather", "content": "rain"}],
-        "",
     ),
     "Anthropic's call": (
         talk(
@@ -117,13 +102,7 @@ READ = {
             system="s",
             tools=[{"name": "weather", "input_schema": SCHEMA["parameters"]}],
         ),
-        [
-            system(),
-            user(),
-            answer("Let me see.", reasoning_content="why", tool_calls=[NUMBERED]),
-            RESULT,
-        ],
-        "",
+        [system(), user(), answer("Let me see.", reasoning_content="why", tool_calls=[NUMBERED]), RESULT],
     ),
     "a result and a question": (
         talk(
@@ -132,7 +111,6 @@ READ = {
             user([{"type": "tool_result", "tool_use_id": "c1", "content": "rain"}, *parts(("text", "so?"))]),
         ),
         [user(), CALLED, RESULT, user("so?")],
-        "",
     ),
     "LLaMA-Factory's call": (
         shared(
@@ -143,57 +121,41 @@ READ = {
             tools=json.dumps([SCHEMA]),
         ),
         [system(), user(), answer("", tool_calls=[CALL]), {"role": "tool", "content": "rain"}],
-        "",
     ),
     "speakers": (
         shared(("System", "s"), ("human", "q"), ("bot", "a"), ("USER", "q"), ("model", "a")),
         [system(), user(), answer(), user(), answer()],
-        "",
     ),
     "ipython": (
         talk(user(), CALLED, {"role": "ipython", "content": "rain"}),
         [user(), CALLED, {"role": "tool", "content": "rain"}],
-        "",
     ),
     "developer": (
         talk({"role": "developer", "content": "s"}, user()),
         [{"role": "developer", "content": "s"}, user()],
-        "",
     ),
-    "a system text beside messages": (talk(user(), system="s"), [system(), user()], ""),
+    "a system text beside messages": (talk(user(), system="s"), [system(), user()]),
     "two system texts": (talk(system("t"), user(), system="s"), [system("t"), user()], "system"),
-    "messages in a text": ({"messages": json.dumps([user(), answer()])}, [user(), answer()], ""),
-    "each message in a text": (
-        {"messages": [json.dumps(user()), json.dumps(answer())]},
-        [user(), answer()],
-        "",
-    ),
-    "conversations in a text": (
-        {"conversations": json.dumps([{"from": "human", "value": "q"}])},
-        [user()],
-        "",
-    ),
+    "messages in a text": ({"messages": json.dumps([user(), answer()])}, [user(), answer()]),
+    "each message in a text": ({"messages": [json.dumps(user()), json.dumps(answer())]}, [user(), answer()]),
+    "conversations in a text": ({"conversations": json.dumps([{"from": "human", "value": "q"}])}, [user()]),
     "one conversation": ({"conversation": [user(), answer()], "turn": 1}, [user(), answer()], "turn"),
     "OpenAI's text parts": (
         talk(user([{"type": "input_text", "text": "q"}]), answer([{"type": "output_text", "text": "a"}])),
         [user(), answer()],
-        "",
     ),
     "not learned": (
         talk(user(), answer(weight=0), user("r"), answer("b", weight=1)),
         [user(), answer(train=False), user("r"), answer("b")],
-        "",
     ),
     "train": (
         talk(user() | {"train": False}, answer(train=False), user("r"), answer("b", train=True)),
         [user(), answer(train=False), user("r"), answer("b")],
-        "",
     ),
     "masked": (
         shared(("human", "q"), ("gpt", "a"), ("human", "r"))
         | {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "masked": True}]},
         [user(), answer(train=False)],
-        "",
     ),
     "a user's text to be learned": (talk(user() | {"train": True}), [user()], "messages.train"),
     "keys of our own": (
@@ -204,7 +166,6 @@ READ = {
     "Dolly": (
         {"instruction": "q", "context": "c", "response": "a", "category": "closed_qa"},
         [user("q\n\nc"), answer()],
-        "",
     ),
     "SQuAD": (
         {
@@ -217,12 +178,8 @@ READ = {
         [user("c\n\nq"), answer()],
         "title",
     ),
-    "SQuAD without an answer": (
-        {"context": "c", "question": "q", "answers": {"text": []}},
-        [user("c\n\nq")],
-        "",
-    ),
-    "several answers": ({"question": "q", "answers": ["a", "b"]}, [user(), answer()], ""),
+    "SQuAD without an answer": ({"context": "c", "question": "q", "answers": {"text": []}}, [user("c\n\nq")]),
+    "several answers": ({"question": "q", "answers": ["a", "b"]}, [user(), answer()]),
     "passages": (
         {"question": "q", "context": {"title": ["t"]}, "answer": "a"},
         [user(), answer()],
@@ -237,14 +194,12 @@ READ = {
     "history": (
         {"instruction": "r", "input": "", "output": "b", "history": [["q", "a"]], "system": "s"},
         [system(), user(), answer(), user("r"), answer("b")],
-        "",
     ),
-    "input and output": ({"input": "q", "output": "a"}, [user(), answer()], ""),
-    "query": ({"query": "q", "response": "a"}, [user(), answer()], ""),
+    "input and output": ({"input": "q", "output": "a"}, [user(), answer()]),
+    "query": ({"query": "q", "response": "a"}, [user(), answer()]),
     "prompt and completion of messages": (
         {"prompt": [system(), user()], "completion": [answer()]},
         [system(), user(), answer()],
-        "",
     ),
     "OpenAI's batch": (
         {
@@ -259,9 +214,8 @@ READ = {
     "OpenAI's responses": (
         {"custom_id": "1", "url": "/v1/responses", "body": {"input": "q", "instructions": "s"}},
         [system(), user()],
-        "",
     ),
-    "Anthropic's batch": ({"custom_id": "1", "params": talk(user(), system="s")}, [system(), user()], ""),
+    "Anthropic's batch": ({"custom_id": "1", "params": talk(user(), system="s")}, [system(), user()]),
     "a text called body": ({"prompt": "q", "body": "b"}, [user()], "body"),
     "ultrachat": (
         {"prompt": "q", "prompt_id": "1", "messages": [user(), answer()]},
@@ -274,3 +228,4 @@ READ = {
         "chosen rejected",
     ),
 }
+READ = {shape: (*entry, "")[:3] for shape, entry in _READ.items()}

@@ -12,14 +12,9 @@ V = 3
 RULES = {name: rule_class(name) for name in rule_names()}
 LOSSY = tuple(name for name, rule in RULES.items() if rule.lossy)
 ONE = Sampler(1.0)
-SAMPLERS = {
-    "0.5": Sampler(0.5),
-    "1": ONE,
-    "warped": Sampler(0.7, top_k=2),
-    "greedy": Sampler(0.0),
-    "penalty": Sampler(0.5, repetition_penalty=1.6),
-    "greedy, penalty": Sampler(0.0, repetition_penalty=3.0),
-}
+SAMPLERS = {"0.5": Sampler(0.5), "1": ONE, "warped": Sampler(0.7, top_k=2), "greedy": Sampler(0.0)}
+SAMPLERS |= {"penalty": Sampler(0.5, repetition_penalty=1.6)}
+SAMPLERS |= {"greedy, penalty": Sampler(0.0, repetition_penalty=3.0)}
 CHAINS = ("token", "block")
 
 

@@ -6,50 +6,34 @@ import random
 from collections.abc import Sequence
 
 import torch
+from exact import Scripted
 from torch import Tensor
 
 from decode.draft import PAD, Draft
-from decode.generation.types import Traits
 from decode.model.cache import RowStore
 
 
-class Oracle:
+class Oracle(Scripted):
     """Proposes what each sequence is known to become, spoilt at random.
 
     A tree holds the known continuation down to some level, sometimes not even its first token,
     among siblings and cousins drawn at random; rows have different numbers of nodes.
 
     Args:
-        texts: whole sequences, prompts included; the one that begins with a row's tokens is its own.
+        texts: whole sequences, prompts included; a row's is the one that begins with its tokens.
         vocab: random tokens are below it.
         right: probability that the next known token is among the proposed ones.
         branches: random nodes in a tree; 0 proposes chains.
     """
 
-    traits = Traits()
-
-    def __init__(
-        self, texts: Sequence[Sequence[int]], vocab: int, right: float = 0.7, branches: int = 6
-    ) -> None:
-        self.texts = [list(text) for text in texts]
-        self.vocab, self.right, self.branches = vocab, right, branches
-
-    def new_state(self, rows):
-        return [[] for _ in range(rows)]
+    def __init__(self, texts: Sequence[Sequence[int]], vocab: int, right=0.7, branches=6) -> None:
+        super().__init__(vocab)
+        self.texts, self.right, self.branches = [list(text) for text in texts], right, branches
 
     def advance(self, state, target, tokens, taps, counts, root):
         assert tokens.shape == taps.shape[:2]
-        for text, row, count, end in zip(state, tokens.tolist(), counts, root.tolist(), strict=True):
-            assert count >= 1
-            if text:
-                assert text.pop() == row[0], "the old root was not settled first"
-            text += [*row[:count], end]
-
-    def select(self, state, rows):
-        state[:] = [state[row] for row in rows]
-
-    def append(self, state, target, other):
-        state += other
+        assert min(counts) >= 1
+        super().advance(state, target, tokens, taps, counts, root)
 
     def propose(self, state, target, sampler, coin, plan):
         drafts = [self.nodes(text, plan.depth) for text in state]

@@ -27,9 +27,7 @@ UNREAD = (*UNREAD, "num_aux_hidden_states", "rope_parameters")
 class Authored(Loaded):
     """An EAGLE as `EaModel` has it: taps, norms and layers are fixed, and the embedding is the file's.
 
-    Args:
-        layout: its files.
-        head: (V, D) of the target, which it shares with an EAGLE-1.
+    An EAGLE-1 shares the (V, D) `head` of the target.
     """
 
     def __init__(self, layout: Layout, head: Tensor) -> None:
@@ -78,13 +76,7 @@ def _rotary(config: Mapping[str, Any]) -> Callable[[Tensor, Tensor], tuple[Tenso
 
 
 def medusa(folder: Path, base: str, head: Tensor) -> Callable[[Tensor], list[Tensor]]:
-    """(B, D) features -> each head's (B, V) logits.
-
-    Args:
-        folder: that is loaded.
-        base: the target that the caller means.
-        head: (V, D) of the target.
-    """
+    """(B, D) features -> each head's (B, V) logits; `base` is the target, and `head` its (V, D) head."""
     config = json.loads((folder / "config.json").read_text())
     heads, layers = config["medusa_num_heads"], config["medusa_num_layers"]
     if config["base_model_name_or_path"] != base:

@@ -67,14 +67,7 @@ def number_of_taps(config: dict[str, Any]) -> int:
 
 
 class Loaded:
-    """An EAGLE as one of the engines has it.
-
-    Args:
-        layout: its files.
-        engine: vllm or sglang.
-        embedding: (V, D) of the target, which the engine shares.
-        head: (V, D) of the target, which it shares with an EAGLE-1.
-    """
+    """An EAGLE as vllm or sglang has it; `embedding` and, for EAGLE-1, `head` are the (V, D) target's."""
 
     def __init__(self, layout: Layout, engine: str, embedding: Tensor, head: Tensor) -> None:
         self.config, self.engine, self.embedding = layout.config, engine, embedding
@@ -146,9 +139,8 @@ class Loaded:
             first = torch.cat([self._norm(x, "layers.0.input_layernorm"), normed], -1)
             x = normed if self.config.get("norm_before_residual") else feature
         else:
-            first = x = F.linear(
-                torch.cat([x, feature], -1), self.weights["fc.weight"], self.weights.get("fc.bias")
-            )
+            bias = self.weights.get("fc.bias")
+            first = x = F.linear(torch.cat([x, feature], -1), self.weights["fc.weight"], bias)
         for i in range(self.config["num_hidden_layers"]):
             at = f"layers.{i}."
             later = "hidden_norm" if self.eagle3 and self.engine == "sglang" else "input_layernorm"

@@ -1,9 +1,4 @@
-"""vLLM's loaders of Medusa and of the MLP speculator, stated again in plain PyTorch.
-
-From `config.json` and the tensors alone: what the loader renames, the parameters it then has and
-their shapes, and what the model computes. It passes over tensors that it does not know, and leaves
-random what it does not find; here both are errors.
-"""
+"""vLLM's loaders of Medusa and the MLP speculator in plain PyTorch; what they pass over is an error."""
 
 from __future__ import annotations
 
@@ -37,13 +32,7 @@ def loaded(tensors: Tensors, shapes: Shapes) -> Tensors:
 
 
 def medusa(config: Config, tensors: Tensors, tokens: int) -> Callable[[Tensor], list[Tensor]]:
-    """(B, D) features -> each head's (B, V) logits.
-
-    Args:
-        config: of `config.json`.
-        tensors: of the checkpoint.
-        tokens: `num_speculative_tokens` of the command, which the loader takes for the number of heads.
-    """
+    """(B, D) features -> each head's (B, V) logits; there are as many heads as tokens to speculate."""
     config = _read(config)
     assert tokens <= config["num_heads"], "heads beyond those of the checkpoint would be random"
     config["num_heads"] = tokens

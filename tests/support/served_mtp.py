@@ -16,34 +16,21 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-# Prefix, fusion, norms of token and hidden, last norm, prefix of the layer.
+# Prefix, fusion, norms of token and hidden, last norm, prefix of the layer (-: none).
 NAMES = {
-    "mimo": (
-        "model.mtp_layers.0.",
-        "input_proj",
-        "token_layernorm",
-        "hidden_layernorm",
-        "final_layernorm",
-        "",
-    ),
-    "qwen": ("mtp.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0."),
-    "deepseek": ("model.layers.4.", "eh_proj", "enorm", "hnorm", "shared_head.norm", ""),
+    "mimo": "model.mtp_layers.0. input_proj token_layernorm hidden_layernorm final_layernorm -",
+    "qwen": "mtp. fc pre_fc_norm_embedding pre_fc_norm_hidden norm layers.0.",
+    "deepseek": "model.layers.4. eh_proj enorm hnorm shared_head.norm -",
 }
 
 
 class ServedMtp:
-    """One head.
-
-    Args:
-        tensors: of the folder; every one must be read.
-        kind: mimo | qwen | deepseek | glm.
-        config: sizes of its layer, as a LlamaConfig's.
-        target: whose embedding and head it shares.
-    """
+    """One head of a kind (mimo, qwen, deepseek, glm); all tensors of its folder must be read."""
 
     def __init__(self, tensors: dict[str, Tensor], kind: str, config: dict[str, Any], target: Any) -> None:
         self.kind, self.target, self.config = kind, target, LlamaConfig(**config)
-        stem, *self.names = NAMES["deepseek" if kind == "glm" else kind]
+        stem, *names = NAMES["deepseek" if kind == "glm" else kind].split()
+        self.names = [name.removeprefix("-") for name in names]
         self.left = {name.removeprefix(stem): tensor for name, tensor in tensors.items()}
         assert all(name.startswith(stem) for name in tensors)
         self.weights = dict(self.left)
@@ -76,9 +63,8 @@ class ServedMtp:
         cosine, sine = (part.repeat(1, 2) for part in (angles.cos(), angles.sin()))
         q, k = (part * cosine + turned(part) * sine for part in (q, k))
         k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
-        scores = (q @ k.mT / math.sqrt(dim)).masked_fill(
-            torch.ones(length, length).triu(1).bool(), -torch.inf
-        )
+        later = torch.ones(length, length).triu(1).bool()
+        scores = (q @ k.mT / math.sqrt(dim)).masked_fill(later, -torch.inf)
         out = (scores.softmax(-1) @ v).transpose(1, 2)
         out = out if gate is None else out * gate.sigmoid()
         return self.linear(out.flatten(2), f"{at}o_proj")

@@ -14,19 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-ARCHITECTURES = {
-    "eagle3": "Eagle3LlamaForCausalLM",
-    "peagle": "PeagleLlamaForCausalLM",
-    "dflash": "DFlashDraftModel",
-    "dspark": "Qwen3DSparkModel",
-}
-DSPARK = (
-    "draft_vocab_size",
-    "markov_rank",
-    "block_size",
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-)
+ARCHITECTURES = {"eagle3": "Eagle3LlamaForCausalLM", "peagle": "PeagleLlamaForCausalLM"}
+ARCHITECTURES |= {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
+DSPARK = ("draft_vocab_size", "markov_rank", "block_size")
+DSPARK = (*DSPARK, "enable_confidence_head", "confidence_head_with_markov")
 EAGLE3 = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "eagle_aux_hidden_state_layer_ids")
 
 
@@ -66,9 +57,8 @@ def vllm_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     if kind == "dspark":
         ids = config["aux_hidden_state_layer_ids"]
         passed |= {name: config[name] for name in DSPARK} | {"eagle_aux_hidden_state_layer_ids": ids}
-        passed["dflash_config"] = _places(
-            config, [i - 1 for i in ids], config.get("sample_from_anchor", False)
-        )
+        anchor = config.get("sample_from_anchor", False)
+        passed["dflash_config"] = _places(config, [i - 1 for i in ids], anchor)
         return passed, tokens
     if passed["model_type"] != "llama":
         raise BrokenError(f"model_type {passed['model_type']}")
@@ -188,10 +178,9 @@ def load(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Served:
 
 def own_rules(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """What speculators itself asks for beyond vLLM: `load_vocab_mappings` and its configuration's types."""
-    default = config["speculators_config"]["default_proposal_method"]
-    if default not in [
-        method["proposal_type"] for method in config["speculators_config"]["proposal_methods"]
-    ]:
+    whole = config["speculators_config"]
+    default = whole["default_proposal_method"]
+    if default not in [method["proposal_type"] for method in whole["proposal_methods"]]:
         raise BrokenError(f"default_proposal_method {default}")
     size, count = config["transformer_layer_config"]["vocab_size"], config["draft_vocab_size"]
     if count == size:
@@ -297,12 +286,7 @@ class _Model:
 def draft(served: Served, model: Any, states: Sequence[Tensor], text: Tensor, anchor: int) -> Tensor:
     """(K, V) logits of the tokens behind the root x_{anchor + 1}; an autoregressive one is told the text.
 
-    Args:
-        served: the drafter.
-        model: the target, of transformers.
-        states: its `hidden_states` of the text: number i enters layer i.
-        text: (T,).
-        anchor: t.
+    `states` are the target's `hidden_states` of the text: number i enters layer i.
     """
     here, config = _Model(served), served.config
     ids = sorted(config["eagle_aux_hidden_state_layer_ids"])  # gathered as the layers run

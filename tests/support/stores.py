@@ -12,27 +12,20 @@ from distill.prompts.chat_template import Chat
 from distill.rollouts.store import Make, RolloutPlan, RolloutStore
 from distill.rollouts.writer import Writer
 
+NAMES = {"target": "t", "config": "c", "tokenizer": "k", "dtype": "float32", "template": "chat"}
+SIZES = {"max_prompt_tokens": 24, "max_new_tokens": 12, "shard_size": 4, "batch_size": 3, "stop": [3]}
 PLAN = RolloutPlan(
-    target="t",
-    config="c",
-    tokenizer="k",
-    dtype="float32",
-    stop=[3],
-    template="chat",
-    answers="write",
-    server="",
-    drafter="",
+    **(NAMES | SIZES),
     prompts="p",
     samples=1,
     self_prompts=5,
     until="answer",
+    answers="write",
+    seed=0,
     sampler={"temperature": 1.0, "top_k": 0, "top_p": 1.0},
     prompt_sampler={"temperature": 1.0},
-    max_prompt_tokens=24,
-    max_new_tokens=12,
-    shard_size=4,
-    batch_size=3,
-    seed=0,
+    server="",
+    drafter="",
 )
 
 

@@ -39,18 +39,11 @@ SIZES: dict[str, Any] = {
     name: value
     for names, value in ((_FOUR, 4), (_EIGHT, 8), (_WIDE, 32), (_INNER, 48), (_TWO, 2), (_ONE, 1))
     for name in names.split()
-} | {
-    "vocab_size": 61,
-    "vocab_size_per_layer_input": 61,
-    "index_n_heads": 32,  # with few, many places are equally good, and any of them may be chosen
-    "max_position_embeddings": 256,
-    "n_positions": 256,
-    "n_ctx": 256,
-    "tie_word_embeddings": False,
-    "is_decoder": True,
-    "use_sliding_window": True,
-    "max_window_layers": 1,
 }
+SIZES |= {"vocab_size": 61, "vocab_size_per_layer_input": 61, "tie_word_embeddings": False}
+SIZES |= {"max_position_embeddings": 256, "n_positions": 256, "n_ctx": 256}
+SIZES |= {"is_decoder": True, "use_sliding_window": True, "max_window_layers": 1}
+SIZES |= {"index_n_heads": 32}  # with few, many places are equally good, and any of them may be chosen
 TWICE = ["sliding_attention", "full_attention"]
 MORE: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"layer_types": TWICE * 2},

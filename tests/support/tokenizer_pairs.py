@@ -51,23 +51,10 @@ def trained(size: int, special: Sequence[str] = ("<end>",)) -> PreTrainedTokeniz
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
-def mapped(
-    target: Target,
-    theirs: PreTrainedTokenizerFast,
-    own: PreTrainedTokenizerFast,
-    folder: Path,
-    more: int = 0,
-    **options,
-) -> DraftLM:
+def mapped(target: Target, theirs, own, folder: Path, more: int = 0, **options) -> DraftLM:
     """A random draft model with its own tokenizer for a target, which is given the other.
 
-    Args:
-        target: of the vocabulary of its tokenizer.
-        theirs: the target's.
-        own: the draft model's.
-        folder: where both go.
-        more: ids of the draft model that its tokenizer lacks.
-        options: of `for_target`.
+    `more` ids of the draft model are not in its tokenizer.
     """
     theirs.save_pretrained(folder / "target")
     target.model.name_or_path = str(folder / "target")

@@ -16,13 +16,7 @@ SETTINGS = {
 
 
 def start(target: str, speculative: str, max_tokens: str) -> tuple[Any, Any]:
-    """An engine, and sampling parameters of greedy answers of a length.
-
-    Args:
-        target: folder of the model.
-        speculative: vLLM's --speculative-config, as JSON.
-        max_tokens: of an answer.
-    """
+    """An engine with this --speculative-config (JSON), and parameters of greedy answers of a length."""
     os.environ |= SETTINGS
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 

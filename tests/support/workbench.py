@@ -48,29 +48,15 @@ TEMPLATE = (
     "{% else %}<|user|>{{ m['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# A run of six steps with two save points.
-QUICK = (
-    "prompts.self=0",
-    "logger=csv",
-    "optimizer.optimizer.lr=2e-3",
-    "decode=chain",
-    "decode.depth=2",
-    "drafter.depth=2",
-    "batch_size=2",
-    "try_largest=false",
-    "trainer.max_steps=6",
-    "trainer.precision=bf16-mixed",  # on every machine
-    "trainer.log_every_n_steps=1",
-    "score.every=3",
-    "score.alternatives=[]",
-    "score.prompts=2",
-    "score.audit_prompts=1",
-    "score.max_new_tokens=6",
-    "score.temperatures=[0.0]",
-    "rollout.max_new_tokens=10",
-    "rollout.shard_size=4",
-    "rollout.samples=1",
-)
+# A run of six steps with two save points, in the same precision on every machine.
+_QUICK = """
+    prompts.self=0 logger=csv optimizer.optimizer.lr=2e-3 decode=chain decode.depth=2 drafter.depth=2
+    batch_size=2 try_largest=false trainer.max_steps=6 trainer.precision=bf16-mixed
+    trainer.log_every_n_steps=1 score.every=3 score.alternatives=[] score.prompts=2 score.audit_prompts=1
+    score.max_new_tokens=6 score.temperatures=[0.0] rollout.max_new_tokens=10 rollout.shard_size=4
+    rollout.samples=1
+"""
+QUICK = tuple(_QUICK.split())
 
 
 def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
@@ -93,24 +79,21 @@ def make_target(folder: Path, template: str | None = TEMPLATE, seed: int = 0, la
     tokenizer = make_tokenizer(template)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    for weight in model.parameters():  # default inits give rows that are all alike
-        if weight.dim() > 1:
-            weight.data.mul_(6)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ends))
+    enlarge(model, 6)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(folder)
     return folder
+
+
+def enlarge(model: torch.nn.Module, factor: float) -> None:
+    """Enlarge all matrices: default inits give rows that are all alike."""
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data.mul_(factor)
 
 
 def write_prompts(path: Path, count: int, first: int = 0) -> Path:
@@ -127,14 +110,7 @@ def write_prompts(path: Path, count: int, first: int = 0) -> Path:
 def options_of(
     *overrides: str, cls: type[Options] = TrainOptions, name: str = "config", **changes: Any
 ) -> Options:
-    """A command's options by its overrides.
-
-    Args:
-        overrides: as on the command line.
-        cls: of the options.
-        name: of the command's configuration.
-        changes: of the configuration that these give, with __ for the dot.
-    """
+    """A command's options by its overrides, and `changes` of its configuration, with __ for the dot."""
     return changed(compose(rewrite(overrides, CONF), CONF, name), cls, **changes)
 
 
@@ -182,30 +158,22 @@ class Bench:
         self.target = make_target(self.root / "target")
         self.prompts = write_prompts(self.root / "prompts.jsonl", 12)
         self.heldout = write_prompts(self.root / "heldout.jsonl", 4, first=100)
-
         self.base = compose(rewrite(self.command, CONF), CONF)
 
     @property
     def command(self) -> list[str]:
         """Overrides of the quick run."""
-        return [
-            f"target={self.target}",
-            f"prompts={self.prompts}",
-            f"prompts.heldout={self.heldout}",
-            f"output_dir={self.root / 'outputs'}",
-            *QUICK,
-        ]
+        prompts = [f"prompts={self.prompts}", f"prompts.heldout={self.heldout}"]
+        return [f"target={self.target}", *prompts, f"output_dir={self.root / 'outputs'}", *QUICK]
 
     def train(self, *more: str) -> Outcome:
         """`python train.py` with the quick run's overrides and more, in this process."""
         return train([*self.command, *more])
 
     def run(self, folder: Path, **changes: Any) -> str:
-        """The quick run without its command line, in a folder of its own; returns what it printed.
+        """The quick run in a folder, resumed if it was interrupted there; returns what it printed.
 
-        Args:
-            folder: made if need be; a run that was interrupted there goes on.
-            changes: of the configuration, with __ for the dot.
+        `changes` are of the configuration, with __ for the dot.
         """
         cfg = copy.deepcopy(self.base)
         for key, value in changes.items():
@@ -259,7 +227,7 @@ def command(body: Callable[[], Any], argv: list[str]) -> Outcome:
 
 
 def fork(body: Callable[[], int]) -> int:
-    """Run `body` in a child that shares nothing with this process but what was loaded before."""
+    """Exit status of `body`, run in a child process."""
     return os.waitpid(spawn(body), 0)[1]
 
 
@@ -293,27 +261,15 @@ def spawn(body: Callable[[], int]) -> int:
 
 def torchrun(rank: int, count: int, port: int) -> dict[str, str]:
     """What torchrun tells a process on one machine."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": str(port),
-    }
+    told = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": count}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": port}
+    return {name: str(value) for name, value in told.items()}
 
 
 class Ranks:
     """`python train.py argv` in forked processes, in the environment that a launcher would give them.
 
-    Nothing is imported anew, so a run of two ranks costs little more than two runs of one.
-
-    Args:
-        count: of processes.
-        argv: overrides, `trainer=ddp` and `trainer.devices` among them.
-        before: called in each with its rank: patches, say.
-        launcher: (rank, count, a free port) -> environment variables.
+    `before` is called in each process with its rank; `launcher` takes rank, count and a free port.
     """
 
     def __init__(
@@ -331,9 +287,7 @@ class Ranks:
         self.pids = [self._start(rank, argv, before, launcher(rank, count, port)) for rank in range(count)]
         self._ended: dict[int, tuple[int, float]] = {}
 
-    def _start(
-        self, rank: int, argv: list[str], before: Callable[[int], Any], environment: dict[str, str]
-    ) -> int:
+    def _start(self, rank: int, argv: list[str], before, environment: dict[str, str]) -> int:
         def body() -> int:
             # Lightning would take more threads, and those of OpenMP do not survive a fork.
             os.environ.update(environment, OMP_NUM_THREADS="1")
@@ -360,11 +314,7 @@ class Ranks:
         return Path(self._folder.name) / f"{rank}.{name}"
 
     def wait(self, seconds: float = 120.0) -> list[Outcome]:
-        """Until all have ended, those killed that have not by then; a signal is a negative code.
-
-        Returns:
-            One for each rank; `ended` is in seconds of `time.monotonic`.
-        """
+        """Until all have ended, those killed that have not by then; a signal is a negative code."""
         end = time.monotonic() + seconds
         while len(self._ended) < len(self.pids):
             late = time.monotonic() > end
