@@ -41,7 +41,7 @@ from distill.prompts.prompt import Prompt
 from distill.prompts.sources import read_prompts
 from distill.rollouts.writer import Writer
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.models.dflash import DFlash
 from drafters.models.hf_dllm import Dllm
 
@@ -218,7 +218,7 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
         settings = _sizes(known[name], target, depth, draft_folder)
         if "first" in known[name] and known[name].first is None:  # a trained drafter is asked for
             trained = make("eagle", target, seed + 1, depth)
-            trained.origin = hub.origin_of(trained, target)
+            trained.origin = checkpoint_io.origin_of(trained, target)
             settings["first"] = lambda _: trained
         torch.manual_seed(seed)
         drafter = instantiate(known[name], **settings | options)(target).to(target.dtype).eval()

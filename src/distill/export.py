@@ -18,12 +18,11 @@ from distill.utils.atomic_files import read_json
 from distill.utils.progress import first_rank, say
 from distill.utils.redact import without_secrets
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint import pretrained
 from drafters.checkpoint.folder import drafter_kind, target_name, target_origin
 from drafters.checkpoint.model_card import portable
-from drafters.export import formats as table
-from drafters.export import layout, llama_cpp
+from drafters.export import formats, layout, llama_cpp
 from drafters.export.formats import GGUF, NATIVE
 from drafters.export.layout import Layout
 from drafters.hub import upload
@@ -52,7 +51,7 @@ def export(options: ExportCommandOptions) -> float:
     """
     quiet()
     check_options(options)
-    checkpoint = hub.fetch(options.checkpoint)
+    checkpoint = checkpoint_io.fetch(options.checkpoint)
     out = Path(options.out) if options.out else _beside(checkpoint.resolve(), options.to)
     if out.is_dir() and options.push_to:
         if not (out / layout.FILES[0]).is_file():
@@ -60,7 +59,7 @@ def export(options: ExportCommandOptions) -> float:
         say(f"{out} is there already and is uploaded as it is; remove it to have it written anew")
     else:
         if (kind := drafter_kind(checkpoint)) and options.to != NATIVE:
-            table.check_format(kind, options.to)  # before the target is loaded
+            formats.check_format(kind, options.to)  # before the target is loaded
         known = target_origin(checkpoint)
         named = options.target
         if not named.path:
@@ -78,7 +77,7 @@ def check_options(options: ExportOptions) -> None:
     Raises:
         UserError: one that is not known or cannot exist.
     """
-    programs, to = [NATIVE, *table.FORMATS], options.to or NATIVE
+    programs, to = [NATIVE, *formats.FORMATS], options.to or NATIVE
     if to not in programs:
         raise UserError(f"to={to}: choose {', '.join(programs[:-1])} or {programs[-1]}")
     if to == GGUF:
@@ -101,10 +100,10 @@ def check(options: ExportOptions, drafter: Drafter, target: Target) -> None:
     to, kind = options.to or NATIVE, short_name(drafter)
     check_options(options)
     if to != NATIVE:
-        table.check(kind, drafter.settings, target, to)
+        formats.check(kind, drafter.settings, target, to)
     if to == GGUF:
         script = llama_cpp.check_folder(options.llama_cpp)
-        llama_cpp.check_tokenizer(*table.served(kind, drafter.settings), target, script)
+        llama_cpp.check_tokenizer(*formats.served(kind, drafter.settings), target, script)
 
 
 def write(
@@ -129,15 +128,15 @@ def write(
         UserError: see `hub.load`, `table.write_layout`, `llama_cpp.converting` and
             `pretrained.publish_folder`.
     """
-    drafter = hub.load(checkpoint, target)
+    drafter = checkpoint_io.load(checkpoint, target)
     assert drafter.origin is not None
     # Without folders of this machine: what is written today without push_to may be uploaded tomorrow.
     origin = portable(drafter.origin)
-    theirs = None if to == NATIVE else table.write_layout(hub.as_saved(drafter), target, to)
+    theirs = None if to == NATIVE else formats.write_layout(checkpoint_io.as_saved(drafter), target, to)
     if theirs and to == GGUF:
         theirs = llama_cpp.converting(theirs, target, llama_cpp.check_folder(converter))
     with pretrained.publish_folder(out) as temporary:
-        weights = None if theirs else hub.weights_on_file(checkpoint, drafter, target)
+        weights = None if theirs else checkpoint_io.weights_on_file(checkpoint, drafter, target)
         pretrained.write(drafter, temporary, origin, recipe_of(checkpoint), theirs, to, weights, repo or "")
     say(f"{out}\n\n{_served(theirs, drafter, target, out)}")
     card = pretrained.scorecard(checkpoint)

@@ -13,7 +13,7 @@ from decode.evaluation.scorecard import read_scorecard
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.sampling import Sampler
-from distill import export as exporting
+from distill import export
 from distill.config.build import build_drafter, build_target, join_ends, quiet, read_run_inputs
 from distill.config.engine import check_engine
 from distill.config.target_size import with_length
@@ -50,7 +50,7 @@ from distill.utils.progress import bar, say, switch
 from distill.utils.run_folder import checkpoints
 from drafters import optional
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.registry import short_name
 from drafters.vocabulary import TokenCounts
 
@@ -98,7 +98,7 @@ def train(
         # First weights depend on the seed alone, not on how the target was loaded.
         L.seed_everything(options.seed, verbose=False)
         drafter = build_drafter(options.drafter, target)
-        exporting.check(options.export, drafter, target)
+        export.check(options.export, drafter, target)
         if options.gradient_checkpointing:
             optional.checkpoint_gradients(drafter)
         objective = Objective(
@@ -259,7 +259,7 @@ def _warm_start(options: TrainOptions, drafter: Drafter, target: Target) -> bool
         return False
     if not drafter.trains:
         raise UserError(f"drafter.init_from={source}: this drafter has no weights to train")
-    left = hub.warm_start(drafter, hub.fetch(source), target)
+    left = checkpoint_io.warm_start(drafter, checkpoint_io.fetch(source), target)
     say(
         f"drafter.init_from={source}: "
         + (f"all but {', '.join(left)}" if left else "every tensor taken over")
@@ -290,7 +290,7 @@ def _finish(trainer: L.Trainer, options: TrainOptions, folder: Path, target: Tar
     summary.show(folder)
     html_report.attempt(folder)
     try:
-        exporting.at_end(options.export, folder, target)
+        export.at_end(options.export, folder, target)
     finally:
         for tracker in trackers(trainer.loggers):
             tracker.ended(folder)

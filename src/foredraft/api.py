@@ -28,7 +28,7 @@ from distill.options import GenerateOptions
 from distill.text_generation import Messages, Model, TextGenerator
 from distill.utils.paths import CONF
 from drafters.base import Drafter
-from drafters.checkpoint import io as checkpoints
+from drafters.checkpoint import io as checkpoint_io
 
 GREEDY = Sampler(0.0)
 
@@ -81,7 +81,7 @@ def load_drafter(checkpoint: str, model: Model) -> Drafter:
     Raises:
         UserError: no drafter there, or one of another target.
     """
-    return checkpoints.load(checkpoints.fetch(checkpoint), model.target)
+    return checkpoint_io.load(checkpoint_io.fetch(checkpoint), model.target)
 
 
 def default_plan(decode: str = "dynamic") -> Plan:

@@ -11,7 +11,7 @@ from workbench import foredraft, train
 
 from decode.evaluation.scorecard import Scorecard
 from decode.planning import auto
-from distill import export as exporting
+from distill import export
 
 SHORT = ("trainer.max_steps=1", "score.every=1")
 IMPOSSIBLE = {
@@ -65,7 +65,7 @@ def test_failing_export_leaves_a_whole_run_and_exit_code_1(bench, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
 
     with monkeypatch.context() as patch:
-        patch.setattr(exporting, "write", full)
+        patch.setattr(export, "write", full)
         done = bench.train("seed=5", "export.to=native", *SHORT)
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert "export: [Errno 28] No space left on device" in done.err

@@ -25,7 +25,7 @@ from decode.errors import UserError
 from decode.plan import Plan
 from drafters import vocabulary
 from drafters.base import Text
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.vocabulary import FEWEST, STEP, TokenCounts, ceiling, draft_vocab_size
 
 SIZE = 7
@@ -60,8 +60,8 @@ def test_decoding_computes_the_probs_of_training(reduced):
 
 def test_trees_have_tokens_of_the_vocabulary_that_a_checkpoint_keeps(reduced, tmp_path):
     target, drafter = reduced
-    hub.save(drafter, target, tmp_path)
-    loaded = hub.load(tmp_path, target)
+    checkpoint_io.save(drafter, target, tmp_path)
+    loaded = checkpoint_io.load(tmp_path, target)
     assert torch.equal(loaded.d2t, drafter.d2t)
     followers = [Follower(each, target, random_texts(), (6, 4)) for each in (drafter, loaded)]
     one, other = (follower.propose(TREE) for follower in followers)
@@ -226,8 +226,8 @@ def test_the_size_is_known_after_fit_and_a_checkpoint_has_it(tiny_target, make_d
     size = -(-(hot + 1) // STEP) * STEP if more else FEWEST
     assert len(drafter.d2t) == drafter.settings["draft_vocab_size"] == size
     assert said.startswith(f"{size} of {LARGE_V} tokens make 100.00% of the answers")
-    hub.save(drafter, target, tmp_path)
-    loaded = hub.load(tmp_path, target)
+    checkpoint_io.save(drafter, target, tmp_path)
+    loaded = checkpoint_io.load(tmp_path, target)
     assert loaded.d2t.equal(drafter.d2t)
     shapes = [{k: w.shape for k, w in each.state_dict().items()} for each in (loaded, drafter)]
     assert shapes[0] == shapes[1]
@@ -236,7 +236,7 @@ def test_the_size_is_known_after_fit_and_a_checkpoint_has_it(tiny_target, make_d
         again.fit(written(100, rare=0, common=300), target)
         assert again.d2t.equal(drafter.d2t), "a resumed run, or another rank"
     new = auto(make_drafter, target, name, seed=2, **more)
-    assert hub.warm_start(new, tmp_path, target) == []
+    assert checkpoint_io.warm_start(new, tmp_path, target) == []
     assert new.d2t.equal(drafter.d2t)
     if more:
         assert torch.equal(drafter.d2t[drafter.info.rows], drafter.info.hot)
@@ -248,8 +248,8 @@ def test_a_drafter_inside_a_union_is_sized_too(tiny_target, tmp_path):
     assert union.first.sizes_vocabulary
     union.fit(list(written(100, rare=0, common=300)), target)
     assert len(union.first.d2t) == union.settings["first"]["settings"]["draft_vocab_size"] == FEWEST
-    hub.save(union, target, tmp_path)
-    assert hub.load(tmp_path, target).first.d2t.equal(union.first.d2t)
+    checkpoint_io.save(union, target, tmp_path)
+    assert checkpoint_io.load(tmp_path, target).first.d2t.equal(union.first.d2t)
 
 
 @pytest.mark.parametrize(("setting", "sizes"), [("auto", True), ("9", False), ("null", False)])

@@ -11,7 +11,7 @@ from decode.errors import UserError
 from distill import train as training
 from drafters import vocabulary
 from drafters.base import Text
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def saved(tiny_target, make_drafter, tmp_path):
             drafter.fit([Text(text, [1] * len(text)) for text in texts], target)
         folder = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
-        hub.save(drafter, target, folder)
+        checkpoint_io.save(drafter, target, folder)
         return drafter, folder, target
 
     return make
@@ -45,7 +45,7 @@ def test_tensors_that_fit_are_taken_over_and_others_listed(saved, make_drafter, 
     old, folder, target = saved("eagle3", **sizes | there)
     new = make_drafter("eagle3", target, seed=2, **sizes | there | here)
     before = {name: value.clone() for name, value in new.state_dict().items()}
-    left = hub.warm_start(new, folder, target)
+    left = checkpoint_io.warm_start(new, folder, target)
     names = {line.split(" ")[0] for line in left}
     for name, value in new.state_dict().items():
         assert value.equal(before[name] if name in names else old.state_dict()[name])
@@ -58,19 +58,19 @@ def test_tensors_that_fit_are_taken_over_and_others_listed(saved, make_drafter, 
 def test_another_drafters_and_damaged_files_are_no_start(saved, make_drafter, tiny_target, tmp_path):
     _, folder, target = saved("eagle")
     with pytest.raises(UserError, match="drafter 'eagle', not 'eagle3'"):
-        hub.warm_start(make_drafter("eagle3", target), folder, target)
+        checkpoint_io.warm_start(make_drafter("eagle3", target), folder, target)
     with pytest.raises(UserError, match=r"no config\.json there"):
-        hub.warm_start(make_drafter("eagle", target), tmp_path, target)
+        checkpoint_io.warm_start(make_drafter("eagle", target), tmp_path, target)
     (folder / "model.safetensors").write_bytes(b"no")
     with pytest.raises(UserError, match="damaged checkpoint"):
-        hub.warm_start(make_drafter("eagle", target), folder, target)
+        checkpoint_io.warm_start(make_drafter("eagle", target), folder, target)
     _, elsewhere, _ = saved("eagle")
     wider = make_drafter("eagle", tiny_target(vocab=V, hidden=16))
     with pytest.raises(UserError, match=r"none of its \d+ tensors fits this drafter"):
-        hub.warm_start(wider, elsewhere, target)
+        checkpoint_io.warm_start(wider, elsewhere, target)
     save_file({"nothing": torch.zeros(1)}, elsewhere / "model.safetensors")
     with pytest.raises(UserError, match="damaged checkpoint"):
-        hub.warm_start(wider, elsewhere, target)
+        checkpoint_io.warm_start(wider, elsewhere, target)
 
 
 # -- a whole run ---------------------------------------------------------------------------------
@@ -118,9 +118,9 @@ def test_a_wrong_start_is_one_line(bench, tmp_path):
 def test_a_hub_id_is_fetched_and_nothing_but_the_two_files(saved, fake_hub):
     _, folder, _ = saved("eagle")
     fake_hub.give("me/drafter", {p.name: p.read_bytes() for p in folder.iterdir()} | {"evil.py": b"exit(9)"})
-    there = hub.fetch("me/drafter")
+    there = checkpoint_io.fetch("me/drafter")
     assert sorted(p.name for p in there.iterdir()) == ["config.json", "model.safetensors"]
     assert load_file(there / "model.safetensors").keys() == weights(folder).keys()
     assert not any("evil" in path for _, path in fake_hub.asked)
     with pytest.raises(UserError, match="me/other: no such folder, and not to be had from the hub"):
-        hub.fetch("me/other")
+        checkpoint_io.fetch("me/other")

@@ -22,8 +22,8 @@ from distill.prompts.chat_template import Chat
 from distill.prompts.sources import read_prompts
 from distill.report.served import figures
 from drafters.base import Batch, Drafter
-from drafters.checkpoint import io as hub
-from drafters.export import formats as table
+from drafters.checkpoint import io as checkpoint_io
+from drafters.export import formats
 from drafters.models.medusa import Medusa
 
 RUN = ROOT / "tests" / "support" / "authors_loops.py"
@@ -59,7 +59,7 @@ def trained(target, prompts) -> Callable[[str], Drafter]:
     @cache
     def trained(kind: str) -> Drafter:
         if kind == "eagle":
-            made = hub.load(ROOT / "tests" / "fixtures" / "drafters" / "eagle", target)
+            made = checkpoint_io.load(ROOT / "tests" / "fixtures" / "drafters" / "eagle", target)
             target.tap(made.taps)
             return made
         plain = zip(prompts, answers(target, None, prompts, Plan()), strict=True)
@@ -103,7 +103,7 @@ def test_the_authors_loop_accepts_of_an_export_what_we_accept(
 ):
     kind, tree = CASES[case]
     drafter = trained(kind)
-    table.write_layout(hub.as_saved(drafter), target, "authors").write(tmp_path)
+    formats.write_layout(checkpoint_io.as_saved(drafter), target, "authors").write(tmp_path)
     theirs = ask_script(authors_python, RUN, kind, POCKET, tmp_path, prompts, TOKENS, tree)
     plan = Plan(tree=tuple(map(tuple, theirs["tree"])))
     ours = answers(target, drafter, prompts, plan)

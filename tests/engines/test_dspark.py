@@ -13,8 +13,8 @@ from decode.generation.types import Round
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.report.served import figures
-from drafters.checkpoint import io as hub
-from drafters.export import formats as table
+from drafters.checkpoint import io as checkpoint_io
+from drafters.export import formats
 
 RUN = Path(__file__).parents[1] / "support" / "vllm_interpreted.py"
 V, D, K, TOKENS = 64, 64, 4, 20
@@ -59,7 +59,7 @@ def test_vllm_accepts_of_an_export_what_we_accept(
     vllm_python, target, drafter, engine_row, tmp_path, to, anchor
 ):
     drafter.root_predicts = drafter.settings["sample_from_anchor"] = anchor
-    layout = table.write_layout(hub.as_saved(drafter), target, to)
+    layout = formats.write_layout(checkpoint_io.as_saved(drafter), target, to)
     (tmp_path / "draft").mkdir()
     layout.write(tmp_path / "draft")
     speculative = {"method": "dspark", "model": str(tmp_path / "draft"), "num_speculative_tokens": K}

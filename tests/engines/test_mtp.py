@@ -19,8 +19,8 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.report.served import figures
 from drafters.base import Batch, Drafter
-from drafters.checkpoint import io as hub
-from drafters.export import formats as table
+from drafters.checkpoint import io as checkpoint_io
+from drafters.export import formats
 from drafters.families.mtp_weights import Arrangement
 from drafters.models.mtp import Mtp
 
@@ -82,7 +82,7 @@ def fitted(target, texts: torch.Tensor) -> Drafter:
 
 def served(python: Path, target, drafter, folder: Path, prompts: list[list[int]]):
     """Answers and counters of vLLM, with the settings of the exported command."""
-    layout = table.write_layout(hub.as_saved(drafter), target, "vllm")
+    layout = formats.write_layout(checkpoint_io.as_saved(drafter), target, "vllm")
     folder.mkdir()
     layout.write(folder)
     command = layout.command(target.model.name_or_path, str(folder)).replace("'", "").split(" --")[1:]

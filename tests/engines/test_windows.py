@@ -10,8 +10,8 @@ from engine_process import ask_script
 
 from decode.plan import Plan
 from decode.sampling import Sampler
-from drafters.checkpoint import io as hub
-from drafters.export import formats as table
+from drafters.checkpoint import io as checkpoint_io
+from drafters.export import formats
 
 RUN = Path(__file__).parents[1] / "support" / "vllm_drafts.py"
 V, D, K, TOKENS = 64, 64, 3, 40
@@ -58,7 +58,7 @@ def test_vllm_drafts_with_a_window_what_we_draft(
     )
     if name == "dflash":
         with_window, without = map(one_k_norm, (with_window, without))
-    layout = table.write_layout(hub.as_saved(with_window), target, to)
+    layout = formats.write_layout(checkpoint_io.as_saved(with_window), target, to)
     (tmp_path / "draft").mkdir()
     layout.write(tmp_path / "draft")
     model, speculative = tmp_path / "draft", None  # speculators' folders name their target and the method

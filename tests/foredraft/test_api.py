@@ -18,7 +18,7 @@ from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.text_generation import TextGenerator
-from drafters.checkpoint import io as checkpoints
+from drafters.checkpoint import io as checkpoint_io
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def folders(tmp_path_factory, make_drafter):
     root = tmp_path_factory.mktemp("api")
     target = load_target(str(make_target(root / "target")))
     (root / "drafter").mkdir()
-    checkpoints.save(make_drafter("eagle", target), target, root / "drafter", str(root / "target"))
+    checkpoint_io.save(make_drafter("eagle", target), target, root / "drafter", str(root / "target"))
     return root
 
 

@@ -16,7 +16,7 @@ from distill.prompts.chat_template import Chat
 from distill.prompts.sources import read_prompts
 from distill.scoring.tap_control import ShuffledTaps
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.models.lm import DraftLM
 
 POCKET = str(ROOT / "data" / "pocket")
@@ -38,7 +38,7 @@ def drafters(tmp_path_factory) -> dict[str, tuple[Target, Drafter]]:
     for name in ("eagle", "lm"):
         target = load_target(POCKET, "bfloat16")
         if name == "eagle":
-            drafter = hub.load(done.folder / "checkpoints" / "last", target)
+            drafter = checkpoint_io.load(done.folder / "checkpoints" / "last", target)
         else:
             drafter = DraftLM.for_target(target, path=str(ROOT / "data" / "pocket-draft"))
             drafter = drafter.to(target.dtype).eval()

@@ -36,7 +36,7 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters import optional
 from drafters.base import Batch, supervised_anchors
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.drafting.two_drafters import TwoDrafters
 
 # -- one model with two faces ------------------------------------------------------------------
@@ -545,8 +545,8 @@ def test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair):
 def test_a_saved_drafter_comes_back_bit_for_bit(pair, tmp_path):
     target, drafter = pair
     drafter.requires_grad_(False)  # as the loaded one is, for the same kernels
-    hub.save(drafter, target, tmp_path, "some/target")
-    loaded = hub.load(tmp_path, target)
+    checkpoint_io.save(drafter, target, tmp_path, "some/target")
+    loaded = checkpoint_io.load(tmp_path, target)
     assert type(loaded) is type(drafter)
     assert loaded.settings == drafter.settings
     assert not loaded.training

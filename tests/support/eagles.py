@@ -7,8 +7,8 @@ from faces import K, V, random_texts
 from served_eagle import Loaded, drafted
 
 from drafters.base import Batch
-from drafters.checkpoint import io as hub
-from drafters.export import formats as table
+from drafters.checkpoint import io as checkpoint_io
+from drafters.export import formats
 from drafters.export.layout import Layout
 
 EAGLE3 = {"fc_norm": False, "draft_vocab_size": 12}
@@ -44,7 +44,7 @@ def build(tiny_target, make_drafter, case, **more):
 
 
 def written(drafter, target, to) -> Layout:
-    return table.write_layout(hub.as_saved(drafter), target, to)
+    return formats.write_layout(checkpoint_io.as_saved(drafter), target, to)
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ from distill.main import run
 from distill.options import TrainOptions
 from distill.training.checkpointing import TrainingBar
 from drafters.checkpoint.io import save
-from drafters.families import lora_files as adapters
+from drafters.families import lora_files
 from drafters.models.eagle import Eagle
 from foredraft import cli
 
@@ -341,7 +341,7 @@ def ranks(count: int, argv: Iterable[str], **options: Any) -> list[Outcome]:
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Tensors of a checkpoint folder, adapters among them."""
-    return load_file(checkpoint / "model.safetensors") | adapters.read_adapters(checkpoint)
+    return load_file(checkpoint / "model.safetensors") | lora_files.read_adapters(checkpoint)
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -23,7 +23,7 @@ from distill.scoring.scorer import threads
 from distill.scoring.target_drift import only_untuned
 from distill.utils.provenance import commit
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def load_drafter(checkpoint: str, target: Target) -> Drafter:
     Raises:
         UserError: there is none, or it has a tuned target.
     """
-    drafter = hub.load(hub.fetch(checkpoint), target)
+    drafter = checkpoint_io.load(checkpoint_io.fetch(checkpoint), target)
     only_untuned(drafter, "checkpoint")
     return drafter
 

@@ -49,10 +49,10 @@ def with_run_settings(argv: Sequence[str], config_dir: Path, config_name: str) -
         and (target or prompts)
         and _has_weights(source := _value(argv, "checkpoint"))
     ):
-        from drafters.checkpoint import io as hub  # takes a second; such a command needs it anyway
+        from drafters.checkpoint import io as checkpoint_io  # takes a second; such a command needs it anyway
         from drafters.checkpoint.folder import target_origin
 
-        folder = hub.fetch(source)
+        folder = checkpoint_io.fetch(source)
         origin = target_origin(folder)
         overrides = _target_overrides(origin.name, origin.revision) if target else []
         if prompts:

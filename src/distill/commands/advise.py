@@ -33,7 +33,7 @@ from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
 from distill.utils.provenance import commit
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 
 SIDE_BY_SIDE = 16  # answers replayed in one batch
 
@@ -92,21 +92,22 @@ def advise(options: AdviseOptions) -> float:
 def _drafters(options: AdviseOptions, target: Target) -> list[tuple[str, Drafter]]:
     """Drafters to compare, with distinct names."""
     sources = [str(source) for source in [options.checkpoint, *options.checkpoints] if source]
-    drafters = [(source, hub.load(hub.fetch(source), target)) for source in sources]
+    drafters = [(source, checkpoint_io.load(checkpoint_io.fetch(source), target)) for source in sources]
     if options.drafter is not None:
         with refused():
             drafter = build_drafter(options.drafter, target)
         if drafter.trains or drafter.needs_fit:
             raise UserError(
-                f"drafter={hub.short_name(drafter)} must be trained first; train it and give the checkpoint"
+                f"drafter={checkpoint_io.short_name(drafter)} must be trained first; "
+                "train it and give the checkpoint"
             )
         drafter = drafter.to(target.device, target.dtype).eval().requires_grad_(False)
-        drafters.append((hub.short_name(drafter), drafter))
+        drafters.append((checkpoint_io.short_name(drafter), drafter))
     if not drafters:
         raise UserError("advise: give checkpoint=<folder or hub id>, or drafter=ngram")
     for source, drafter in drafters:
         only_untuned(drafter, source)
-    kinds = [hub.short_name(drafter) for _, drafter in drafters]
+    kinds = [checkpoint_io.short_name(drafter) for _, drafter in drafters]
     duplicates = {kind for kind in kinds if kinds.count(kind) > 1}
     return [
         (f"{kind} ({source})" if kind in duplicates else kind, drafter)

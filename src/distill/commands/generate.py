@@ -19,7 +19,7 @@ from distill.scoring.scorer import threads
 from distill.text_generation import Model, TextGenerator
 from distill.utils.progress import wants_color
 from distill.utils.redact import printable
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 
 DRAFTED, PLAIN = "\x1b[32m", "\x1b[0m"
 WARM_UP = 8  # tokens
@@ -47,7 +47,9 @@ def answer(options: GenerateOptions) -> float:
         )
     target = build_target(options.target, chat=chat)
     model = Model(target, chat)
-    drafter = hub.load(hub.fetch(options.checkpoint), target) if options.checkpoint else None
+    drafter = None
+    if options.checkpoint:
+        drafter = checkpoint_io.load(checkpoint_io.fetch(options.checkpoint), target)
     ids = model.encode(prompt)
     stop = [str(s).replace("\\n", "\n") for s in options.stop]
     drafting = TextGenerator(

@@ -18,7 +18,7 @@ from decode.generation.text import Detokenizer
 from decode.model.load import load_config
 from distill.config.build import build_target, quiet, read_chat
 from distill.options import InspectOptions
-from distill.rollouts import surprisal as surprise
+from distill.rollouts import surprisal
 from distill.rollouts.manifest import refuse_links
 from distill.rollouts.statistics import RowCounts
 from distill.rollouts.store import SCHEMA, find
@@ -74,10 +74,10 @@ def inspect(options: InspectOptions) -> float:
     target = build_target(options.target, decodes=False)
     if plan["target"] != target.fingerprint():
         say(f"WARNING: the store names another target than {options.target.path}")
-    reference = surprise.reference_distribution(plan)
+    reference = surprisal.reference_distribution(plan)
     with threads(options.threads):
-        stats = surprise.measure(target, sample, reference.sampler)
-    print("\n".join(surprise.lines(stats, reference)), flush=True)
+        stats = surprisal.measure(target, sample, reference.sampler)
+    print("\n".join(surprisal.lines(stats, reference)), flush=True)
     return stats.excess()[0]
 
 

@@ -30,7 +30,7 @@ from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
 from distill.utils.provenance import commit
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.registry import short_name
 
 BATCH = 8  # rounds evaluated together
@@ -57,7 +57,9 @@ def limits(options: LimitOptions) -> float:
         raise UserError("nodes=[]: give at least one tree size, as in nodes=[16,64]")
     chat, _, held = read_inputs(options.target, options.prompts, options.score)
     target = build_target(options.target, chat=chat)
-    drafter = hub.load(hub.fetch(options.checkpoint), target) if options.checkpoint else None
+    drafter = None
+    if options.checkpoint:
+        drafter = checkpoint_io.load(checkpoint_io.fetch(options.checkpoint), target)
     if drafter:
         drafter.check(plan)
         plan = plan.resolved(0.0)  # the bound is of fixed trees

@@ -8,7 +8,7 @@ from decode.errors import UserError
 from distill.config.build import build_target, quiet, read_chat, read_limit
 from distill.config.validate import refused
 from distill.options import RolloutCommandOptions
-from distill.prompts import split as inputs
+from distill.prompts import split
 from distill.prompts.chat_template import Chat
 from distill.rollouts.produce import fill, open_store, rollout_plan
 from distill.rollouts.store import begun_moments, moment_of
@@ -38,16 +38,16 @@ def roll_out(options: RolloutCommandOptions) -> float:
         break
     with refused():
         store = open_store(options, Path(options.stores), target, chat, plan, result.train)
-        inputs.list_rejected(result, store.folder)
-        inputs.describe(result, store.folder)
+        split.list_rejected(result, store.folder)
+        split.describe(result, store.folder)
         fill(options, target, chat, store, rollout.drafter, None)
     say(str(store.mirror.url if store.mirror else store.folder))
     return float(store.manifest()["counts"]["answer_tokens"])
 
 
-def _read(options: RolloutCommandOptions, moment: str | None) -> tuple[Chat, inputs.Inputs]:
+def _read(options: RolloutCommandOptions, moment: str | None) -> tuple[Chat, split.Inputs]:
     """The chat template as it is told this moment, and the prompts as it renders them."""
     prompts = options.prompts
     chat = read_chat(options.target, prompts.template, prompts.template_options, moment)
     limit = read_limit(options.target, prompts.max_tokens, options.max_tokens)
-    return chat, inputs.read(prompts, chat, limit, options.rollout.answers)
+    return chat, split.read(prompts, chat, limit, options.rollout.answers)

@@ -13,7 +13,7 @@ from distill.report.tables import settings_table
 from distill.scoring.scorer import Scorer
 from distill.serving import engine_scores
 from distill.utils.atomic_files import write_json
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 
 
 def score(options: ScoreCommandOptions) -> float:
@@ -24,13 +24,14 @@ def score(options: ScoreCommandOptions) -> float:
     """
     quiet()
     engine_scores.check(options.score, training=False)
-    checkpoint = hub.fetch(options.checkpoint)
+    checkpoint = checkpoint_io.fetch(options.checkpoint)
     moment = clock.of_run(checkpoint)
     chat, _, held = read_inputs(options.target, options.prompts, options.score, moment=moment)
     target = build_target(options.target, decodes=False, chat=chat)
     score, served_plan, folder = options.score, "", Path(options.answers).parent / "engine"
     if score.engine != engine_scores.NONE:
-        score, served_plan = engine_scores.as_served(score, None, hub.load(checkpoint, target), target)
+        drafter = checkpoint_io.load(checkpoint, target)
+        score, served_plan = engine_scores.as_served(score, None, drafter, target)
     scorer = Scorer(
         score,
         options.decode,

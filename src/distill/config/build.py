@@ -20,7 +20,7 @@ from decode.model.load import load_config, load_target, load_tokenizer, stop_at,
 from decode.model.probe import check_packing
 from decode.model.target import Target
 from distill.options import DrafterOptions, HeldOutOptions, PromptOptions, RunOptions, TargetOptions
-from distill.prompts import split as inputs
+from distill.prompts import split
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import Limit, strictest
 from distill.prompts.prompt import Prompt
@@ -158,15 +158,15 @@ def read_inputs(
     """
     chat = read_chat(target, prompts.template, prompts.template_options, prompts.moment or moment)
     limit = read_limit(target, prompts.max_tokens, row_tokens)
-    result = inputs.read(prompts, chat, limit, answers, score.enabled)
+    result = split.read(prompts, chat, limit, answers, score.enabled)
     if score.enabled and not result.held:
         raise UserError(
             f"prompts: none are held out for scoring: {result.none_held}; set prompts.heldout to a file, or "
             "score.enabled=false"
         )
     if folder:
-        inputs.keep_record(result, folder)
-    inputs.describe(result, folder)
+        split.keep_record(result, folder)
+    split.describe(result, folder)
     return chat, result.train, result.held[: max(score.prompts, score.replay_prompts)]
 
 

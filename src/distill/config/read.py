@@ -164,9 +164,9 @@ def _part(key: str, node: Any) -> o.DrafterOptions:
 def _trained(source: str, target: Any) -> Any:
     """The drafter of a checkpoint's folder or hub id, frozen."""
     # Imported here, since it takes seconds that --help need not wait for.
-    from drafters.checkpoint import io as hub
+    from drafters.checkpoint import io as checkpoint_io
 
-    return hub.load_as_saved(hub.fetch(source), target)
+    return checkpoint_io.load_as_saved(checkpoint_io.fetch(source), target)
 
 
 def _datastore(source: str, target: Any) -> str:

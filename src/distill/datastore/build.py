@@ -22,7 +22,7 @@ from distill.utils.paths import bundled
 from distill.utils.progress import bar, say
 from distill.utils.provenance import digest
 from drafters.checkpoint.atomic import publish
-from drafters.drafting import datastore as files
+from drafters.drafting import datastore
 from drafters.drafting.datastore import DEPTH, FORMAT, META, MOST, ORDER, TOKENS, Datastore, datastore_folder
 
 BATCH = 1_000_000  # characters that the tokenizer is given at once
@@ -69,7 +69,7 @@ def _chat(target: Target) -> Chat:
 
 def _write(folder: Path, texts: Texts, target: Target, most: int) -> str:
     """Read, tokenise and sort texts; returns a description."""
-    kind = files.token_type(target.vocab_size)
+    kind = datastore.token_type(target.vocab_size)
     start = time.monotonic()
     try:
         size = write_datastore(folder, _tokens(texts, kind, target.vocab_size), target.vocab_size, most)
@@ -101,7 +101,7 @@ def write_datastore(folder: Path, batches: Iterable[np.ndarray], vocab_size: int
     Raises:
         UserError: there are none.
     """
-    kind = files.token_type(vocab_size)
+    kind = datastore.token_type(vocab_size)
     with publish(folder) as temporary:
         temporary.mkdir()
         if not (size := _write_tokens(temporary / TOKENS, batches, kind, most)):
@@ -117,7 +117,7 @@ def write_datastore(folder: Path, batches: Iterable[np.ndarray], vocab_size: int
             "key": folder.name,
             "token_bytes": kind.itemsize,
             "vocab_size": vocab_size,
-            "samples": {name: files.sample_hash(temporary / name) for name in (TOKENS, ORDER)},
+            "samples": {name: datastore.sample_hash(temporary / name) for name in (TOKENS, ORDER)},
         }
         write_json(temporary / META, meta)
     return size

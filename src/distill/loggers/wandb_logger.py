@@ -26,7 +26,7 @@ from distill.utils import redact
 from distill.utils.progress import bar, say
 from distill.utils.provenance import digest
 from distill.utils.run_folder import REPORT, best, checkpoints
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 
 STEP = "trainer/global_step"
 JOURNAL = "history.jsonl"  # beside W&B's own files: [step, numbers] of all that was logged
@@ -216,7 +216,7 @@ class Wandb(FailSafe, Logger):
         values = read_scorecard(card).to_json() if card.exists() else {}
         metadata = {k: v for k, v in values.items() if isinstance(v, str | int | float)}
         artifact = wandb.Artifact(f"drafter-{run.id}", type="model", metadata=metadata)
-        files = {p for name in hub.FILES for p in checkpoint.glob(name)} | (
+        files = {p for name in checkpoint_io.FILES for p in checkpoint.glob(name)} | (
             {card} if card.exists() else set()
         )
         for path in sorted(files):

@@ -31,7 +31,7 @@ from distill.rollouts.writer import Writer
 from distill.utils.paths import bundled
 from distill.utils.progress import say
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint.folder import target_origin
 
 Work = Callable[[Callable[[int], None]], None]  # its argument is called with the number of missing shards
@@ -94,8 +94,8 @@ def in_process(
         return InProcess(target, plan.batch_size, plan.seed)
     target.abilities.check_decode(HELPED)
     # The target may have been trained on since (`foredraft follow`).
-    folder = hub.fetch(str(helper))
-    drafter = hub.load(folder, target, same_weights=False)
+    folder = checkpoint_io.fetch(str(helper))
+    drafter = checkpoint_io.load(folder, target, same_weights=False)
     if (made_for := target_origin(folder).fingerprint) and made_for != target.fingerprint():
         say(f"rollouts: {helper} was trained for other weights; fewer of its drafts may be accepted")
     helping = helping_plan(options, drafter)

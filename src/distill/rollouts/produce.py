@@ -31,7 +31,7 @@ from distill.utils.progress import bar, first_rank, say
 from distill.utils.provenance import digest
 from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 
 CHECKED_ROWS = 32  # rows of answers from elsewhere whose surprisal is checked
 
@@ -45,7 +45,9 @@ def rollout_plan(
     served = _served(options, target) and rollout.answers == "write"
     # Later phases are drafted by the drafter in training. That changes rows only by rounding, and a resumed
     # run must find its store again.
-    drafter = "current" if phase else _fingerprint(hub.fetch(rollout.drafter)) if rollout.drafter else ""
+    drafter = "current" if phase else ""
+    if rollout.drafter and not phase:
+        drafter = _fingerprint(checkpoint_io.fetch(rollout.drafter))
     seed = int(np.random.SeedSequence([rollout.seed, phase]).generate_state(1)[0]) if phase else rollout.seed
     return RolloutPlan(
         target=target.fingerprint(),
@@ -86,7 +88,7 @@ def _served(options: AnswerOptions, target: Target) -> bool:
 
 
 def _fingerprint(drafter: Path) -> str:
-    paths = [path for name in hub.FILES for path in sorted(drafter.glob(name))]
+    paths = [path for name in checkpoint_io.FILES for path in sorted(drafter.glob(name))]
     return digest("".join(sha256(path) for path in paths))
 
 

@@ -35,7 +35,7 @@ from distill.utils.progress import bar, say
 from distill.utils.provenance import commit, digest
 from drafters import optional
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.registry import short_name
 
 EngineMeasure = Callable[[Scorecard, Drafter, Target, Mapping[Sampler, Sequence[Rollout]]], list[Served]]
@@ -180,7 +180,7 @@ class Scorer:
         options = self.options
         count = min(options.early_prompts or len(self.ids), len(self.ids)) if early else len(self.ids)
         ids, prompts = self.ids[:count], self.prompts[:count]
-        drafter = hub.load(folder, self.target)
+        drafter = checkpoint_io.load(folder, self.target)
         if options.quantize == "int8":
             drafter.round_to_int8()
         target = drafter.verifier(self.target)
@@ -242,7 +242,7 @@ class Scorer:
             commit=commit(),
             target=self.target_name,
             versions=versions(),
-            parameters=hub.count_parameters(drafter),
+            parameters=checkpoint_io.count_parameters(drafter),
             drafter_kv_bytes_per_token=self._kv_bytes(target, drafter),
             quantize=self.options.quantize,
             lossless_to="tuned target" if tuned else "target",

@@ -19,7 +19,7 @@ from distill.prompts.prompt import Prompt
 from distill.scoring.scorer import Scorer, threads
 from distill.search.halving import Verdict
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 
 # Evaluating a plan is assumed to take this many plain rounds until one was timed; tokens of that timing.
 PLAN_ROUNDS_GUESS, TIMED_TOKENS = 40.0, 16
@@ -94,7 +94,7 @@ class Judge:
             UserError: it supports none of the plans.
         """
         start = self.clock()
-        drafter = hub.load(checkpoint, self.target)
+        drafter = checkpoint_io.load(checkpoint, self.target)
         self.target.tap(drafter.taps)
         plans = _supported_plans(drafter, plans)
         with threads(self.options.score.threads):

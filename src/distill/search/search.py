@@ -11,7 +11,7 @@ from pathlib import Path
 from decode.errors import FollowUpError, UserError
 from decode.evaluation.scorecard import read_scorecard
 from decode.plan import Plan, plan_of
-from distill import export as exporting
+from distill import export
 from distill.config.build import build_drafter, build_target, quiet, read_run_inputs
 from distill.config.validate import refused
 from distill.options import SearchOptions, TrainOptions
@@ -19,9 +19,8 @@ from distill.report import html as html_report
 from distill.report.search_panel import RECORD
 from distill.rollouts.produce import fill, open_store, rollout_plan
 from distill.rollouts.store import moment_of
-from distill.search import halving
-from distill.search import state as ledger
-from distill.search import trials as families
+from distill.search import halving, trials
+from distill.search import state as search_state
 from distill.search import validate as auto_checks
 from distill.search.evaluate import Judge
 from distill.search.halving import FREE, LAST, SCORE, Row
@@ -103,9 +102,9 @@ class Search:
     def _prepare(self) -> tuple[list[str], list[str]]:
         """Load the target, sort the families, and make rollouts and held-out answers for them."""
         overrides = self.context.overrides
-        has_decode = any(families.override_key(o).split(".")[0] == "decode" for o in overrides)
+        has_decode = any(trials.override_key(o).split(".")[0] == "decode" for o in overrides)
         base = [*overrides, f"drafter={next(iter(self.runs))}", *(["decode=auto"] * (not has_decode))]
-        run = families.family_options(self.context, base)
+        run = trials.family_options(self.context, base)
         chat, train, held = read_run_inputs(run, self.context.folder, moment_of(run.rollout.store))
         target = build_target(run.target, packing=run.packing, chat=chat)
         with refused():
@@ -148,7 +147,7 @@ class Search:
             try:
                 with refused():
                     drafter = build_drafter(run.drafter, self.shared.target)
-                    exporting.check(self.options.export, drafter, self.shared.target)
+                    export.check(self.options.export, drafter, self.shared.target)
             except UserError as error:
                 self._fail(FREE, name, str(error))
             else:
@@ -271,7 +270,7 @@ class Search:
             self.ledger.given[key] = seconds
             self._save(reserved=self._reserved_seconds())
             say(f"{name}: trains on for {seconds:.0f} s")
-        logged = families.with_user_loggers(self.context, self.overrides[name])
+        logged = trials.with_user_loggers(self.context, self.overrides[name])
         self._run_jobs({name: logged}, {name: self._time_slice(LAST, name)})
         self._judge(LAST, [name], self.judge.all_plans)
 
@@ -282,10 +281,10 @@ class Search:
         name, plan = self.ledger.result["winner"], plan_of(self.ledger.result["shape"])
         _link(self.context.folder, name)
         steps = int(self.jobs.checkpoint(name).name)
-        logged = families.with_user_loggers(self.context, self.overrides[name])
+        logged = trials.with_user_loggers(self.context, self.overrides[name])
         before = self.clock()
         self.jobs(
-            {name: families.scoring_overrides(self.context, logged, plan, steps)},
+            {name: trials.scoring_overrides(self.context, logged, plan, steps)},
             {name: TimeSlice(SCORE, None)},
         )
         note = self.jobs.done(name, SCORE) or {}
@@ -325,9 +324,9 @@ class Search:
     def _publish(self, reason: str) -> float:
         rows, folder = self.ledger.rows, self.context.folder
         took = f"{self.spent / 60:.2f} of {self.options.drafter.minutes:g} min spent"
-        say(f"\n{ledger.text(rows)}\n{took}\n{reason}")
-        with publish(folder / ledger.PAGE) as temporary:
-            temporary.write_text(ledger.markdown(rows, [took, "", reason]))
+        say(f"\n{search_state.text(rows)}\n{took}\n{reason}")
+        with publish(folder / search_state.PAGE) as temporary:
+            temporary.write_text(search_state.markdown(rows, [took, "", reason]))
         html_report.attempt(folder)
         return read_scorecard(folder / "checkpoints" / "best" / "score.json").compared.tau
 
@@ -335,6 +334,6 @@ class Search:
 def _link(folder: Path, family: str) -> None:
     """Link a family's checkpoints and curves into the run folder."""
     for name in ("checkpoints", "csv"):
-        link, to = folder / name, Path(families.FOLDER) / family / name
+        link, to = folder / name, Path(trials.FOLDER) / family / name
         if not link.is_symlink():
             link.symlink_to(to)

@@ -8,7 +8,7 @@ from decode.errors import UserError
 from distill.config.engine import check_engine
 from distill.config.validate import processes
 from distill.options import SearchOptions, TrainOptions
-from distill.search import trials as families
+from distill.search import trials
 from distill.search.trials import JobContext
 from distill.utils.launcher import launch
 
@@ -23,8 +23,8 @@ def family_jobs(
     """
     auto, selected = options.drafter, family_names(options, context)
     given = {name: {**auto.priors.get(name, {}), **(auto.options or {}).get(name, {})} for name in selected}
-    overrides = {name: families.family_overrides(context, name, given[name]) for name in selected}
-    runs = {name: families.family_options(context, words) for name, words in overrides.items()}
+    overrides = {name: trials.family_overrides(context, name, given[name]) for name in selected}
+    runs = {name: trials.family_options(context, words) for name, words in overrides.items()}
     for name, run in runs.items():
         if resolve_name(run.drafter.factory.rpartition(".")[0]).traits.tunes_target:
             raise UserError(

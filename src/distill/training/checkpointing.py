@@ -33,7 +33,7 @@ from distill.utils.phase_log import PhaseLog
 from distill.utils.progress import bar, say
 from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint.atomic import rename_into_place, writing
 
 log = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ class ScoreCheckpoint(L.Callback):
                     trainer.save_checkpoint(temporary / STATE)  # on every rank: the state may be sharded
                     write_processes(trainer, temporary / STATE.parent)
                 if trainer.is_global_zero:
-                    hub.save(drafter, target, temporary, self.target_name, weights)
+                    checkpoint_io.save(drafter, target, temporary, self.target_name, weights)
         except OSError:
             shutil.rmtree(temporary, ignore_errors=True)
             raise

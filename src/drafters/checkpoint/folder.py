@@ -12,12 +12,10 @@ from safetensors.torch import load_file
 from decode.errors import UserError
 from decode.model.target import Target
 from drafters.base import Origin
-from drafters.checkpoint import validate as untrusted
-from drafters.export import formats as table
-from drafters.export import layout
-from drafters.export import weight_files as files
+from drafters.checkpoint import validate
+from drafters.export import formats, layout, weight_files
 from drafters.export.layout import Layout, Saved
-from drafters.families import lora_files as adapters
+from drafters.families import lora_files
 from drafters.hub.untrusted_files import Shape, header, read_json
 from drafters.registry import drafter_class
 
@@ -80,7 +78,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         broken = ["its keys"]
     except (ValueError, TypeError) as error:
         broken = [first_line(error)]
-    if isinstance(config, dict) and not is_native(config) and table.find_reader(config):
+    if isinstance(config, dict) and not is_native(config) and formats.find_reader(config):
         return config
     if broken:
         whole = isinstance(config, dict) and "model_type" in config
@@ -122,13 +120,13 @@ def read_saved(folder: Path, config: dict[str, Any], target: Target) -> Saved:
     Raises:
         UserError: the files are damaged, or do not match the config.
     """
-    foreign = None if is_native(config) else table.find_reader(config)
+    foreign = None if is_native(config) else formats.find_reader(config)
     try:
         if foreign is None:
             _look_at(folder, config, header(folder / layout.FILES[1]), target)
-            weights = load_file(folder / layout.FILES[1]) | adapters.read_adapters(folder)
+            weights = load_file(folder / layout.FILES[1]) | lora_files.read_adapters(folder)
             return Saved(config["drafter"], config["settings"], weights, config.get("confidence", False))
-        return foreign.read(Layout(config, files.read_tensors(folder)), target)
+        return foreign.read(Layout(config, weight_files.read_tensors(folder)), target)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
     except DAMAGE_ERRORS as error:
@@ -138,13 +136,13 @@ def read_saved(folder: Path, config: dict[str, Any], target: Target) -> Saved:
 def _look_at(folder: Path, config: dict[str, Any], shapes: dict[str, Shape], target: Target) -> None:
     """Compare settings with the tensors on file before loading; see `checkpoint.validate`."""
     kind = drafter_class(config["drafter"])
-    untrusted.check_settings(kind, config["settings"])
-    untrusted.check_bounds(config["settings"], target)
-    untrusted.check_base(folder, config["settings"])
-    pairs = folder / adapters.FILES[1]
+    validate.check_settings(kind, config["settings"])
+    validate.check_bounds(config["settings"], target)
+    validate.check_base(folder, config["settings"])
+    pairs = folder / lora_files.FILES[1]
     if pairs.exists():
-        shapes = shapes | {adapters.drafter_name(name): shape for name, shape in header(pairs).items()}
-    untrusted.check_shapes(kind, config["settings"], config.get("confidence", False), shapes)
+        shapes = shapes | {lora_files.drafter_name(name): shape for name, shape in header(pairs).items()}
+    validate.check_shapes(kind, config["settings"], config.get("confidence", False), shapes)
 
 
 def first_line(error: Exception) -> str:

@@ -18,7 +18,7 @@ from decode.model.load import load_tokenizer
 from decode.model.target import Target
 from drafters import optional
 from drafters.base import Drafter, Origin
-from drafters.checkpoint import validate as untrusted
+from drafters.checkpoint import validate
 from drafters.checkpoint.folder import (
     DAMAGE_ERRORS,
     FORMAT,
@@ -29,17 +29,15 @@ from drafters.checkpoint.folder import (
     read_config,
     read_saved,
 )
-from drafters.export import formats as table
-from drafters.export import layout
-from drafters.export import weight_files as files
+from drafters.export import formats, layout, weight_files
 from drafters.export.layout import Saved
-from drafters.families import lora_files as adapters
+from drafters.families import lora_files
 from drafters.hub import download
 from drafters.hub.untrusted_files import is_hub_id, shape_of
 from drafters.optional import AdoptsWeights, ConvertsWeights, SavesApart
 from drafters.registry import drafter_class, short_name
 
-FILES = (*layout.FILES, *adapters.FILES, *files.PATTERNS)
+FILES = (*layout.FILES, *lora_files.FILES, *weight_files.PATTERNS)
 
 
 def origin_of(drafter: Drafter, target: Target, name: str = "", fingerprint: str = "") -> Origin:
@@ -52,7 +50,7 @@ def origin_of(drafter: Drafter, target: Target, name: str = "", fingerprint: str
         fingerprint: of the target, where it has just been computed.
     """
     where, revision = target.model.name_or_path or "", getattr(target.model.config, "_commit_hash", None)
-    exports = tuple(table.accepting(short_name(drafter), drafter.settings, target))
+    exports = tuple(formats.accepting(short_name(drafter), drafter.settings, target))
     tokenizer = tokenizer_hash(where, revision)
     return Origin(name or where, revision, fingerprint or target.fingerprint(), tokenizer, exports=exports)
 
@@ -136,17 +134,17 @@ def load(folder: str | Path, target: Target, same_weights: bool = True) -> Draft
     saved = read_saved(folder, config, target)
     kind = drafter_class(saved.drafter)
     try:
-        untrusted.check_target(saved.settings, target)
+        validate.check_target(saved.settings, target)
         if not is_native(config):  # native ones are validated in `read_saved`
-            untrusted.check_settings(kind, saved.settings)
-            untrusted.check_bounds(saved.settings, target)
+            validate.check_settings(kind, saved.settings)
+            validate.check_bounds(saved.settings, target)
             shapes = {name: shape_of(value) for name, value in saved.weights.items()}
-            untrusted.check_shapes(kind, saved.settings, saved.confidence, shapes)
+            validate.check_shapes(kind, saved.settings, saved.confidence, shapes)
         drafter = kind.restore(dict(saved.settings), target)
         if saved.confidence:
             drafter.add_confidence()
         drafter.load_state_dict(_named_twice(drafter, saved.weights))
-        untrusted.check_values(drafter, target.vocab_size)
+        validate.check_values(drafter, target.vocab_size)
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from None
     except DAMAGE_ERRORS as error:

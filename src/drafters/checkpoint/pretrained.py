@@ -18,7 +18,7 @@ from decode.model.identity.fingerprint import module_fingerprint
 from decode.model.load import load_target
 from decode.model.target import Target
 from drafters.base import Drafter, Origin
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint.atomic import publish
 from drafters.checkpoint.folder import target_name, target_origin
 from drafters.checkpoint.model_card import Facts, model_card, portable
@@ -43,8 +43,8 @@ def from_pretrained(source: str | Path, target: Target | None = None, revision: 
     Raises:
         UserError: see `fetch` and `load` of `drafters.checkpoint.io`; the target cannot be loaded.
     """
-    folder = hub.fetch(str(source), revision)
-    return hub.load(folder, target or _named_target(folder))
+    folder = checkpoint_io.fetch(str(source), revision)
+    return checkpoint_io.load(folder, target or _named_target(folder))
 
 
 def _named_target(folder: Path) -> Target:
@@ -54,7 +54,7 @@ def _named_target(folder: Path) -> Target:
         raise UserError(f"{folder}: made for {name!r}, which is no hub id; load that target and pass target=")
     name = _bundled(name)
     target = load_target(name, revision=origin.revision)
-    tokenizer = hub.tokenizer_hash(name, origin.revision, fetch=True)
+    tokenizer = checkpoint_io.tokenizer_hash(name, origin.revision, fetch=True)
     if origin.tokenizer and tokenizer != origin.tokenizer:
         raise UserError(
             f"{folder}: the tokenizer of {name} is another by now; if that is meant, load it and pass target="
@@ -134,7 +134,7 @@ def write(
     if layout:
         layout.write(folder)
     else:
-        hub.save(drafter, origin, folder, weights=weights)
+        checkpoint_io.save(drafter, origin, folder, weights=weights)
     same = origin.folder if origin.content and origin.content == module_fingerprint(drafter) else None
     score, recipe = scorecard(same), recipe or read_notes(same, RECIPE)
     if score:
@@ -183,7 +183,7 @@ def _origin(drafter: Drafter, target: Target | None) -> Origin:
         return origin
     if origin and origin.fingerprint == target.fingerprint():
         return origin
-    return hub.origin_of(drafter, target)
+    return checkpoint_io.origin_of(drafter, target)
 
 
 @contextmanager

@@ -11,10 +11,7 @@ from typing import Any, NamedTuple
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.export import dflash as block
-from drafters.export import dspark, eagle, eagle3, llama_cpp, mtp
-from drafters.export import hf_model as whole
-from drafters.export import medusa_mlp as heads
+from drafters.export import dflash, dspark, eagle, eagle3, hf_model, llama_cpp, medusa_mlp, mtp
 from drafters.export import speculators_read as speculators_reader
 from drafters.export import speculators_write as speculators
 from drafters.export.layout import Format, Layout, Reader, Refusal, Saved
@@ -32,22 +29,22 @@ LEFT_OUT = (
 # Program -> short name of the drafter -> format.
 FORMATS: Mapping[str, Mapping[str, Format]] = {
     "vllm": {
-        "dflash": block.VLLM,
+        "dflash": dflash.VLLM,
         "dspark": dspark.VLLM,
         "eagle": eagle.VLLM,
         "eagle3": eagle3.VLLM,
-        "lm": whole.VLLM,
-        "medusa": heads.MEDUSA,
-        "medusa2": heads.MEDUSA2,
-        "mlp": heads.MLP,
+        "lm": hf_model.VLLM,
+        "medusa": medusa_mlp.MEDUSA,
+        "medusa2": medusa_mlp.MEDUSA2,
+        "mlp": medusa_mlp.MLP,
         "mtp": mtp.VLLM,
     },
     "sglang": {
-        "dflash": block.SGLANG,
+        "dflash": dflash.SGLANG,
         "dspark": dspark.SGLANG,
         "eagle": eagle.SGLANG,
         "eagle3": eagle3.SGLANG,
-        "lm": whole.SGLANG,
+        "lm": hf_model.SGLANG,
     },
     "speculators": {
         "dflash": speculators.DFLASH,
@@ -58,7 +55,7 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
     "authors": {
         "eagle": eagle.AUTHORS,
         "eagle3": eagle3.AUTHORS,
-        "medusa": heads.MEDUSA_AUTHORS,
+        "medusa": medusa_mlp.MEDUSA_AUTHORS,
     },
     GGUF: {
         "dflash": llama_cpp.DFLASH,
@@ -66,18 +63,18 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
         "lm": llama_cpp.LM,
     },
     "hf": {
-        "hf_dllm": whole.FILLS,
-        "lm": whole.HF,
-        "medusa2": whole.TUNED,
+        "hf_dllm": hf_model.FILLS,
+        "lm": hf_model.HF,
+        "medusa2": hf_model.TUNED,
     },
 }
 # The first reader that knows a config reads it; the most general come last.
 READERS: Sequence[Reader] = (
-    heads.MEDUSA_READER,
-    heads.MLP_READER,
+    medusa_mlp.MEDUSA_READER,
+    medusa_mlp.MLP_READER,
     speculators_reader.READER,
     dspark.READER,
-    block.READER,
+    dflash.READER,
     mtp.READER,
     eagle3.READER,
     eagle.READER,

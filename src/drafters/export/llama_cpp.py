@@ -21,9 +21,7 @@ from typing import Any
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.export import dflash as block
-from drafters.export import eagle3
-from drafters.export import hf_model as whole
+from drafters.export import dflash, eagle3, hf_model
 from drafters.export.eagle import draft_length
 from drafters.export.layout import FILES, Format, Layout, Refusal, Saved, trained_depth
 from drafters.export.llama_config import check_embedding, no_window
@@ -58,7 +56,7 @@ def _check_eagle3(settings: Mapping[str, Any], target: Target) -> Iterator[Refus
 
 def _check_dflash(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from _check_target(target)
-    yield from block.VLLM.check(settings, target)
+    yield from dflash.VLLM.check(settings, target)
     if settings.get("window") is not None or settings.get("causal"):
         unlike = "a window or a causal block, which llama.cpp's DFlash was not shown to read as ours does"
         yield Refusal(unlike, {"window": None, "sinks": 0, "causal": False})
@@ -68,7 +66,7 @@ def _check_dflash(settings: Mapping[str, Any], target: Target) -> Iterator[Refus
 
 def _check_lm(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from _check_target(target)
-    yield from whole.VLLM.check(settings, target)
+    yield from hf_model.VLLM.check(settings, target)
 
 
 def _check_target(target: Target) -> Iterator[Refusal]:
@@ -85,12 +83,12 @@ def _eagle3(saved: Saved, target: Target) -> Layout:
 
 def _dflash(saved: Saved, target: Target) -> Layout:
     """All positions of the block: in a shorter one llama.cpp's masks would see fewer others."""
-    return _served(block.VLLM.write(saved, target), "draft-dflash", saved.settings["depth"])
+    return _served(dflash.VLLM.write(saved, target), "draft-dflash", saved.settings["depth"])
 
 
 def _lm(saved: Saved, target: Target) -> Layout:
     """A draft model with the target's vocabulary size."""
-    return _served(whole.VLLM.write(saved, target), "draft-simple", whole.TOKENS)
+    return _served(hf_model.VLLM.write(saved, target), "draft-simple", hf_model.TOKENS)
 
 
 def _served(layout: Layout, kind: str, tokens: int) -> Layout:
@@ -103,7 +101,7 @@ def _served(layout: Layout, kind: str, tokens: int) -> Layout:
 
 EAGLE3 = Format(_eagle3, _check_eagle3, draft_length)
 DFLASH = Format(_dflash, _check_dflash, trained_depth)
-LM = Format(_lm, _check_lm, lambda _: whole.TOKENS)
+LM = Format(_lm, _check_lm, lambda _: hf_model.TOKENS)
 
 
 # -- the converter -------------------------------------------------------------------------------
@@ -144,7 +142,7 @@ def check_tokenizer(drafter: str, settings: Mapping[str, Any], target: Target, s
     with tempfile.TemporaryDirectory() as folder:
         _write_target(target, Path(folder))
         if drafter == "lm":
-            (Path(folder) / CONFIG).write_text(json.dumps(whole.config_of(settings)))
+            (Path(folder) / CONFIG).write_text(json.dumps(hf_model.config_of(settings)))
         _run([*_command(script, Path(folder), Path(folder) / "vocabulary.gguf"), "--vocab-only"])
 
 
@@ -177,7 +175,7 @@ def _command(script: Path, folder: Path, out: Path) -> list[str]:
 
 def _write_target(target: Target, folder: Path) -> None:
     """What the converter reads of a target: its configuration and tokenizer."""
-    for name, content in whole.target_files(target, CONFIG).items():
+    for name, content in hf_model.target_files(target, CONFIG).items():
         (folder / name).write_bytes(content)
 
 

@@ -28,7 +28,7 @@ from decode.model.identity import weight_files
 from decode.model.identity.fingerprint import PREFIX, config_hash, fingerprint, module_fingerprint
 from decode.model.load import load_target
 from decode.model.target import Target
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.models.mlp import Mlp
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -315,7 +315,7 @@ def test_large_embedding_takes_seconds():
 def saved_drafter(target: Target, folder: Path) -> Path:
     folder.mkdir()
     drafter = Mlp.for_target(target, inner_size=8, depth=1, tie_weights=False, scale_input=False)
-    hub.save(drafter, target, folder)
+    checkpoint_io.save(drafter, target, folder)
     return folder
 
 
@@ -323,10 +323,10 @@ def test_drafter_trained_in_bf16_loads_for_a_target_in_float16(tmp_path):
     folder = write(tmp_path / "half")
     half, target = load_target(str(folder), "float16"), load_target(str(folder), "bfloat16")
     drafter = saved_drafter(target, tmp_path / "new")
-    assert hub.load(drafter, half).origin.fingerprint == half.fingerprint()
+    assert checkpoint_io.load(drafter, half).origin.fingerprint == half.fingerprint()
     half.model.get_submodule("model.layers.0.input_layernorm").weight.data[0] += 1
     with pytest.raises(UserError, match="other weights"):
-        hub.load(drafter, half)
+        checkpoint_io.load(drafter, half)
 
 
 def test_drafter_of_an_older_version_is_refused(target, tmp_path):
@@ -335,11 +335,11 @@ def test_drafter_of_an_older_version_is_refused(target, tmp_path):
     config["target"]["fingerprint"] = "51c9d4e68eca37d4"
     path.write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"older version.*make it again"):
-        hub.load(path.parent, target)
+        checkpoint_io.load(path.parent, target)
 
 
 def test_changed_element_of_a_drafter_parts_it_from_its_scorecard(target, tmp_path):
-    drafter = hub.load(saved_drafter(target, tmp_path / "one"), target)
+    drafter = checkpoint_io.load(saved_drafter(target, tmp_path / "one"), target)
     assert drafter.origin.content == module_fingerprint(drafter)
     flip(max(drafter.parameters(), key=Tensor.numel), 11)
     assert drafter.origin.content != module_fingerprint(drafter)

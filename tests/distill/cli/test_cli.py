@@ -27,7 +27,7 @@ from distill.config.compose import compose, configurations, options
 from distill.config.read import checked_options
 from distill.main import run
 from distill.options import SearchOptions, TrainOptions
-from distill.prompts import split as inputs
+from distill.prompts import split
 from distill.prompts.length import Limit
 
 ODD = [
@@ -321,9 +321,9 @@ def test_several_sources_and_the_turns_of_each_are_mixed(bench_target, tmp_path)
     assert [s["used"] for s in record["sources"]] == [6, 12]
 
 
-def read_prompts(*overrides: str) -> inputs.Inputs:
+def read_prompts(*overrides: str) -> split.Inputs:
     run = options_of(*overrides)
-    return inputs.read(run.prompts, read_chat(run.target, "chat"), Limit(), run.rollout.answers, score=True)
+    return split.read(run.prompts, read_chat(run.target, "chat"), Limit(), run.rollout.answers, score=True)
 
 
 def test_held_out_prompts_are_first_turns_with_references(tmp_path):
@@ -339,17 +339,17 @@ def test_held_out_prompts_are_first_turns_with_references(tmp_path):
 def test_a_run_does_not_resume_with_other_held_out_prompts(tmp_path, monkeypatch):
     prompts = f"prompts={write_prompts(tmp_path / 'p.jsonl', 40)}"
     found = read_prompts(prompts)
-    inputs.keep_record(found, tmp_path)
-    inputs.keep_record(read_prompts(prompts), tmp_path)
+    split.keep_record(found, tmp_path)
+    split.keep_record(read_prompts(prompts), tmp_path)
     assert not (tmp_path / "quarantine.jsonl").exists()
     heldout = f"prompts.heldout={write_prompts(tmp_path / 'held.jsonl', 4, first=90)}"
     found.record["held_out"] = read_prompts(prompts, heldout).record["held_out"]
     with pytest.raises(UserError, match="held-out prompts have changed"):
-        inputs.keep_record(found, tmp_path)
+        split.keep_record(found, tmp_path)
     # Rank 0 may discard the folder when another rank has just seen what is in it.
     monkeypatch.setattr(Path, "exists", lambda path: True)
-    monkeypatch.setattr(inputs, "first_rank", lambda: False)
-    inputs.keep_record(found, tmp_path / "discarded")
+    monkeypatch.setattr(split, "first_rank", lambda: False)
+    split.keep_record(found, tmp_path / "discarded")
 
 
 def failing(error: Exception, folder: Path) -> Outcome:

@@ -21,7 +21,7 @@ from distill.config.compose import compose
 from distill.prompts.chat_template import Chat
 from distill.utils.progress import wants_color
 from distill.utils.redact import printable
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 
 NASTY = "it's \"so\" called: {a: [1, 2]}, x=${oc.env:HOME} \\${b} C:\\new\\\n\n#2 'end\\"
 LENGTH = 12
@@ -34,7 +34,7 @@ def bench(tmp_path_factory, make_drafter):
     folder = make_target(root / "my target")
     target = load_target(str(folder))
     (root / "drafter").mkdir()
-    hub.save(make_drafter("eagle", target), target, root / "drafter", str(folder))
+    checkpoint_io.save(make_drafter("eagle", target), target, root / "drafter", str(folder))
     return root
 
 

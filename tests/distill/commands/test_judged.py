@@ -12,7 +12,7 @@ from decode.model.load import load_target, load_tokenizer, stop_tokens
 from decode.sampling import Sampler
 from distill.prompts.chat_template import Chat
 from distill.utils.redact import printable
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 
 LENGTH = 12
 
@@ -25,7 +25,7 @@ def bench(tmp_path_factory, make_drafter):
     target = load_target(str(folder))
     for name in ("lm", "eagle"):
         (root / name).mkdir()
-        hub.save(make_drafter(name, target), target, root / name, str(folder))
+        checkpoint_io.save(make_drafter(name, target), target, root / name, str(folder))
     for score in (0, 1):
         body = f"import sys\nfor line in sys.stdin:\n    print({score}, flush=True)\n"
         (root / f"{score}.py").write_text(body)

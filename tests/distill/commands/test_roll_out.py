@@ -16,7 +16,7 @@ from distill.rollouts import produce
 from distill.rollouts.surprisal import mismatch_warning
 from distill.utils import progress
 from distill.utils.progress import rank_and_world
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.models.eagle import Eagle
 
 
@@ -41,7 +41,7 @@ def test_a_target_that_was_changed_in_place_gets_a_new_store(bench, tmp_path):
     folder, stores = make_target(tmp_path / "target"), []
     drafter = Eagle.for_target(load_target(str(folder)), depth=1, feature_noise=0.0, feature_weight=1.0)
     (tmp_path / "drafter").mkdir()
-    hub.save(drafter, load_target(str(folder)), tmp_path / "drafter")
+    checkpoint_io.save(drafter, load_target(str(folder)), tmp_path / "drafter")
 
     def store() -> str:
         done = roll_out(bench, f"target={folder}").succeeded()
@@ -55,7 +55,7 @@ def test_a_target_that_was_changed_in_place_gets_a_new_store(bench, tmp_path):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     assert "reusing all" not in store()
     with pytest.raises(UserError, match="with other weights"):
-        hub.load(tmp_path / "drafter", load_target(str(folder)))
+        checkpoint_io.load(tmp_path / "drafter", load_target(str(folder)))
     helped = roll_out(bench, f"target={folder}", f"rollout.drafter={tmp_path / 'drafter'}", "decode=chain")
     assert "was trained for other weights" in helped.succeeded().out
     config = json.loads((folder / "config.json").read_text())

@@ -17,7 +17,7 @@ from distill.rollouts import produce
 
 def test_prompts_are_answered_again_with_the_newest_checkpoint_as_drafter(bench, tmp_path, monkeypatch):
     drafters, loaded = [], []
-    call, load = engine.generate, produce.hub.load
+    call, load = engine.generate, produce.checkpoint_io.load
 
     def record(target, drafter, prompts, **options):
         if not drafters or drafters[-1] is not drafter:
@@ -29,7 +29,7 @@ def test_prompts_are_answered_again_with_the_newest_checkpoint_as_drafter(bench,
         return load(folder, *more, **options)
 
     monkeypatch.setattr(engine, "generate", record)
-    monkeypatch.setattr(produce.hub, "load", noted)
+    monkeypatch.setattr(produce.checkpoint_io, "load", noted)
     root, options = tmp_path / "out", {"score__every": 1, "score__enabled": False}
     said = bench.run(tmp_path / "run", output_dir=str(root), rollout__refresh_every=2, **options)
     assert loaded == ["2", "4"]

@@ -11,7 +11,7 @@ from workbench import make_tokenizer, options_of
 
 from decode.errors import UserError
 from distill.config import build
-from distill.prompts import split as inputs
+from distill.prompts import split
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import NONE, Limit, strictest
 from distill.prompts.prompt import Prompt
@@ -28,11 +28,11 @@ def answered(i: int) -> dict:
     return {"messages": [*asked(i)["messages"], {"role": "assistant", "content": "a"}]}
 
 
-def read(path, records, *overrides: str, limit: Limit = NONE) -> inputs.Inputs:
+def read(path, records, *overrides: str, limit: Limit = NONE) -> split.Inputs:
     lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
     path.write_text("\n".join(lines))
     run = options_of(f"prompts={path}", *overrides)
-    return inputs.read(run.prompts, Chat(make_tokenizer()), limit, run.rollout.answers, score=True)
+    return split.read(run.prompts, Chat(make_tokenizer()), limit, run.rollout.answers, score=True)
 
 
 GIVEN = ("rollout=given", "prompts.heldout_share=0", "score.enabled=false")
@@ -162,7 +162,7 @@ def test_strictest_limit_names_the_option_that_raises_it(limits, said):
 def test_unread_fields_are_said_and_recorded(tmp_path, capsys):
     records = [asked(i) | {"source": "web"} | {f"x{n}": 1 for n in range(i)} for i in range(30)]
     found = read(tmp_path / "p.jsonl", records)
-    inputs.describe(found, None)
+    split.describe(found, None)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "not read" in line]
     assert "fields `source` of 30 records, `x0` of 29 records," in line
     assert "and 25 more, were not read; prompts.columns=" in line

@@ -22,7 +22,7 @@ from distill.options import SearchOptions
 from distill.report import history
 from distill.report.compare import scorecard
 from distill.search import search as auto
-from distill.search import trials as families
+from distill.search import trials
 from distill.search import validate as auto_checks
 from distill.training.time_budget import Budget
 from distill.utils.run_folder import checkpoints
@@ -70,14 +70,14 @@ def killed(bench) -> Path:
 
     def body() -> int:
         timed(pytest.MonkeyPatch())
-        job = families.train
+        job = trials.train
 
         def train_or_die(cfg, folder, *rest):
             if folder.name == "medusa":
                 os.kill(os.getpid(), 9)
             return job(cfg, folder, *rest)
 
-        families.train = train_or_die
+        trials.train = train_or_die
         return search(bench).code
 
     assert fork(body) == 9
@@ -88,7 +88,7 @@ def killed(bench) -> Path:
 @pytest.fixture(scope="module")
 def done(bench, killed) -> Outcome:
     """The same command again."""
-    note = killed / families.FOLDER / "eagle" / "rung-1.json"
+    note = killed / trials.FOLDER / "eagle" / "rung-1.json"
     begun = note.stat().st_mtime_ns
     with pytest.MonkeyPatch.context() as patch:
         timed(patch)
@@ -131,10 +131,10 @@ def test_families_share_rollouts_and_time_but_for_one_that_cannot_be_built(bench
     record = record_of(done.folder)
     assert record["given"]["1/eagle"] == record["given"]["1/medusa"]
     for name in ("eagle", "medusa"):
-        note = json.loads((done.folder / families.FOLDER / name / "rung-1.json").read_text())
+        note = json.loads((done.folder / trials.FOLDER / name / "rung-1.json").read_text())
         assert note["seconds"] == pytest.approx(record["given"]["1/eagle"], abs=20 * TICK)
         assert note["steps"] > 2
-        assert len(checkpoints(done.folder / families.FOLDER / name)) == 1
+        assert len(checkpoints(done.folder / trials.FOLDER / name)) == 1
     (fate,) = (row["fate"] for row in record["rows"] if row["family"] == "lm")
     assert fate.startswith("failed: ")
     for said in (fate, (done.folder / "auto.md").read_text()):
@@ -164,7 +164,7 @@ def cfg(bench) -> DictConfig:
 @pytest.mark.parametrize("wrong", BAD)
 def test_what_cannot_be_is_refused(wrong, cfg, tmp_path):
     key, _, value = wrong.partition("=")
-    place = families.JobContext(CONF, "config", [], [], tmp_path)
+    place = trials.JobContext(CONF, "config", [], [], tmp_path)
     with pytest.raises(UserError) as refused:
         auto_checks.family_names(changed(cfg, SearchOptions, **{key: yaml.safe_load(value)}), place)
     assert BAD[wrong] in str(refused.value)
@@ -193,18 +193,18 @@ def test_families_that_cannot_be_exported_are_refused(bench):
 
 
 def test_launcher_of_other_machines_is_refused_and_joblib_taken(tmp_path):
-    place = families.JobContext(CONF, "config", [], [], tmp_path)
-    assert families.Jobs(place, None).parallel == 1
+    place = trials.JobContext(CONF, "config", [], [], tmp_path)
+    assert trials.Jobs(place, None).parallel == 1
     two = place._replace(launcher=["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"])
-    assert families.Jobs(two, None).parallel == 2
+    assert trials.Jobs(two, None).parallel == 2
     with pytest.raises(UserError, match="leave hydra/launcher"):
-        families.Jobs(place._replace(launcher=["hydra/launcher=submitit_local"]), None)
+        trials.Jobs(place._replace(launcher=["hydra/launcher=submitit_local"]), None)
     GlobalHydra.instance().clear()
 
 
 def test_values_are_written_as_hydra_reads_them():
     for value in (3, 0.5, True, None, "a,b: it's", [0, 1], [[0], [0, 1]], {"r": 4, "targets": ["a"]}):
-        (parsed,) = OverridesParser.create().parse_overrides([f"key={families.override_value(value)}"])
+        (parsed,) = OverridesParser.create().parse_overrides([f"key={trials.override_value(value)}"])
         assert parsed.value() == value or str(parsed.value()) == value
 
 
@@ -223,7 +223,7 @@ def test_export_that_fails_after_a_search_leaves_the_search_whole(bench, monkeyp
 
 
 def test_family_has_the_depth_that_is_best_by_the_clock_unless_given(tmp_path):
-    context = families.JobContext(CONF, "config", ["drafter=auto"], [], tmp_path)
+    context = trials.JobContext(CONF, "config", ["drafter=auto"], [], tmp_path)
     for options, depth in ("{}", 1), ("{eagle: {window: 8}}", 1), ("{eagle: {depth: 3}}", 3):
         more = ["drafter=auto", "drafter.families=[mlp,eagle]", f"drafter.options={options}"]
         _, runs = auto_checks.family_jobs(changed(compose(more, CONF), SearchOptions), context)

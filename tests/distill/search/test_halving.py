@@ -17,8 +17,7 @@ from benchmarks.auto_regret import Runner, described, summary
 from decode.errors import UserError
 from decode.plan import Plan
 from distill.options import SearchOptions
-from distill.search import halving
-from distill.search import trials as families
+from distill.search import halving, trials
 from distill.search.halving import LAST, SCORE, Row, Verdict
 from distill.search.search import Search
 from distill.search.trials import JobContext
@@ -41,7 +40,7 @@ def rows(**speedups: float | None) -> list[Row]:
 
 
 def test_there_are_as_many_rungs_as_it_takes_to_halve():
-    assert [halving.num_rungs(families) for families in range(9)] == [0, 0, 1, 1, 2, 2, 2, 2, 3]
+    assert [halving.num_rungs(count) for count in range(9)] == [0, 0, 1, 1, 2, 2, 2, 2, 3]
 
 
 def test_fastest_half_survive_and_of_equals_the_one_named_first():
@@ -181,7 +180,7 @@ class Made:
             note["before"] = self.before if rung == 1 else 0.0
             self.notes[name, rung] = note | ({"failed": self.broken[name]} if name in self.broken else {})
             if rung == SCORE:
-                folder = self.folder / families.FOLDER / name / "checkpoints" / "best"
+                folder = self.folder / trials.FOLDER / name / "checkpoints" / "best"
                 folder.mkdir(parents=True)
                 (folder / "score.json").write_text(json.dumps(scorecard([row(tau=2.5)])))
                 self.clock.now += 8.0

@@ -19,7 +19,7 @@ from decode.model.target import Target
 from distill.losses import divergences
 from distill.losses.objective import Objective
 from distill.losses.weights import DPace, Streak, constant, decay
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.families.hf_build import cut_target, spaced_layers
 from drafters.models.lm import DraftLM
 
@@ -123,8 +123,8 @@ def test_weights_train_in_fp32_whatever_the_folder_has(target, tmp_path):
     assert {w.dtype for w in given.parameters()} == {torch.bfloat16}
     # A step too small for bf16 is still there after a save.
     drafter.model.lm_head.weight.data += 1e-5
-    hub.save(drafter, target, tmp_path)
-    loaded = hub.load(tmp_path, target)
+    checkpoint_io.save(drafter, target, tmp_path)
+    loaded = checkpoint_io.load(tmp_path, target)
     assert torch.equal(loaded.model.lm_head.weight, drafter.model.lm_head.weight)
 
 

@@ -91,7 +91,7 @@ def test_score_of_step_0_changes_no_weight(trainer, bench, straight, tmp_path):
 # rank, where it dies, the step of the newest checkpoint by then
 DEATHS = {
     "the second, in a step": (1, DistillModule, "training_step", in_step_3, 2),
-    "the first, scoring": (0, scoring.hub, "load", scores_4, 4),
+    "the first, scoring": (0, scoring.checkpoint_io, "load", scores_4, 4),
     "the first, in a step": (0, DistillModule, "training_step", in_step_3, 2),
     "the second, waiting": (1, Stop, "synchronize", waits_at_4, 4),
 }

@@ -55,7 +55,7 @@ def scores(step: str):
 
 
 KILLS = {
-    "half a checkpoint": (callbacks.hub, "save", saves_4, 2),
+    "half a checkpoint": (callbacks.checkpoint_io, "save", saves_4, 2),
     "before the links": (callbacks, "_link_to", links("4"), 4),
     "before the score": (callbacks, "write_json", scores("4"), 4),
     "half a score": (files, "sync", half_scores_4, 4),
@@ -76,7 +76,7 @@ def test_resumed_run_chooses_a_draft_vocabulary_of_the_same_size(bench, tmp_path
     config = json.loads((tmp_path / "straight" / "checkpoints" / "last" / "config.json").read_text())
     assert config["settings"]["draft_vocab_size"] < ceiling(260)  # bytes and special tokens
     with monkeypatch.context() as spoilt:
-        kill_in(spoilt, callbacks.hub, "save", saves_4)
+        kill_in(spoilt, callbacks.checkpoint_io, "save", saves_4)
         assert fork(lambda: bench.run(tmp_path / "killed", **options) and 0) == 9
     assert "resuming from step 2" in bench.run(tmp_path / "killed", **options)
     assert same(final(tmp_path / "killed"), final(tmp_path / "straight"))

@@ -92,12 +92,16 @@ MOMENTS = {
     "between micro-batches": ([(DistillModule, "training_step", between_micro_batches)], "SIGUSR1", 3),
     # And once more before it is whole.
     "in a save": (
-        [(callbacks.hub, "save", saves_4), (files, "sync", lambda path: "4.tmp" in path.parts)],
+        [(callbacks.checkpoint_io, "save", saves_4), (files, "sync", lambda path: "4.tmp" in path.parts)],
         "SIGTERM",
         4,
     ),
-    "in a score": ([(scoring.hub, "load", lambda folder, *_: folder.name == "4")], "SIGTERM", 4),
-    "in the last score": ([(scoring.hub, "load", lambda folder, *_: folder.name == "6")], "SIGTERM", 6),
+    "in a score": ([(scoring.checkpoint_io, "load", lambda folder, *_: folder.name == "4")], "SIGTERM", 4),
+    "in the last score": (
+        [(scoring.checkpoint_io, "load", lambda folder, *_: folder.name == "6")],
+        "SIGTERM",
+        6,
+    ),
 }
 
 

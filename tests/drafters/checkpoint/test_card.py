@@ -11,7 +11,7 @@ from cards import audit, card_of, row
 from faces import V
 
 from decode.errors import UserError
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint.model_card import Facts, model_card
 from drafters.export.layout import Layout
 
@@ -20,7 +20,8 @@ from drafters.export.layout import Layout
 def facts(tiny_target, make_drafter):
     target = tiny_target(vocab=V, hidden=16, dtype=torch.float32)
     drafter = make_drafter("eagle", target, bias=False)
-    origin = hub.origin_of(drafter, target, "acme/target-7b")._replace(revision="c" * 40, tokenizer="7" * 16)
+    origin = checkpoint_io.origin_of(drafter, target, "acme/target-7b")
+    origin = origin._replace(revision="c" * 40, tokenizer="7" * 16)
     return Facts(drafter, "eagle", origin, card_of(), {"seed": 11})
 
 

@@ -26,11 +26,11 @@ from decode.sampling import Sampler
 from distill.utils.atomic_files import sha256
 from drafters import registry
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint.pretrained import from_pretrained
 from drafters.export import layout
 from drafters.export import weight_files as stored
-from drafters.families import lora_files as adapters
+from drafters.families import lora_files
 from drafters.hub import untrusted_files as files
 
 HUGE = 10**9
@@ -44,7 +44,7 @@ def write(folder, config) -> None:
 
 def refused(folder, target, match=".") -> None:
     with pytest.raises(UserError, match=match) as error:
-        hub.load(folder, target)
+        checkpoint_io.load(folder, target)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 600
 
@@ -55,7 +55,7 @@ def checkpoint(tiny_target, make_drafter, tmp_path):
 
     def make(kind="eagle"):
         target, drafter = both(tiny_target, make_drafter, kind)
-        hub.save(drafter, target, tmp_path, "some/target")
+        checkpoint_io.save(drafter, target, tmp_path, "some/target")
         return target, tmp_path, json.loads((tmp_path / "config.json").read_text())
 
     return make
@@ -86,13 +86,13 @@ def replaced(settings, path, value):
 def test_a_saved_drafter_holds_no_weight_of_the_target(pair, tmp_path):
     target, drafter = pair
     drafter.requires_grad_(False)
-    hub.save(drafter, target, tmp_path)
+    checkpoint_io.save(drafter, target, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     held = sum(w.numel() for w in drafter.state_dict().values()) * 4
     assert (tmp_path / "model.safetensors").stat().st_size < held + 10_000
     target.model.to(torch.bfloat16)
     target.head = Target(target.model).head  # of another dtype it is the same target
-    loaded = hub.load(tmp_path, target)
+    loaded = checkpoint_io.load(tmp_path, target)
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16 for _ in drafter.parameters()}
 
 
@@ -106,14 +106,14 @@ def test_no_number_takes_memory_or_time(checkpoint, drafter_name, monkeypatch):
         begin(self, *arguments)
 
     monkeypatch.setattr(Drafter, "__init__", watched)
-    held = hub.load(folder, target).state_dict()
+    held = checkpoint_io.load(folder, target).state_dict()
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     for path, kind in numbers(config["settings"]):
         for value in NUMBERS:
             write(folder, config | {"settings": replaced(config["settings"], path, value)})
             built.clear()
             try:
-                loaded = hub.load(folder, target)
+                loaded = checkpoint_io.load(folder, target)
             except UserError as error:
                 texts.append(str(error))
                 assert value < HUGE or built <= {"meta"}, "built before it was looked at"
@@ -141,7 +141,7 @@ def test_another_targets_drafter_is_refused(checkpoint, tiny_target, other):
 
 
 def test_the_bundled_target_is_found_from_any_folder(pocket, make_drafter, tmp_path, monkeypatch):
-    hub.save(make_drafter("bigram", pocket), pocket, tmp_path, "data/pocket")
+    checkpoint_io.save(make_drafter("bigram", pocket), pocket, tmp_path, "data/pocket")
     monkeypatch.chdir(tmp_path)
     assert from_pretrained(tmp_path).origin.name == "data/pocket"
 
@@ -195,7 +195,7 @@ def test_a_models_configuration_inside_is_no_back_door(checkpoint, change):
     model = config["settings"]["config"] | change
     write(folder, config | {"settings": config["settings"] | {"config": model}})
     if "auto_map" in change:  # what it names is dropped
-        assert not hub.load(folder, target).training
+        assert not checkpoint_io.load(folder, target).training
     else:
         refused(folder, target)
     assert "evil" not in {name.partition(".")[0] for name in set(sys.modules) - before}
@@ -307,7 +307,7 @@ def test_links_of_the_hubs_cache_are_followed(checkpoint, tmp_path_factory):
         blob = cache / "blobs" / sha256(path)
         path.rename(blob)
         (there / path.name).symlink_to(blob)
-    assert hub.load(there, target).origin.folder == there
+    assert checkpoint_io.load(there, target).origin.folder == there
 
 
 def test_a_downloaded_file_that_is_not_ours_is_never_opened(checkpoint, monkeypatch):
@@ -315,9 +315,9 @@ def test_a_downloaded_file_that_is_not_ours_is_never_opened(checkpoint, monkeypa
     for name in ("pytorch_model.bin", "modeling_evil.py", "tokenizer.pkl"):
         (folder / name).write_bytes(b"cos\nsystem\n(S'exit 9'\ntR.")
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("unpickles"))
-    hub.load(folder, target)
-    assert set(hub.FILES) == {*layout.FILES, *adapters.FILES, *stored.PATTERNS}
-    assert {Path(name).suffix for name in hub.FILES} == {".json", ".safetensors", ".pt", ".bin"}
+    checkpoint_io.load(folder, target)
+    assert set(checkpoint_io.FILES) == {*layout.FILES, *lora_files.FILES, *stored.PATTERNS}
+    assert {Path(name).suffix for name in checkpoint_io.FILES} == {".json", ".safetensors", ".pt", ".bin"}
 
 
 # -- adapters --------------------------------------------------------------------------------------
@@ -328,8 +328,8 @@ def adapted(tiny_target, make_drafter, tmp_path):
     """A folder of adapters of a cut target."""
     target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
     drafter = make_drafter("lm", target, lora={"r": 2, "alpha": 4}, path=None, layers=1)
-    hub.save(drafter, target, tmp_path)
-    assert (tmp_path / adapters.FILES[1]).exists()
+    checkpoint_io.save(drafter, target, tmp_path)
+    assert (tmp_path / lora_files.FILES[1]).exists()
     return target, tmp_path, json.loads((tmp_path / "config.json").read_text())
 
 
@@ -356,7 +356,7 @@ def test_downloaded_adapters_name_no_folder_of_this_machine(adapted, tmp_path_fa
 
 def test_adapters_fit_their_maps(adapted):
     target, folder, config = adapted
-    path = folder / adapters.FILES[1]
+    path = folder / lora_files.FILES[1]
     good = load_file(path)
     name = next(name for name in good if "lora_A" in name)
     for wrong in (good[name][:1].clone(), good[name][:, :1].clone(), good[name].flatten()):
@@ -365,7 +365,7 @@ def test_adapters_fit_their_maps(adapted):
     save_file(good | {"base_model.model.nowhere.lora_A.weight": good[name].clone()}, path)
     refused(folder, target, "fits no map")
     save_file(good, path)
-    hub.load(folder, target)
+    checkpoint_io.load(folder, target)
     for lora in ({"r": HUGE}, {"alpha": "x"}, {"r": 0}, {"targets": HUGE}):
         settings = config["settings"] | {"lora": config["settings"]["lora"] | lora}
         write(folder, config | {"settings": settings})

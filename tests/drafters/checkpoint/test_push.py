@@ -19,7 +19,7 @@ from distill.config.read import checked_options
 from distill.export import export
 from distill.options import ExportCommandOptions
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint import pretrained
 from drafters.checkpoint.pretrained import from_pretrained, push_to_hub, save_pretrained
 from drafters.hub import upload
@@ -114,14 +114,14 @@ def test_the_target_that_a_checkpoint_names_is_loaded_if_it_is_still_that_one(tm
     assert written["name"] == str(where)
     assert len(written["tokenizer"]) == 16
     assert same(from_pretrained(folder), drafter.to(target.dtype))
-    hub.tokenizer_hash.cache_clear()
+    checkpoint_io.tokenizer_hash.cache_clear()
     words = json.loads((where / "tokenizer.json").read_text())
     words["model"]["vocab"] |= {"a": words["model"]["vocab"]["b"], "b": words["model"]["vocab"]["a"]}
     (where / "tokenizer.json").write_text(json.dumps(words))
     with pytest.raises(UserError, match=r"tokenizer of .* is another by now"):
         from_pretrained(folder)
     assert same(from_pretrained(folder, target), drafter)  # whoever passes it knows it
-    hub.tokenizer_hash.cache_clear()
+    checkpoint_io.tokenizer_hash.cache_clear()
 
 
 # -- the Hub ---------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_a_run_ends_on_the_hub_and_is_whole_if_that_fails(bench, fake_hub, monke
     assert json.loads(files["scorecard.json"]) == score | {"target": "target", "samples": []}
     assert files["model.safetensors"] == (best / "model.safetensors").read_bytes()
     target = load_target(str(bench.target))
-    assert same(from_pretrained(REPO, target), hub.load(best, target))
+    assert same(from_pretrained(REPO, target), checkpoint_io.load(best, target))
     text = b"".join(value for name, value in files.items() if name != "model.safetensors").decode()
     assert str(bench.root) not in text, "paths of this machine"
     assert fake_hub.token not in done.out + done.err + retried.out + retried.err + text

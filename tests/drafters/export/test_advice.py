@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from decode.errors import UserError
 from decode.model.target import LAST
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.export import formats
 from drafters.registry import short_name
 
@@ -139,7 +139,7 @@ def refusal(drafter, target, to) -> str:
     said = []
     for attempt in (
         lambda: formats.check(short_name(drafter), drafter.settings, target, to),
-        lambda: formats.write_layout(hub.as_saved(drafter), target, to),
+        lambda: formats.write_layout(checkpoint_io.as_saved(drafter), target, to),
     ):
         try:
             attempt()

@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from decode.errors import UserError
 from decode.model.target import LAST, Target
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.export import formats
 from drafters.registry import short_name
 
@@ -70,7 +70,7 @@ def test_the_authors_eagle_computes_the_drafters_logits(made, case, tmp_path):
     assert ("model.safetensors.index.json" in layout.note) is not case.startswith("eagle3")
     folder = folder_of(layout, tmp_path / "theirs")
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
-    same(drafter, hub.load(folder, target))
+    same(drafter, checkpoint_io.load(folder, target))
 
 
 @pytest.mark.parametrize("case", ["eagle without", "eagle3"])
@@ -134,7 +134,7 @@ def test_the_authors_medusa_computes_the_drafters_logits(target, make_drafter, t
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "medusa_lm_head.pt"]
     assert gap(medusa(folder, NAME, target.head.weight), drafter, target) < 1e-5
     assert ("builds 5 heads" in layout.note) is (drafter.depth != 5)
-    back = hub.load(folder, target)
+    back = checkpoint_io.load(folder, target)
     assert gap(medusa(folder, NAME, target.head.weight), back, target) < 1e-5
     if drafter.settings["own_head"]:  # a shared head is read as one of each depth
         same(drafter, back)

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from decode.errors import UserError
 from drafters import vocabulary
 from drafters.base import Text
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.export.layout import Layout
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 4}
@@ -171,6 +171,6 @@ def test_a_bias_of_zeros_is_read_as_none(made, tmp_path):
     """SGLang's files have one for every EAGLE; vLLM has none."""
     target, drafter = made("eagle without")
     written(drafter, target, "sglang").write(tmp_path)
-    back = hub.load(tmp_path, target)
+    back = checkpoint_io.load(tmp_path, target)
     assert not back.settings["bias"]
     assert "fc.bias" not in written(back, target, "vllm").tensors

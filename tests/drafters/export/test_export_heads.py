@@ -20,8 +20,8 @@ from workbench import make_target, same
 from decode.errors import UserError
 from decode.model.load import load_target
 from decode.model.target import LAST, Target
-from drafters.checkpoint import io as hub
-from drafters.export import formats as table
+from drafters.checkpoint import io as checkpoint_io
+from drafters.export import formats
 from drafters.models.lm import DraftLM
 
 MEDUSA = [{}, {"own_head": False}, {"layers": 2, "bias": True}]
@@ -45,8 +45,8 @@ def exported(drafter, target, folder, to="vllm"):
     """The checkpoint, loaded and written for another program; its command's tokens."""
     checkpoint = folder / "checkpoint"
     checkpoint.mkdir()
-    hub.save(drafter, target, checkpoint)
-    layout = table.write_layout(hub.as_saved(hub.load(checkpoint, target)), target, to)
+    checkpoint_io.save(drafter, target, checkpoint)
+    layout = formats.write_layout(checkpoint_io.as_saved(checkpoint_io.load(checkpoint, target)), target, to)
     (folder / to).mkdir()
     layout.write(folder / to)
     return folder / to, layout
@@ -167,9 +167,9 @@ def test_what_was_exported_comes_back(target, make_drafter, tmp_path, name, form
     if name == "mlp":
         drafter.settings["inner_size"] = drafter.inner  # a file says what 0 stands for
     folder, _ = exported(drafter, target, tmp_path)
-    assert_alike(target, drafter, hub.load(folder, target))
+    assert_alike(target, drafter, checkpoint_io.load(folder, target))
     fresh = make_drafter(name, target, seed=3, depth=K, **form)
-    assert hub.warm_start(fresh, folder, target) == []
+    assert checkpoint_io.warm_start(fresh, folder, target) == []
 
 
 def fasterdecoding(drafter, folder, name):
@@ -195,7 +195,7 @@ def fasterdecoding(drafter, folder, name):
 def test_fasterdecodings_own_files_are_read(target, make_drafter, tmp_path, name, layers):
     drafter = make_drafter("medusa", target, depth=K, layers=layers, bias=True)
     folder = fasterdecoding(drafter, tmp_path / "theirs", name)
-    assert_alike(target, drafter, hub.load(folder, target))
+    assert_alike(target, drafter, checkpoint_io.load(folder, target))
 
 
 def test_ibms_files_are_read(target, make_drafter, tmp_path):
@@ -212,7 +212,7 @@ def test_ibms_files_are_read(target, make_drafter, tmp_path):
         save_file({n: whole[n] for n in kept}, folder / file)
         index |= dict.fromkeys(kept, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    assert_alike(target, drafter, hub.load(folder, target))
+    assert_alike(target, drafter, checkpoint_io.load(folder, target))
 
 
 @pytest.mark.parametrize("name", ["medusa", "mlp"])
@@ -229,7 +229,7 @@ def test_files_for_another_target_are_refused(
     folder, _ = exported(make_drafter(name, target), target, tmp_path)
     other = tiny_target(**{"vocab": V, "hidden": 16, "dtype": torch.float32} | change)
     with pytest.raises(UserError, match=reason):
-        hub.load(folder, other)
+        checkpoint_io.load(folder, other)
 
 
 DAMAGED = [
@@ -259,7 +259,7 @@ def test_a_damaged_folder_is_one_line(target, make_drafter, tmp_path, name, key,
         kept = {n: w for n, w in tensors.items() if n != key}
         save_file(kept if value is None else kept | {key: value}, folder / "model.safetensors")
     with pytest.raises(UserError, match=reason) as error:
-        hub.load(folder, target)
+        checkpoint_io.load(folder, target)
     assert "\n" not in str(error.value)
 
 
@@ -269,7 +269,7 @@ def test_another_scale_is_put_into_the_heads(target, make_drafter, tmp_path):
     folder, _ = exported(drafter, target, tmp_path)
     config, tensors = files(folder)
     (folder / "config.json").write_text(json.dumps(config | {"logit_scale": 0.5}))
-    loaded = hub.load(folder, target)
+    loaded = checkpoint_io.load(folder, target)
     assert loaded.settings["own_head"]
     features, read = inputs()
     theirs = served_heads.medusa(config | {"logit_scale": 0.5}, tensors, K)(features)
@@ -282,7 +282,7 @@ def test_heads_for_a_target_whose_head_has_a_bias_are_refused(target, make_draft
     folder, _ = exported(drafter, target, tmp_path)
     target.head = replace(target.head, bias=torch.zeros(V))
     with pytest.raises(UserError, match="this target's head has a bias"):
-        hub.load(folder, target)
+        checkpoint_io.load(folder, target)
 
 
 # -- whole models ----------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def test_engines_get_the_targets_vocabulary_size(chat, tmp_path, monkeypatch, mo
     if more < 0:
         mean = want.mean(-1, keepdim=True).expand(-1, -1, -more)
         torch.testing.assert_close(found[..., both:], mean, rtol=0, atol=1e-5)
-    assert table.write_layout(hub.as_saved(drafter), chat, "hf").config["vocab_size"] == size
+    assert formats.write_layout(checkpoint_io.as_saved(drafter), chat, "hf").config["vocab_size"] == size
     if more < 0 and kind == "untied":  # a new id is read as the last one
         texts[:, 3], others = size + 1, texts.clone()
         others[:, 3] = size - 1

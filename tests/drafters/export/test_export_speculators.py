@@ -15,9 +15,9 @@ from decode.errors import UserError
 from decode.evaluation.replay import Rollout, replay
 from decode.plan import Plan
 from decode.sampling import Sampler
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint.folder import target_name
-from drafters.export import formats as table
+from drafters.export import formats
 from drafters.export.layout import Layout
 from drafters.export.speculators_write import invert_fusion
 
@@ -71,7 +71,7 @@ def made(target, make_drafter):
         if name == "p_eagle":  # random norms and `fc` give no feature that is larger than they are
             with torch.no_grad():
                 drafter.mask_hidden.mul_(0.5)
-        return drafter, table.write_layout(hub.as_saved(drafter), target, to)
+        return drafter, formats.write_layout(checkpoint_io.as_saved(drafter), target, to)
 
     return make
 
@@ -203,7 +203,7 @@ def test_a_broken_export_is_noticed(made, target, name):
 def test_what_was_exported_is_read_back_with_the_same_tau(made, target, tmp_path, case):
     drafter, layout = made(case)
     layout.write(tmp_path)
-    back = hub.load(tmp_path, target)
+    back = checkpoint_io.load(tmp_path, target)
     assert type(back) is type(drafter)
     if CASES[case][1] == "speculators":
         assert target_name(tmp_path) == back.origin.name == NAME
@@ -229,7 +229,7 @@ def test_training_starts_from_what_was_exported(made, target, make_drafter, tmp_
     layout.write(tmp_path)
     name, _, options = CASES[case]
     fresh = make_drafter(name, target, depth=K, seed=3, **options)
-    assert hub.warm_start(fresh, tmp_path, target) == []
+    assert checkpoint_io.warm_start(fresh, tmp_path, target) == []
     for key, value in drafter.state_dict().items():
         torch.testing.assert_close(fresh.state_dict()[key], value, rtol=1e-5, atol=1e-6)
 
@@ -280,7 +280,7 @@ def test_files_that_are_none_of_our_drafters_are_refused_in_a_line(made, target,
     change(layout.config, layout.tensors)
     layout.write(tmp_path)
     with pytest.raises(UserError, match=said) as caught:
-        hub.load(tmp_path, target)
+        checkpoint_io.load(tmp_path, target)
     assert "\n" not in str(caught.value)
 
 
@@ -306,7 +306,7 @@ def test_a_block_with_a_window_is_read_as_it_was_trained(made, target, tmp_path,
     layout.config["transformer_layer_config" if to == "speculators" else "dflash_config"].update(inner)
     layout.config.update(outer)
     layout.write(tmp_path)
-    settings = hub.load(tmp_path, target).settings
+    settings = checkpoint_io.load(tmp_path, target).settings
     assert (settings["window"], settings["causal"]) == want
 
 
@@ -325,8 +325,8 @@ def test_the_command_names_the_folder(made):
 
 
 def test_both_engines_read_the_authors_folder(target, make_drafter):
-    saved = hub.as_saved(make_drafter("dflash", target, depth=K))
-    one, other = (table.write_layout(saved, target, to) for to in ("vllm", "sglang"))
+    saved = checkpoint_io.as_saved(make_drafter("dflash", target, depth=K))
+    one, other = (formats.write_layout(saved, target, to) for to in ("vllm", "sglang"))
     assert one.config == other.config
     assert all(torch.equal(other.tensors[name], value) for name, value in one.tensors.items())
     assert f"--speculative-num-draft-tokens {K + 1}" in other.serve

@@ -17,7 +17,7 @@ from decode.evaluation.replay import replay
 from decode.evaluation.teacher_forced import Rollout
 from decode.plan import Plan
 from decode.sampling import Sampler
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.export.layout import Layout
 
 
@@ -45,7 +45,7 @@ def answers(target, texts=4, tokens=8) -> list[Rollout]:
 @pytest.mark.parametrize(("case", "engine"), SERVED)
 def test_an_export_that_is_read_back_scores_the_same(made, case, engine, tmp_path):
     target, drafter = made(case)
-    back = hub.load(folder_of(written(drafter, target, engine), tmp_path / "served"), target)
+    back = checkpoint_io.load(folder_of(written(drafter, target, engine), tmp_path / "served"), target)
     assert type(back) is type(drafter)
     ours, theirs = drafter.state_dict(), back.state_dict()
     if theirs.keys() != ours.keys():  # an EAGLE without a bias, which SGLang's has
@@ -90,16 +90,16 @@ def test_the_authors_files_are_read(made, case, tmp_path, make_drafter):
     layout = written(drafter, target, "vllm" if case == "eagle without" else "sglang")
     embedding = {"embed_tokens.weight": target.embed.weight.half()}
     folder = public(layout, tmp_path / "public", **embedding)
-    back = hub.load(folder, target)
+    back = checkpoint_io.load(folder, target)
     assert same(back.state_dict(), drafter.state_dict())
     options = CASES[case][1] | ({"taps": None} if case.startswith("eagle3") else {})
     fresh = make_drafter(CASES[case][0], target, seed=3, **options)
-    assert hub.warm_start(fresh, folder, target) == []
+    assert checkpoint_io.warm_start(fresh, folder, target) == []
     assert same(fresh.state_dict(), drafter.state_dict())
 
 
 def comes_back(layout, folder, drafter, target, **changed) -> bool:
-    back = hub.load(public(layout, folder, pickled=False, **changed), target)
+    back = checkpoint_io.load(public(layout, folder, pickled=False, **changed), target)
     return same(back.state_dict(), drafter.state_dict())
 
 
@@ -159,7 +159,7 @@ def test_another_drafters_files_are_refused_in_one_line(made, message, tmp_path)
     target, drafter = made(case)
     folder = public(written(drafter, target, "vllm"), tmp_path / "x", pickled=False, **more)
     with pytest.raises(UserError, match=message) as error:
-        hub.load(folder, target)
+        checkpoint_io.load(folder, target)
     assert "\n" not in str(error.value)
 
 
@@ -188,10 +188,10 @@ def test_a_hostile_config_is_one_line(made, case, config, tmp_path):
     layout = layout._replace(config=layout.config | config)
     folder = folder_of(layout, tmp_path / "x")
     if case == "eagle without" and config.keys() & {"eagle_config", IDS}:
-        hub.load(folder, target)  # nothing that EAGLE-1 has
+        checkpoint_io.load(folder, target)  # nothing that EAGLE-1 has
         return
     with pytest.raises(UserError) as error:
-        hub.load(folder, target)
+        checkpoint_io.load(folder, target)
     assert "\n" not in str(error.value)
 
 
@@ -223,7 +223,7 @@ def test_a_pickled_file_gives_tensors_or_nothing(made, content, tmp_path):
     else:
         torch.save(content, folder / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"pytorch_model.bin: not a .*convert it to safetensors") as error:
-        hub.load(folder, target)
+        checkpoint_io.load(folder, target)
     assert "\n" not in str(error.value)
     assert not Loud.made
 
@@ -242,5 +242,5 @@ def test_an_index_names_files_of_its_folder(made, index, tmp_path):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=r"damaged|no file of this folder") as error:
-        hub.load(folder, target)
+        checkpoint_io.load(folder, target)
     assert "\n" not in str(error.value)

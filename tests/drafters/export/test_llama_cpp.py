@@ -12,7 +12,7 @@ from workbench import make_target
 
 from decode.errors import UserError
 from decode.model.load import load_target
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.export import formats, llama_cpp
 
 TOKENIZER = ["config.json", "tokenizer.json", "tokenizer_config.json"]
@@ -36,7 +36,7 @@ def test_the_converter_is_given_drafter_and_target_and_leaves_one_file(
 ):
     drafter = make_drafter(name, target, **TAKEN[name])
     script = llama_cpp.check_folder(str(folder))
-    layout = formats.write_layout(hub.as_saved(drafter), target, "gguf")
+    layout = formats.write_layout(checkpoint_io.as_saved(drafter), target, "gguf")
     out = tmp_path / "out"
     out.mkdir()
     llama_cpp.converting(layout, target, script).write(out)
@@ -54,7 +54,7 @@ def test_the_converter_is_given_drafter_and_target_and_leaves_one_file(
 
 def test_a_draft_model_has_the_targets_vocabulary(target, make_drafter, draft_folder):
     drafter = make_drafter("lm", target, path=draft_folder(target.vocab_size + 3))
-    layout = formats.write_layout(hub.as_saved(drafter), target, "gguf")
+    layout = formats.write_layout(checkpoint_io.as_saved(drafter), target, "gguf")
     assert layout.config["vocab_size"] == target.vocab_size
 
 

@@ -23,8 +23,8 @@ from distill.losses import divergences
 from distill.losses.objective import Objective
 from distill.losses.weights import constant
 from distill.training.checkpointing import STATE
-from drafters.checkpoint import io as hub
-from drafters.families import lora_files as adapters
+from drafters.checkpoint import io as checkpoint_io
+from drafters.families import lora_files
 from drafters.families.hf_build import DOWN, UP
 from drafters.families.lora_files import LoraBase, locate_base
 from drafters.models.lm import DraftLM
@@ -40,7 +40,7 @@ def target(tiny_target):
 
 def saved(drafter, target, folder: Path) -> Path:
     folder.mkdir()
-    hub.save(drafter, target, folder)
+    checkpoint_io.save(drafter, target, folder)
     return folder
 
 
@@ -65,7 +65,7 @@ def base_of(folder: Path) -> dict:
 
 def refusal(folder: Path, target) -> str:
     with pytest.raises(UserError) as error:
-        hub.load(folder, target)
+        checkpoint_io.load(folder, target)
     assert "\n" not in str(error.value)
     assert str(folder) in str(error.value)
     return str(error.value)
@@ -90,7 +90,7 @@ def test_a_checkpoint_holds_what_trains_and_names_the_base(target, tmp_path):
     assert all(torch.equal(held[name], trained[name]) for name in held)
     assert load_file(folder / "model.safetensors").keys() == {"confidence.weight", "confidence.bias"}
     assert LoraBase(**base_of(folder)).path == str(tmp_path / "draft")
-    loaded = hub.load(folder, target)
+    loaded = checkpoint_io.load(folder, target)
     assert_alike(loaded, drafter)
     assert torch.equal(loaded.confidence.weight, drafter.confidence.weight)
     assert drafter.unsaved_names == {name for name, w in drafter.state_dict().items() if name not in trained}
@@ -99,31 +99,31 @@ def test_a_checkpoint_holds_what_trains_and_names_the_base(target, tmp_path):
 def test_it_is_loaded_without_peft_and_saved_again_it_is_a_whole_model(target, tmp_path, monkeypatch):
     folder = saved(adapted(target, tmp_path / "draft"), target, tmp_path / "checkpoint")
     monkeypatch.setitem(sys.modules, "peft", None)
-    loaded = hub.load(folder, target)
+    loaded = checkpoint_io.load(folder, target)
     assert loaded.settings["lora"] is loaded.settings["base"] is None
     assert not loaded.unsaved_names
     again = saved(loaded, target, tmp_path / "again")
     shutil.rmtree(tmp_path / "draft")
-    assert same(hub.load(again, target).state_dict(), loaded.state_dict())
+    assert same(checkpoint_io.load(again, target).state_dict(), loaded.state_dict())
 
 
 def test_a_base_that_was_cut_is_cut_again(target, tmp_path):
     drafter = scatter(DraftLM.for_target(target, layers=2, lora=LORA))
     folder = saved(drafter, target, tmp_path / "checkpoint")
     assert (base_of(folder)["path"], base_of(folder)["layers"]) == (None, 2)
-    assert_alike(hub.load(folder, target), drafter)
+    assert_alike(checkpoint_io.load(folder, target), drafter)
 
 
 def test_a_checkpoint_that_holds_the_whole_model_is_merged(target, tmp_path):
     drafter = adapted(target, tmp_path / "draft")
     folder = saved(drafter, target, tmp_path / "checkpoint")
-    for name in adapters.FILES:
+    for name in lora_files.FILES:
         (folder / name).unlink()
     every = {n: w.contiguous() for n, w in drafter.state_dict().items() if "lm_head" not in n}
     save_file(every, folder / "model.safetensors")
     change(folder, lora=LORA, base=None)
     shutil.rmtree(tmp_path / "draft")
-    assert_alike(hub.load(folder, target), drafter)
+    assert_alike(checkpoint_io.load(folder, target), drafter)
 
 
 # -- the base --------------------------------------------------------------------------------------
@@ -132,11 +132,11 @@ def test_a_checkpoint_that_holds_the_whole_model_is_merged(target, tmp_path):
 def test_a_base_that_is_gone_or_another_is_one_line_that_says_what_to_do(target, tmp_path):
     base = tmp_path / "draft"
     folder = saved(adapted(target, base), target, tmp_path / "checkpoint")
-    want = hub.load(folder, target).state_dict()
+    want = checkpoint_io.load(folder, target).state_dict()
     base.rename(tmp_path / "elsewhere")
     assert f"settings.base.path={base}: no such folder" in refusal(folder, target)
     change(folder, base=base_of(folder) | {"path": str(tmp_path / "elsewhere")})
-    assert same(hub.load(folder, target).state_dict(), want)
+    assert same(checkpoint_io.load(folder, target).state_dict(), want)
     model = load_model(str(tmp_path / "elsewhere"))
     model.model.layers[1].mlp.down_proj.weight.data *= 1.02  # a weight that nobody would look at first
     model.save_pretrained(tmp_path / "elsewhere")
@@ -227,7 +227,7 @@ def test_peft_opens_what_a_target_was_tuned_by(tiny_target, tmp_path):
 def test_an_exported_folder_is_a_plain_model_that_says_the_same(tiny_target, tmp_path, kind, dtype):
     target = tiny_target(vocab=V, layers=3, hidden=16, dtype=dtype)
     drafter, texts = adapted(target, tmp_path / "draft", kind, r=2).to(dtype), random_texts()
-    loaded = hub.load(saved(drafter, target, tmp_path / "checkpoint"), target)
+    loaded = checkpoint_io.load(saved(drafter, target, tmp_path / "checkpoint"), target)
     shutil.rmtree(tmp_path / "draft")
     for name, one in {"adapted": drafter, "loaded": loaded}.items():
         one.export(tmp_path / name)
@@ -267,7 +267,7 @@ def test_what_is_frozen_keeps_its_dtype_and_gets_no_gradient(target, tmp_path, d
     assert {name for name in before if not torch.equal(before[name], after[name])} == (
         before.keys() - drafter.unsaved_names
     )
-    loaded = hub.load(saved(drafter, target, tmp_path / "checkpoint"), target)
+    loaded = checkpoint_io.load(saved(drafter, target, tmp_path / "checkpoint"), target)
     assert {w.dtype for w in loaded.parameters()} == {torch.float32}
     stem = "model.model.layers.1.self_attn.q_proj"
     down, up = after[stem + DOWN], after[stem + UP]
@@ -334,13 +334,13 @@ def test_training_starts_from_adapters(target, tmp_path):
     drafter = adapted(target, tmp_path / "draft")
     folder = saved(drafter, target, tmp_path / "checkpoint")
     new = fresh(target, tmp_path, lora=LORA)
-    assert hub.warm_start(new, folder, target) == []
+    assert checkpoint_io.warm_start(new, folder, target) == []
     assert same(new.state_dict(), drafter.state_dict())
     louder = fresh(target, tmp_path, lora=LORA | {"alpha": 20})
-    assert hub.warm_start(louder, folder, target) == []
+    assert checkpoint_io.warm_start(louder, folder, target) == []
     assert_alike(louder, drafter)
     every = fresh(target, tmp_path)
-    assert hub.warm_start(every, folder, target) == []
+    assert checkpoint_io.warm_start(every, folder, target) == []
     assert all(w.requires_grad for w in every.parameters())
     assert_alike(every, drafter)
 
@@ -351,12 +351,12 @@ def test_adapters_of_another_model_are_no_start(target, tmp_path):
     for options in ({"layers": 2}, {"layers": 2, "lora": LORA}):
         stranger = DraftLM.for_target(target, **options)
         with pytest.raises(UserError, match=f"on another model; set drafter.path={tmp_path / 'draft'}$"):
-            hub.warm_start(stranger, folder, target)
+            checkpoint_io.warm_start(stranger, folder, target)
     other = fresh(target, tmp_path, lora=LORA)
     with pytest.raises(UserError, match=r"it holds a whole model, .* set drafter\.lora=null"):
-        hub.warm_start(other, whole, target)
+        checkpoint_io.warm_start(other, whole, target)
     with pytest.raises(UserError, match="none of its 28 tensors fits this drafter"):
-        hub.warm_start(fresh(target, tmp_path, lora=LORA | {"r": 4}), folder, target)
+        checkpoint_io.warm_start(fresh(target, tmp_path, lora=LORA | {"r": 4}), folder, target)
     change(folder, base={"path": 1})
     with pytest.raises(UserError, match="damaged checkpoint"):
-        hub.warm_start(other, folder, target)
+        checkpoint_io.warm_start(other, folder, target)

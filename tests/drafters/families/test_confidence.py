@@ -33,7 +33,7 @@ from decode.sampling import Sampler
 from distill.losses.divergences import kl
 from distill.losses.objective import Objective
 from distill.losses.weights import Streak, constant
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 
 
 def stateful(pair):
@@ -141,8 +141,8 @@ def test_a_head_reads_the_states_of_training_and_ends_chains(pair):
 def test_a_head_comes_back_with_its_drafter(pair, tmp_path):
     target, drafter = lend(pair)
     drafter.requires_grad_(False)
-    hub.save(drafter, target, tmp_path)
-    loaded = hub.load(tmp_path, target)
+    checkpoint_io.save(drafter, target, tmp_path)
+    loaded = checkpoint_io.load(tmp_path, target)
     assert same(loaded.state_dict(), drafter.state_dict())
     states = torch.randn(3, drafter.state_size + 2)
     assert loaded.confidence(states).equal(drafter.confidence(states))

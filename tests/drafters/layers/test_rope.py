@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
 from decode.errors import UserError
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.layers.decoder_layer import Rotary
 from drafters.layers.fused_backward import rotate
 from drafters.layers.rope import rope_settings
@@ -104,6 +104,6 @@ def test_a_drafter_has_the_targets_positions(name, tiny_target, make_drafter, tm
     before, after = (unrolled(one, target, texts) for one in (plain, drafter))
     assert max((before[place] - probs).abs().max() for place, probs in after.items()) > 1e-3
     contract.test_decoding_computes_the_laws_that_training_taught((target, drafter))
-    hub.save(drafter, target, tmp_path)
-    loaded: Any = hub.load(tmp_path, target)
+    checkpoint_io.save(drafter, target, tmp_path)
+    loaded: Any = checkpoint_io.load(tmp_path, target)
     assert loaded.rotary.table(8, texts.float()).equal(drafter.rotary.table(8, texts.float()))

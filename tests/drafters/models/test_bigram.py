@@ -126,7 +126,7 @@ def test_stopped_run_resumes_in_its_folder(bench, where, monkeypatch):
 
     point = {
         "rollouts": (produce, "fill"),
-        "save": (callbacks.hub, "save"),
+        "save": (callbacks.checkpoint_io, "save"),
         "score": (run_module.Scorer, "__call__"),
     }[where]
     with monkeypatch.context() as patch:

@@ -33,7 +33,7 @@ from decode.generation.generate import generate
 from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.families.hf_model import PADDING
 from drafters.families.masked_lm import MaskedModel, check_fills_masks
 
@@ -231,9 +231,9 @@ def test_only_adapters_train_and_loading_merges_them(target, tmp_path, kind):
     contract.test_gradients_reach_every_trainable_weight_and_none_of_the_targets((target, drafter))
     contract.test_decoding_computes_the_laws_that_training_taught((target, drafter.eval()))
     (tmp_path / "saved").mkdir()
-    hub.save(drafter, target, tmp_path / "saved")
+    checkpoint_io.save(drafter, target, tmp_path / "saved")
     assert weights(tmp_path / "saved").keys() == trained
-    loaded = hub.load(tmp_path / "saved", target)
+    loaded = checkpoint_io.load(tmp_path / "saved", target)
     assert not [name for name, _ in loaded.named_parameters() if "lora_" in name]
     texts = random_texts()
     window = drafter.masked.window(texts, [24, 11])
@@ -252,9 +252,9 @@ def test_every_kind_is_saved_and_loaded_bit_for_bit(target, tmp_path, kind):
 
 def test_loaded_in_the_targets_dtype(target, tmp_path):
     drafter = drafter_for(target, filler(tmp_path / "model"))
-    hub.save(drafter, target, tmp_path)
+    checkpoint_io.save(drafter, target, tmp_path)
     target.model.bfloat16()
-    loaded = hub.load(tmp_path, target)
+    loaded = checkpoint_io.load(tmp_path, target)
     assert {w.dtype for w in loaded.parameters()} == {torch.bfloat16}
     assert loaded.model.base_model.rotary_emb.inv_freq.dtype == torch.float32
     follower = Follower(loaded, target, random_texts(), (6, 4))

@@ -37,7 +37,7 @@ from distill.losses.objective import Objective
 from distill.losses.weights import DPace, constant
 from drafters import optional
 from drafters.base import DraftStep
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 
 # Too coarse for central differences; gradients are compared with those of plain passes below.
 del test_the_gradient_of_training_is_the_derivative_of_its_loss  # noqa: F821
@@ -270,18 +270,18 @@ def test_weights_start_the_other_prefix(target, tmp_path, prefixes):
     for weight in first.parameters():
         torch.nn.init.normal_(weight)
     (tmp_path / "saved").mkdir()
-    hub.save(first, target, tmp_path / "saved")
-    assert hub.warm_start(second, tmp_path / "saved", target) == []
+    checkpoint_io.save(first, target, tmp_path / "saved")
+    assert checkpoint_io.warm_start(second, tmp_path / "saved", target) == []
     assert all(map(torch.equal, first.parameters(), second.parameters()))
     assert second.settings["prefix"] == prefixes[1]
 
 
 def test_checkpoint_without_prefix_reads_the_whole_text(target, tmp_path):
-    hub.save(drafter_for(target, filler(tmp_path / "model")), target, tmp_path)
+    checkpoint_io.save(drafter_for(target, filler(tmp_path / "model")), target, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["settings"].pop("prefix") == "none"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert not hub.load(tmp_path, target).keeps_prefix
+    assert not checkpoint_io.load(tmp_path, target).keeps_prefix
 
 
 def test_model_whose_text_sees_masks_is_refused(target, tmp_path):

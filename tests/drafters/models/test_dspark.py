@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from served_speculators import confidence, load
 
 from decode.errors import UserError
-from drafters.checkpoint import io as hub
-from drafters.export import formats as table
+from drafters.checkpoint import io as checkpoint_io
+from drafters.export import formats
 
 K, MASK = 3, 7
 
@@ -138,7 +138,7 @@ def computed(drafter, target):
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_checkpoints_of_others_have_the_same_logits(drafter, target, tmp_path, vendor):
     written(tmp_path, VENDORS[vendor](drafter), renamed(drafter, target))
-    loaded = hub.load(tmp_path, target)
+    loaded = checkpoint_io.load(tmp_path, target)
     assert loaded.settings == drafter.settings | {"anchors": 0}
     assert loaded.taps == (2, 4)
     for one, other in zip(computed(drafter, target), computed(loaded, target), strict=True):
@@ -148,10 +148,10 @@ def test_checkpoints_of_others_have_the_same_logits(drafter, target, tmp_path, v
 def test_confidence_head_without_the_bias_or_switched_off(drafter, target, tmp_path):
     tensors = renamed(drafter, target)
     tensors["confidence_head.proj.weight"] = tensors["confidence_head.proj.weight"][:, :16].contiguous()
-    loaded = hub.load(written(tmp_path, deepspec(drafter), tensors), target)
+    loaded = checkpoint_io.load(written(tmp_path, deepspec(drafter), tensors), target)
     assert loaded.confidence.weight.tolist() == [*drafter.confidence.weight[:16].tolist(), *[0.0] * 5]
     config = deepspec(drafter) | {"enable_confidence_head": False}
-    assert hub.load(written(tmp_path, config, tensors), target).confidence is None
+    assert checkpoint_io.load(written(tmp_path, config, tensors), target).confidence is None
 
 
 REFUSED = {
@@ -169,7 +169,7 @@ def test_checkpoint_that_is_no_dspark_is_refused(drafter, target, tmp_path, what
     config, tensors = deepspec(drafter), renamed(drafter, target)
     change(config, tensors)
     with pytest.raises(UserError, match=said) as caught:
-        hub.load(written(tmp_path, config, tensors), target)
+        checkpoint_io.load(written(tmp_path, config, tensors), target)
     assert "\n" not in str(caught.value)
 
 
@@ -179,7 +179,7 @@ def test_checkpoint_that_is_no_dspark_is_refused(drafter, target, tmp_path, what
 @torch.no_grad()
 @pytest.mark.parametrize("to", ["vllm", "speculators"])
 def test_engine_computes_the_drafters_confidence(drafter, target, to):
-    layout = table.write_layout(hub.as_saved(drafter), target, to)
+    layout = formats.write_layout(checkpoint_io.as_saved(drafter), target, to)
     assert layout.config["enable_confidence_head"]
     assert layout.config["confidence_head_with_markov"]
     served, texts = load(layout.config, layout.tensors), random_texts()
@@ -190,7 +190,7 @@ def test_engine_computes_the_drafters_confidence(drafter, target, to):
 
 
 def test_export_to_sglang_has_embedding_head_and_command(drafter, target):
-    layout = table.write_layout(hub.as_saved(drafter), target, "sglang")
+    layout = formats.write_layout(checkpoint_io.as_saved(drafter), target, "sglang")
     assert layout.tensors["embed_tokens.weight"].equal(target.embed.weight)
     assert layout.tensors["lm_head.weight"].equal(target.head.weight)
     assert layout.tensors.keys() == renamed(drafter, target).keys()

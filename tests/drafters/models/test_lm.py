@@ -20,7 +20,7 @@ from decode.generation.generate import generate
 from decode.model.load import load_target
 from decode.sampling import Sampler
 from distill.utils.run_folder import checkpoints
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.models.lm import DraftLM
 
 
@@ -182,10 +182,10 @@ def test_tied_matrix_is_saved_once(target, tmp_path):
     drafter = drafter_for(target, draft_model(tmp_path / "draft"))
     shutil.rmtree(tmp_path / "draft")
     (tmp_path / "saved").mkdir()
-    hub.save(drafter, target, tmp_path / "saved")
+    checkpoint_io.save(drafter, target, tmp_path / "saved")
     names = [name for name in load_file(tmp_path / "saved" / "model.safetensors") if "layers" not in name]
     assert sorted(names) == ["model.model.embed_tokens.weight", "model.model.norm.weight"]
-    loaded = hub.load(tmp_path / "saved", target)
+    loaded = checkpoint_io.load(tmp_path / "saved", target)
     assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
     texts = random_texts()
     with torch.no_grad():
@@ -196,7 +196,7 @@ def test_tied_matrix_is_saved_once(target, tmp_path):
 def saved_with(target, tmp_path, **changes) -> Path:
     """A checkpoint whose model configuration is changed."""
     (tmp_path / "saved").mkdir()
-    hub.save(drafter_for(target, draft_model(tmp_path / "draft")), target, tmp_path / "saved")
+    checkpoint_io.save(drafter_for(target, draft_model(tmp_path / "draft")), target, tmp_path / "saved")
     file = tmp_path / "saved" / "config.json"
     config = json.loads(file.read_text())
     config["settings"]["config"] |= changes
@@ -210,7 +210,7 @@ def test_nothing_named_in_a_checkpoint_is_fetched_or_run(target, tmp_path, monke
     maps = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Model")
     kernel = "nobody-we-know/kernel"
     changes = {"auto_map": maps, "attn_implementation": kernel, "_attn_implementation": kernel}
-    loaded = hub.load(saved_with(target, tmp_path, **changes), target)
+    loaded = checkpoint_io.load(saved_with(target, tmp_path, **changes), target)
     assert type(loaded.model).__module__.startswith("transformers.models.")
     assert loaded.model.config._attn_implementation == "sdpa"
     assert "auto_map" not in loaded.settings["config"]
@@ -224,7 +224,7 @@ def test_nothing_named_in_a_checkpoint_is_fetched_or_run(target, tmp_path, monke
 def test_config_without_a_model_is_refused(target, tmp_path, changes):
     folder = saved_with(target, tmp_path, **changes)
     with pytest.raises(UserError) as error:
-        hub.load(folder, target)
+        checkpoint_io.load(folder, target)
     assert "\n" not in str(error.value)
 
 

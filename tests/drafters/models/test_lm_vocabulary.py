@@ -38,7 +38,7 @@ from distill.losses.weights import constant
 from distill.prompts.chat_template import Chat
 from distill.prompts.sources import read_prompts
 from drafters.base import Text
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.export import formats
 from drafters.models.lm import DraftLM
 from drafters.models.ngram import Ngram
@@ -277,19 +277,19 @@ def test_shared_tokens_must_make_half_of_the_answers(tiny_target, tmp_path):
 
 def saved(drafter, target, folder):
     folder.mkdir()
-    hub.save(drafter.requires_grad_(False), target, folder)
+    checkpoint_io.save(drafter.requires_grad_(False), target, folder)
     return folder
 
 
 def test_checkpoints_keep_the_tokenizer_without_its_folder(target, tmp_path):
     """Of adapters and in unions too."""
     adapted = renamed(target, tmp_path, lora=LORA)
-    loaded = hub.load(saved(adapted, target, tmp_path / "adapted"), target)
+    loaded = checkpoint_io.load(saved(adapted, target, tmp_path / "adapted"), target)
     assert torch.equal(loaded.d2t, adapted.d2t)
     union = Union(loaded, Ngram(1, 2), first_depth=None).eval()
     folder = saved(union, target, tmp_path / "union")
     shutil.rmtree(tmp_path / "draft")
-    again = hub.load(folder, target)
+    again = checkpoint_io.load(folder, target)
     for name in ("d2t", "draft_ids", "t2d", "tokenizer"):
         assert torch.equal(getattr(again.first, name), getattr(loaded, name))
     drafts = [Follower(one, target, random_texts(), (5, 3)).propose(SAMPLED) for one in (union, again)]
@@ -302,20 +302,20 @@ def test_damaged_tokenizer_is_refused(target, tmp_path):
     for damaged in (tensors["tokenizer"].flip(0), tensors["tokenizer"][1:]):
         save_file(tensors | {"tokenizer": damaged.contiguous()}, folder / "model.safetensors")
         with pytest.raises(UserError, match="damaged checkpoint"):
-            hub.load(folder, target)
+            checkpoint_io.load(folder, target)
 
 
 def test_weights_of_another_tokenizer_are_refused(target, tmp_path):
     drafter = renamed(target, tmp_path)
     folder = saved(drafter, target, tmp_path / "saved")
-    assert hub.warm_start(renamed(target, tmp_path), folder, target) == []
+    assert checkpoint_io.warm_start(renamed(target, tmp_path), folder, target) == []
     (tmp_path / "more").mkdir()
     words = [*reversed(LETTERS), *"0123456789+-*/=()[]{"]
     other = mapped(target, spelled(*LETTERS), spelled(*words), tmp_path / "more", more=3)
     plain = DraftLM.for_target(target, path=draft_model(tmp_path / "plain"))
     for fresh in (other, plain):
         with pytest.raises(UserError, match="its draft model has another tokenizer"):
-            hub.warm_start(fresh, folder, target)
+            checkpoint_io.warm_start(fresh, folder, target)
 
 
 # -- given away ----------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_weights_of_another_tokenizer_are_refused(target, tmp_path):
 def test_export_has_the_tokenizer_and_engines_refuse(target, tmp_path):
     drafter = renamed(target, tmp_path)
     drafter.settings["config"]["eos_token_id"] = [3, 4]
-    layout = formats.write_layout(hub.as_saved(drafter), target, "hf")
+    layout = formats.write_layout(checkpoint_io.as_saved(drafter), target, "hf")
     assert "assistant_tokenizer=" in layout.note
     (tmp_path / "hf").mkdir()
     layout.write(tmp_path / "hf")

@@ -34,7 +34,7 @@ from distill.scoring.scorer import Scorer
 from distill.scoring.target_drift import only_untuned
 from distill.scoring.target_drift import target_drift as how_far
 from distill.training.optim import warm_up_and_decay
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.families import tuned_target as tuned
 
 # -- the given target and the tuned one ------------------------------------------------------------
@@ -118,9 +118,9 @@ def test_only_tuning_drafters_change_the_verifier(pair):
 
 def test_loaded_drafter_has_the_same_tuned_target_without_peft(tiny_target, tmp_path, monkeypatch):
     target, drafter = moved(tiny_target, dtype=torch.float32)
-    hub.save(drafter, target, tmp_path)
+    checkpoint_io.save(drafter, target, tmp_path)
     monkeypatch.setitem(sys.modules, "peft", None)
-    loaded, texts = hub.load(tmp_path, target), random_texts()
+    loaded, texts = checkpoint_io.load(tmp_path, target), random_texts()
     ours, theirs = drafter.verifier(target), loaded.verifier(target)
     assert torch.equal(ours.read(texts).last, theirs.read(texts).last)
     assert ours.fingerprint() == theirs.fingerprint()
@@ -260,7 +260,7 @@ def test_every_save_point_draws_answers_of_its_tuned_target(bench, scored):
     original = load_target(str(bench.target))
     names = {original.fingerprint()}
     for step in ("3", "6"):
-        loaded = hub.load(scored / "checkpoints" / step, original)
+        loaded = checkpoint_io.load(scored / "checkpoints" / step, original)
         names.add(loaded.verifier(original).fingerprint())
     assert names <= kept
     assert len(names) == 3

@@ -10,7 +10,7 @@ from faces import K, random_texts, unrolled
 from heads import trained
 from safetensors.torch import load_file
 
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.models.mlp import Lstm, Mlp
 
 FORMS = [
@@ -77,14 +77,14 @@ def test_probs_are_those_of_the_formula(tiny_target, kind, options):
 def test_tied_weights_are_saved_once(tiny_target, tmp_path, tied, inner, depth):
     options = {"tie_weights": tied, "scale_input": True, "inner_size": inner}
     target, drafter = trained(tiny_target, Mlp, depth=depth, **options)
-    hub.save(drafter, target, tmp_path)
+    checkpoint_io.save(drafter, target, tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     for part, own in {"emb": 1, "head": 1, "ln": 1, "proj": 2}.items():
         held = [n for n in saved if n.startswith(f"{part}.") and n.endswith("weight")]
         assert len(held) == (min(own, depth) if tied else depth)
-    loaded = hub.load(tmp_path, target)
+    loaded = checkpoint_io.load(tmp_path, target)
     assert isinstance(loaded, Mlp)
-    assert hub.load(tmp_path, target).state_dict().keys() == drafter.state_dict().keys()
+    assert checkpoint_io.load(tmp_path, target).state_dict().keys() == drafter.state_dict().keys()
     assert (loaded.emb[0] is loaded.emb[-1]) is (tied or depth == 1)
     assert (loaded.proj[0] is loaded.proj[-1]) is (depth == 1)
     assert len(list(loaded.parameters())) == len(saved)

@@ -12,8 +12,8 @@ from served_mtp import ServedMtp, drafted
 
 from decode.errors import UserError
 from drafters.base import Text
-from drafters.checkpoint import io as hub
-from drafters.export import formats as table
+from drafters.checkpoint import io as checkpoint_io
+from drafters.export import formats
 from drafters.families.mtp_weights import KNOWN, Arrangement, final_norm, native
 from drafters.models.mtp import Mtp
 
@@ -39,7 +39,7 @@ def vendor(tiny_target, make_drafter, tmp_path):
         arrangement = KNOWN[model_type]._asdict()
         head = make_drafter("mtp", target, depth=K, family=family, **arrangement, **options)
         head.float().double()  # a trained one is in fp32
-        tensors = native(hub.as_saved(head).weights, head.settings, len(target.layers))
+        tensors = native(checkpoint_io.as_saved(head).weights, head.settings, len(target.layers))
         target.config.model_type = model_type
         return target, head, put(target, tensors, tmp_path)
 
@@ -80,7 +80,7 @@ def test_head_on_file_is_read_bit_for_bit(vendor, kind):
     assert not read.undecided
     pairs = zip(logits_of(head, target), logits_of(read, target), strict=True)
     assert all(one[1].equal(other[1]) for one, other in pairs)
-    again = native(hub.as_saved(read).weights, read.settings, len(target.layers))
+    again = native(checkpoint_io.as_saved(read).weights, read.settings, len(target.layers))
     assert again.keys() == tensors.keys()
     assert all(tensor.equal(tensors[name]) for name, tensor in again.items())
 
@@ -125,7 +125,7 @@ def test_unknown_arrangement_is_found_by_scoring(tiny_target, tmp_path, order):
         optimizer.zero_grad()
         sum(losses).backward()
         optimizer.step()
-    put(target, native(hub.as_saved(head).weights, head.settings, 4), tmp_path)  # in MiMo's names
+    put(target, native(checkpoint_io.as_saved(head).weights, head.settings, 4), tmp_path)  # in MiMo's names
     read = Mtp.for_target(target, depth=K, **UNASKED)
     assert read.undecided
     assert read.needs_fit
@@ -209,7 +209,7 @@ def test_final_norm_tells_its_scale(tiny_target):
 
 
 def written(drafter, target):
-    return table.write_layout(hub.as_saved(drafter), target, "vllm")
+    return formats.write_layout(checkpoint_io.as_saved(drafter), target, "vllm")
 
 
 def test_export_of_a_new_head_has_mimos_names(tiny_target, make_drafter, tmp_path):
@@ -221,7 +221,7 @@ def test_export_of_a_new_head_has_mimos_names(tiny_target, make_drafter, tmp_pat
     assert not layout.tensors["model.mtp_layers.0.self_attn.k_proj.bias"].any()
     assert """--hf-overrides '{"num_nextn_predict_layers": 1}'""" in layout.command("T", "D")
     layout.write(tmp_path)
-    back = hub.load(tmp_path, target)
+    back = checkpoint_io.load(tmp_path, target)
     assert back.settings | {"depth": drafter.depth} == drafter.settings | {"family": "mimo"}
     assert all(weight.equal(drafter.state_dict()[name]) for name, weight in back.state_dict().items())
 
@@ -236,7 +236,7 @@ def test_export_of_the_targets_head_comes_back(vendor, kind, tmp_path):
     target.config.num_nextn_predict_layers = 1
     (tmp_path / "export").mkdir()
     written(head, target).write(tmp_path / "export")
-    back = hub.load(tmp_path / "export", target)
+    back = checkpoint_io.load(tmp_path / "export", target)
     assert back.settings | {"depth": K, "draft_vocab_size": None} == head.settings
     assert all(weight.equal(head.state_dict()[name]) for name, weight in back.state_dict().items())
 

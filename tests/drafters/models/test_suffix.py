@@ -17,7 +17,7 @@ from decode.draft import PAD
 from decode.errors import UserError
 from decode.plan import Plan
 from drafters.base import Text
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.families.lookup import IndexedText
 from drafters.families.ngram_counts import KEPT, NgramCounts
 from drafters.models.suffix import NEGLIGIBLE, OCCURRENCES, Suffix
@@ -211,30 +211,30 @@ def test_newest_answers_are_kept():
 def test_without_rollouts_it_drafts_from_the_text(target, tmp_path):
     drafter = fitted([[1, 2, 3]], max_tokens=0)
     assert drafter.corpus.numel() == 0
-    hub.save(drafter, target, tmp_path)
-    loaded = hub.load(tmp_path, target)
+    checkpoint_io.save(drafter, target, tmp_path)
+    loaded = checkpoint_io.load(tmp_path, target)
     assert list(drafts(loaded, target, [4, 5, 4], Plan(2))) == [(5,), (5, 4)]
 
 
 def test_checkpoint_names_its_datastore(target, tmp_path, monkeypatch):
     drafter = fitted([[1, 2]], [[5, 6, 7] * 2000])
-    hub.save(drafter, target, tmp_path)
+    checkpoint_io.save(drafter, target, tmp_path)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 3000
-    loaded = hub.load(tmp_path, target)
+    loaded = checkpoint_io.load(tmp_path, target)
     assert list(drafts(loaded, target, [9, 5], Plan(2))) == [(6,), (6, 7)]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     with pytest.raises(UserError, match=r"drafter.store=texts: its datastore is not on this machine"):
-        hub.load(tmp_path, target)
+        checkpoint_io.load(tmp_path, target)
 
 
 @pytest.mark.parametrize("key", ["../../../etc", "", "0" * 17, "/" * 16])
 def test_key_of_no_datastore_is_refused(target, tmp_path, key):
-    hub.save(fitted([[1, 2]]), target, tmp_path)
+    checkpoint_io.save(fitted([[1, 2]]), target, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["settings"] |= {"store": "/etc/passwd", "store_key": key}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="no key of a datastore"):
-        hub.load(tmp_path, target)
+        checkpoint_io.load(tmp_path, target)
 
 
 def test_store_without_a_key_is_refused(target):
@@ -246,8 +246,8 @@ def test_store_without_a_key_is_refused(target):
 def test_union_keeps_the_datastore_of_its_second(tiny_target, make_drafter, tmp_path):
     target = tiny_target(vocab=30, layers=4, hidden=16, dtype=torch.float32)
     union = Union(make_drafter("eagle", target), fitted([], [[11, 12, 13, 14]] * 9))
-    hub.save(union.requires_grad_(False), target, tmp_path)
-    for drafter in (union, hub.load(tmp_path, target)):
+    checkpoint_io.save(union.requires_grad_(False), target, tmp_path)
+    for drafter in (union, checkpoint_io.load(tmp_path, target)):
         assert isinstance(drafter, Union)
         (history,) = drafter.new_state(1).second
         history.extend([9, 11])
@@ -258,9 +258,9 @@ def test_union_keeps_the_datastore_of_its_second(tiny_target, make_drafter, tmp_
 def test_corpus_with_invalid_tokens_is_refused(target, tmp_path, token):
     drafter = fitted([[1, 2, 3]])
     drafter.corpus[1] = token
-    hub.save(drafter, target, tmp_path)
+    checkpoint_io.save(drafter, target, tmp_path)
     with pytest.raises(UserError, match="invalid token ids"):
-        hub.load(tmp_path, target).new_state(1)
+        checkpoint_io.load(tmp_path, target).new_state(1)
 
 
 @pytest.mark.parametrize("size", [2_000, 60_000])

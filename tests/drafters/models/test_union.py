@@ -31,8 +31,8 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters import optional
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
-from drafters.export import formats as table
+from drafters.checkpoint import io as checkpoint_io
+from drafters.export import formats
 from drafters.models.ngram import Ngram
 from drafters.models.suffix import Suffix
 from drafters.models.union import Union
@@ -147,12 +147,12 @@ def test_first_with_fewer_levels_is_mixed_as_far_as_it_goes(tiny_target, make_dr
 )
 def test_damaged_part_of_a_checkpoint_is_refused(tiny_target, make_drafter, tmp_path, part, settings):
     target, union = united(tiny_target, make_drafter)
-    hub.save(union, target, tmp_path)
+    checkpoint_io.save(union, target, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["settings"][part] |= settings
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=rf"settings\.{part}: must be|drafter 'os' is not known"):
-        hub.load(tmp_path, target)
+        checkpoint_io.load(tmp_path, target)
 
 
 # -- saved, gone on from, exported -----------------------------------------------------------------
@@ -165,8 +165,8 @@ def test_every_drafter_may_be_the_first(pair, drafter_name, tmp_path):
             Union(drafter, Ngram(1, 3))
         return
     union = Union(drafter, Ngram(1, 3), **EVERY_ROUND)
-    hub.save(union.requires_grad_(False), target, tmp_path)
-    loaded = hub.load(tmp_path, target)
+    checkpoint_io.save(union.requires_grad_(False), target, tmp_path)
+    loaded = checkpoint_io.load(tmp_path, target)
     assert loaded.settings == union.settings
     for plan in (*plans_of(union), TREE):
         drafts = [Follower(one, target, random_texts(), (9, 7)).propose(plan) for one in (union, loaded)]
@@ -175,35 +175,36 @@ def test_every_drafter_may_be_the_first(pair, drafter_name, tmp_path):
 
 def test_export_is_the_firsts_with_a_note(tiny_target, make_drafter):
     target, union = united(tiny_target, make_drafter)
-    assert table.accepting("union", union.settings, target) == ["vllm", "sglang", "authors"]
-    whole, first = (table.write_layout(hub.as_saved(one), target, "vllm") for one in (union, union.first))
+    assert formats.accepting("union", union.settings, target) == ["vllm", "sglang", "authors"]
+    saved = map(checkpoint_io.as_saved, (union, union.first))
+    whole, first = (formats.write_layout(one, target, "vllm") for one in saved)
     assert whole.config == first.config
     assert same(whole.tensors, first.tensors)
     assert "left out: the second drafter" in whole.note
     with pytest.raises(UserError, match="hf has no format for drafter 'eagle'"):
-        table.write_layout(hub.as_saved(union), target, "hf")
+        formats.write_layout(checkpoint_io.as_saved(union), target, "hf")
 
 
 def test_warm_start_takes_the_draft_vocabulary(tiny_target, make_drafter, tmp_path):
     options = {"draft_vocab_size": 7}
     target, old = both(tiny_target, make_drafter, "eagle3", **options)
-    hub.save(old, target, tmp_path)
+    checkpoint_io.save(old, target, tmp_path)
     suffix: Suffix = make_drafter("suffix", target)
     union = Union(make_drafter("eagle3", target, seed=2, **options), suffix)
     union.first.d2t.fill_(3)
-    assert hub.warm_start(union, tmp_path, target) == ["second.corpus (not there)"]
+    assert checkpoint_io.warm_start(union, tmp_path, target) == ["second.corpus (not there)"]
     assert union.fit(random_rollouts(V), target).startswith("suffix: ")
     assert all(value.equal(old.state_dict()[name]) for name, value in union.first.state_dict().items())
     (again := tmp_path / "union").mkdir()
-    hub.save(union, target, again)
+    checkpoint_io.save(union, target, again)
     fresh = Union(make_drafter("eagle3", target, seed=3, **options), Suffix(**suffix.settings | {"size": 0}))
-    (left,) = hub.warm_start(fresh, again, target)
+    (left,) = checkpoint_io.warm_start(fresh, again, target)
     assert left.startswith("second.corpus (")
     assert fresh.needs_fit
     assert fresh.fit(random_rollouts(V), target).startswith("suffix: ")
     assert same(fresh.state_dict(), union.state_dict())
     with pytest.raises(UserError, match="its first drafter is 'eagle3', not 'eagle'"):
-        hub.warm_start(Union(make_drafter("eagle", target), Ngram(1, 3)), again, target)
+        checkpoint_io.warm_start(Union(make_drafter("eagle", target), Ngram(1, 3)), again, target)
 
 
 def test_confidence_head_is_the_firsts(tiny_target, make_drafter, tmp_path):
@@ -212,8 +213,8 @@ def test_confidence_head_is_the_firsts(tiny_target, make_drafter, tmp_path):
     union.confidence.weight.data.fill_(0.25)
     (group,) = union.param_groups()
     assert sum(weight is union.confidence.weight for weight in group.weights) == 1
-    hub.save(union, target, tmp_path)
-    loaded = hub.load(tmp_path, target)
+    checkpoint_io.save(union, target, tmp_path)
+    loaded = checkpoint_io.load(tmp_path, target)
     assert loaded.confidence is loaded.first.confidence
     assert loaded.confidence.weight.eq(0.25).all()
     plan = Plan(depth=K, proposal="sampled", min_confidence=0.4)

@@ -25,7 +25,7 @@ from benchmarks.lyanna_ablation import head_products
 from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters.base import Batch
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.layers import unroll_attention as unrolled
 from drafters.layers.decoder_layer import DecoderLayer
 from drafters.models.prism import Prism
@@ -144,9 +144,10 @@ def test_draft_costs_one_pass_and_one_head_product(tiny_target, make_drafter, de
 
 def test_p_eagle_starts_from_eagle3(tiny_target, make_drafter, tmp_path):
     target, old = both(tiny_target, make_drafter, "eagle3", norm_output=True)
-    hub.save(old, target, tmp_path)
+    checkpoint_io.save(old, target, tmp_path)
     _, new = both(tiny_target, make_drafter, "p_eagle", seed=1)
-    assert hub.warm_start(new, tmp_path, target) == ["mask_token (not there)", "mask_hidden (not there)"]
+    missing = ["mask_token (not there)", "mask_hidden (not there)"]
+    assert checkpoint_io.warm_start(new, tmp_path, target) == missing
     batch = batch_of(target, random_texts())
     ours, theirs = (states(drafter, target, batch) for drafter in (new, old))
     assert all(torch.equal(row, theirs[at]) == (at[1] == 1) for at, row in ours.items())
@@ -219,8 +220,8 @@ def test_every_module_starts_from_an_eagle(tiny_target, make_drafter, tmp_path):
     _, prism = both(tiny_target, make_drafter, "prism", seed=1, modules=[0, 1, 2])
     for drafter in (eagle, prism):
         drafter.add_confidence()  # which is of the whole, and of no module
-    hub.save(eagle, target, tmp_path)
-    assert hub.warm_start(prism, tmp_path, target) == []
+    checkpoint_io.save(eagle, target, tmp_path)
+    assert checkpoint_io.warm_start(prism, tmp_path, target) == []
     batch = batch_of(target, random_texts())
     ours, theirs = (states(drafter, target, batch) for drafter in (prism, eagle))
     assert all(torch.equal(row, theirs[at]) for at, row in ours.items())

@@ -18,7 +18,7 @@ from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters import optional
-from drafters.export import formats as table
+from drafters.export import formats
 from drafters.zoo.boosted import Boosted
 
 OTHERS = {
@@ -234,9 +234,9 @@ def test_drafters_that_cannot_be_combined_are_refused(tiny_target, make_drafter)
 
 def test_no_engine_drafts_with_two(tiny_target, make_drafter):
     target, drafter = boosted(tiny_target, make_drafter)
-    assert table.accepting("boosted", drafter.settings, target) == []
+    assert formats.accepting("boosted", drafter.settings, target) == []
     with pytest.raises(UserError, match="no program drafts with two models"):
-        table.check("boosted", drafter.settings, target, "vllm")
+        formats.check("boosted", drafter.settings, target, "vllm")
 
 
 # -- a whole run -----------------------------------------------------------------------------------

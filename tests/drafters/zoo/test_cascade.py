@@ -18,8 +18,8 @@ from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters import optional
-from drafters.checkpoint import io as hub
-from drafters.export import formats as table
+from drafters.checkpoint import io as checkpoint_io
+from drafters.export import formats
 from drafters.families.lookup import Node
 from drafters.models.lm import DraftLM
 from drafters.models.ngram import Ngram
@@ -337,10 +337,11 @@ def test_remark_names_what_a_tree_leaves_out(target, make_drafter):
 
 def test_export_is_the_firsts(target, make_drafter, tmp_path):
     drafter = cascade(make_drafter, target, second_length=2, first_depth=3)
-    hub.save(drafter, target, tmp_path)
-    loaded = hub.load(tmp_path, target)
+    checkpoint_io.save(drafter, target, tmp_path)
+    loaded = checkpoint_io.load(tmp_path, target)
     assert (loaded.second_length, loaded.first_depth, loaded.trees) == (2, 3, True)
-    whole, first = (table.write_layout(hub.as_saved(one), target, "hf") for one in (loaded, drafter.first))
+    saved = map(checkpoint_io.as_saved, (loaded, drafter.first))
+    whole, first = (formats.write_layout(one, target, "hf") for one in saved)
     assert same(whole.tensors, first.tensors)
     assert "left out: the second drafter" in whole.note
 

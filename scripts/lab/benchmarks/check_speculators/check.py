@@ -21,9 +21,9 @@ from distill.config.read import read_options
 from distill.options import TargetOptions
 from distill.utils.progress import say
 from drafters.base import Batch, Drafter
-from drafters.checkpoint import io as hub
+from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint.folder import target_name
-from drafters.export import formats as table
+from drafters.export import formats
 
 PEER = Path(__file__).with_name("peer.py")
 TOLERANCE = 1e-4  # largest difference of logits, relative to the largest logit; fp32
@@ -60,10 +60,10 @@ def check(cfg: DictConfig) -> float:
         UserError: the logits differ, or the drafter cannot be exported.
     """
     quiet()
-    checkpoint = hub.fetch(cfg.checkpoint)
+    checkpoint = checkpoint_io.fetch(cfg.checkpoint)
     options = read_options(TargetOptions, cfg.target)
     target = build_target(replace(options, path=options.path or target_name(checkpoint)))
-    comparison = compare(hub.load(checkpoint, target), target, cfg.python, cfg.texts)
+    comparison = compare(checkpoint_io.load(checkpoint, target), target, cfg.python, cfg.texts)
     if isinstance(comparison, str):
         say(f"skipped: {comparison}")
         return 0.0
@@ -93,7 +93,7 @@ def compare(drafter: Drafter, target: Target, python: str, texts: int) -> Compar
     """
     if not Path(python).exists():
         return f"python={python}: no such file; docs/training_speed.md says how to make the environment"
-    layout = table.write_layout(hub.as_saved(drafter), target, "speculators")
+    layout = formats.write_layout(checkpoint_io.as_saved(drafter), target, "speculators")
     mask = layout.config.get("mask_token_id", -1)
     tokens = torch.randint(target.vocab_size, (texts, LENGTH), generator=torch.Generator().manual_seed(0))
     tokens[tokens == mask] = (mask + 1) % target.vocab_size  # no text contains the mask token
