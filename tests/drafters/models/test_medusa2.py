@@ -111,9 +111,9 @@ def test_tuned_target_has_another_fingerprint(tiny_target):
 def test_only_tuning_drafters_change_the_verifier(pair):
     target, drafter = pair
     texts, verifier = random_texts(), drafter.verifier(target)
-    same = torch.equal(verifier.read(texts).last, target.read(texts).last)
-    assert same is not drafter.traits.tunes_target
-    assert (verifier.fingerprint() == target.fingerprint()) is same
+    is_target = torch.equal(verifier.read(texts).last, target.read(texts).last)
+    assert is_target is not drafter.traits.tunes_target
+    assert (verifier.fingerprint() == target.fingerprint()) is is_target
 
 
 def test_loaded_drafter_has_the_same_tuned_target_without_peft(tiny_target, tmp_path, monkeypatch):
@@ -298,7 +298,7 @@ def test_drift_is_the_mean_over_the_originals_answers(tiny_target):
     target, drafter = moved(tiny_target)
     verifier = drafter.verifier(target)
     rollouts = [Rollout([1, 2, 3], [4, 5, 6, 7]), Rollout([8], [9, 10, 11])]
-    kl, reverse, same, prefixes = 0.0, 0.0, 0, []
+    kl, reverse, agreed, prefixes = 0.0, 0.0, 0, []
     for prompt, answer in rollouts:
         equal = []
         for i in range(len(answer)):
@@ -307,14 +307,14 @@ def test_drift_is_the_mean_over_the_originals_answers(tiny_target):
             kl += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
             reverse += sum(b * math.log(b / a) for a, b in zip(p, q, strict=True))
             equal.append(p.index(max(p)) == q.index(max(q)))
-        same += sum(equal)
+        agreed += sum(equal)
         prefixes.append(equal.index(False) / len(answer) if False in equal else 1.0)
     found = how_far(target, verifier, rollouts)
     assert found.kl == pytest.approx(kl / 7, rel=1e-9)
     assert found.reverse_kl == pytest.approx(reverse / 7, rel=1e-9)
-    assert found.top1_agreement == same / 7
+    assert found.top1_agreement == agreed / 7
     assert found.greedy_prefix == pytest.approx(sum(prefixes) / 2)
-    assert 0 < same < 7
+    assert 0 < agreed < 7
     assert (found.prompts, found.tokens) == (2, 7)
 
 
