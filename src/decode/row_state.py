@@ -1,4 +1,4 @@
-"""States with one entry per row of a batch: keep some rows, or append those of another state."""
+"""States with one entry per row of a batch: keep some rows, or append another state's."""
 
 from __future__ import annotations
 

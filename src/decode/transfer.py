@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def upload(values: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an array to a device; from pinned memory, so that the host goes on meanwhile."""
+    """Copy an array to a device; from pinned memory, so that the host does not wait."""
     host = torch.from_numpy(values)
     if device.type == "cuda":
         host = host.pin_memory()  # freed by torch once the copy is done

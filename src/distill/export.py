@@ -56,7 +56,7 @@ def export(options: ExportCommandOptions) -> float:
     if out.is_dir() and options.push_to:
         if not (out / layout.FILES[0]).is_file():
             raise UserError(f"out={out}: is there already and no drafter's; choose a new folder")
-        say(f"{out} is there already and is uploaded as it is; remove it to have it written anew")
+        say(f"{out} is there already and is uploaded as it is; remove it to have it written again")
     else:
         if (kind := drafter_kind(checkpoint)) and options.to != NATIVE:
             formats.check_format(kind, options.to)  # before the target is loaded
@@ -249,7 +249,7 @@ def _rollouts(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _root(folder: Path, config: dict[str, Any]) -> Path:
-    """The rollouts of all runs: where the configuration has them, or beside a folder that was moved."""
+    """The rollouts of all runs: where the configuration has them, or next to a folder that was moved."""
     configured = Path(config["output_dir"]) / "rollouts"
     return configured if configured.is_dir() else folder.parent.parent / "rollouts"
 

@@ -260,7 +260,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggerOptions:
-    """conf/logger: trackers beside the CSV file."""
+    """conf/logger: trackers in addition to the CSV file."""
 
     wandb: bool
     tensorboard: bool
@@ -421,7 +421,7 @@ class HeldOutInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """What every command beside training has."""
+    """What every command except training has."""
 
     seed: int
     trainer: AcceleratorOptions

@@ -95,7 +95,7 @@ def train(
     target = shared.target if shared else _load(options, trainer, folder, chat)
     # Build everything now, so that configuration errors show before hours of work.
     with refused():
-        # First weights depend on the seed alone, not on how the target was loaded.
+        # First weights depend only on the seed, not on how the target was loaded.
         L.seed_everything(options.seed, verbose=False)
         drafter = build_drafter(options.drafter, target)
         export.check(options.export, drafter, target)

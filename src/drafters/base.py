@@ -88,7 +88,7 @@ class Text(NamedTuple):
 
 
 def constructor_arguments(scope: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a constructor, from its `locals()`; those in `**sizes` flat, beside the others."""
+    """Arguments of a constructor, from its `locals()`; those in `**sizes` flat, with the others."""
     named = {k: v for k, v in scope.items() if k not in ("self", "__class__", "sizes")}
     return named | scope.get("sizes", {})
 

@@ -96,7 +96,7 @@ class TokenCounts(NamedTuple):
     def enough(self, least: int) -> tuple[int, float]:
         """Size of the draft vocabulary that `auto` means, and its estimated coverage.
 
-        The smallest multiple of `STEP`, at least `least`, whose estimated coverage is `SPARED` below that of
+        The smallest multiple of `STEP`, at least `least`, whose estimated coverage is `SPARED` below the
         the `ceiling`, or better. Few answers say little of the rare tokens and have a larger vocabulary.
         """
         coverage, most = self.coverage(), ceiling(self.folds.shape[1])
@@ -204,7 +204,7 @@ class DraftVocabulary(nn.Module):
     Args:
         draft_vocab_size: V', number of tokens that it may propose (FR-Spec, arXiv:2502.14856); None: all.
             It is trained over these and the other tokens that the target writes, and in evaluation mode its
-            distributions are those of these tokens.
+            distributions are over these tokens.
 
     Attributes:
         d2t: (V',) ids of a reduced draft vocabulary, ascending; -1 until `fit` has chosen them.
@@ -231,7 +231,7 @@ class DraftVocabulary(nn.Module):
         self._head_rows = HeadRows()
 
     def output_head(self, head: Head) -> Head:
-        """A head over the draft vocabulary alone, rounded if the drafter is; in training over `scored`.
+        """A head over the draft vocabulary, rounded if the drafter is; in training over `scored`.
 
         A head that trains keeps its rows.
         """
@@ -258,7 +258,7 @@ class DraftVocabulary(nn.Module):
 
     @torch.no_grad()
     def choose_tokens(self, counts: TokenCounts, target: Target) -> str:
-        """Choose the draft vocabulary, and what else follows from the counts alone; see `fit`."""
+        """Choose the draft vocabulary, and what else follows from the counts; see `fit`."""
         del target
         assert self.d2t is not None
         new = ""

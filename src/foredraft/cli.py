@@ -1,4 +1,4 @@
-"""The command `foredraft <command> [option=value ...]`; options are those of conf/."""
+"""The command `foredraft <command> [option=value ...]`; options are in conf/."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ COMMANDS = {
         "write a checkpoint for vLLM, SGLang or the Hub", "export:export", "export", "ExportCommandOptions"
     ),
     "compare": Command("compare runs in a table and a page", "commands.compare:main"),
-    "report": Command("write a run's report.html anew", "commands.report:main"),
+    "report": Command("write a run's report.html again", "commands.report:main"),
     "follow": Command("train on as the target is trained", "commands.follow:main"),
     "plan": Command("estimate a large run from a small one", "commands.plan:main"),
     "advise": Command(
@@ -81,7 +81,7 @@ COMMANDS = {
 def main() -> None:
     """Run the subcommand; an unknown one prints one line and exits with code 2."""
     if started_by_rank_0():
-        run("train", sys.argv[1:])  # Lightning starts the other ranks with the options alone
+        run("train", sys.argv[1:])  # Lightning starts the other ranks with only the options
         return
     word, *arguments = sys.argv[1:] or ["--help"]
     if word in ("-h", "--help", "--version"):

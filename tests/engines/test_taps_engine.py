@@ -114,7 +114,7 @@ def test_engine_states_match_the_target_and_survive_a_kill(serve, tmp_path, monk
         return read(self, some, lengths)
 
     monkeypatch.setattr(EngineTarget, "read", killed)
-    with pytest.raises(UserError, match="the same command goes on from there"):
+    with pytest.raises(UserError, match="the same command continues from there"):
         TapCache(engine, rows, 48, tmp_path, "store", 1.0, packing=True)
     before = sum(asked[:3])
     engine.rest()

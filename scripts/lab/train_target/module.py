@@ -30,7 +30,7 @@ from train_target.corpus import Document, pack
 
 
 class Sequences(Dataset[Tensor]):
-    """Batch m on rank r depends only on (seed, m, r, rows); every epoch is shuffled anew."""
+    """Batch m on rank r depends only on (seed, m, r, rows); every epoch is shuffled again."""
 
     def __init__(self, rows: np.ndarray, size: int, count: int, rank: int, world: int, seed: int) -> None:
         self.rows, self.size, self.count = rows, size, count
@@ -111,7 +111,7 @@ class PretrainModule(L.LightningModule):
 
     Args:
         model: what is trained.
-        text: hash of documents and tokenizer; a checkpoint goes on with the same alone.
+        text: hash of documents and tokenizer; a checkpoint continues only with the same.
         rate: factor of the learning rates.
     """
 

@@ -146,7 +146,7 @@ def _model(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausa
         return build_model(cfg.model, tokenizer)
     model = load_model(str(bundled(cfg.init_from)), "float32", what="init_from")
     if not isinstance(model, LlamaForCausalLM):
-        raise UserError(f"init_from={cfg.init_from}: {type(model).__name__}; only Llama models go on")
+        raise UserError(f"init_from={cfg.init_from}: {type(model).__name__}; only Llama models can continue")
     if cfg.seq_length > (context := model.config.max_position_embeddings):
         raise UserError(f"seq_length={cfg.seq_length}: init_from={cfg.init_from} has {context} positions")
     return model

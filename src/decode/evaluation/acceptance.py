@@ -21,7 +21,7 @@ class Acceptance:
     """Acceptance of one plan on stored rollouts of the target.
 
     Attributes:
-        counts: tokens and rounds of each rollout; expected values, or those of one decoder run.
+        counts: tokens and rounds of each rollout; expected values, or counts of one decoder run.
         survival: P(accepted >= j), j from 1; see `evaluation.survival`.
         estimate: reason why the numbers are a noisy estimate from decoding; empty if they are exact.
         keeps: see `replay.ReplayResult`.

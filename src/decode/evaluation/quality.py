@@ -26,7 +26,7 @@ Judge = Callable[[int, Sequence[int]], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """A lossy rule's answers beside plain decoding's, to the same prompts with the same seed.
+    """A lossy rule's answers and plain decoding's, to the same prompts with the same seed.
 
     Attributes:
         log_likelihood: log-probability of a token under the target at temperature 1, nats, mean over tokens.
@@ -53,8 +53,8 @@ class Quality:
         """Under `QUALITY_HEAD`, each with plain decoding's own value where it has one."""
 
         def text(value: float | None, form: str, plain: float | None = None) -> str:
-            beside = "" if plain is None else f" ({form.format(plain)})"
-            return "-" if value is None else form.format(value) + beside
+            plainly = "" if plain is None else f" ({form.format(plain)})"
+            return "-" if value is None else form.format(value) + plainly
 
         return [
             text(self.log_likelihood, "{:.2f}", self.plain_log_likelihood),

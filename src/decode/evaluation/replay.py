@@ -83,7 +83,7 @@ def why_inexact(plan: Plan, sampler: Sampler, drafter: Proposer | None = None) -
     stateful = drafter is not None and depends_on_rounds(drafter, plan)
     shared_depth = plan.adapt is not None and not (plan.proposal == "sampled" and not plan.rule.keeps_text)
     if drafter is not None and stateful and (shared_depth or drafter.traits.depends_on_batch):
-        return "drafts depend on the rows beside them"
+        return "drafts depend on the other rows of the batch"
     if isinstance(drafter, Observes) and plan.depth:
         return "drafts depend on what the target answers to rejected tokens"
     if plan.lossy:

@@ -191,13 +191,13 @@ def _score_by_replay(
     reason: str,
     progress: Callable[[int, int], None] | None,
 ) -> Scorecard:
-    """`score` for a target that cannot be decoded here: acceptance alone, on its answers.
+    """`score` for a target that cannot be decoded here: only acceptance, on its answers.
 
     Raises:
         UserError: no answers, or a plan that cannot be replayed.
     """
     if not all(held_out.rollouts.get(setting.sampler) for setting in settings):
-        raise UserError("score: this target is scored by replay alone; set score.replay_prompts to 1 or more")
+        raise UserError("score: this target is scored only by replay; set score.replay_prompts to 1 or more")
     advance = _Progress(len(held_out.rollouts), progress)
     for setting in settings:
         check_replayable(setting.plan, setting.sampler, drafter)
@@ -317,13 +317,13 @@ def _accept(
     for setting in settings:
         if setting.plan in by_plan:
             results[setting] = by_plan[setting.plan]
-        else:  # the depth of an adaptive draft depends on the rows beside it
+        else:  # the depth of an adaptive draft depends on the other rows
             (results[setting],) = measure(plans=[setting.plan], batch_size=setting.batch_size)
     return results
 
 
 def _audit_cases(settings: Sequence[Setting], full: bool) -> list[Case]:
-    """What the audit decodes beside the headline's plan greedily.
+    """What the audit decodes in addition to the headline's plan, greedily.
 
     Each sampler with the first plan that it is scored with; in a full audit each sampler and plan.
     """

@@ -22,7 +22,7 @@ DECODED = (
     *("acceptance_rate", "tokens_per_second", "plain_tokens_per_second", "speedup", "overhead"),
     *("draft_share", "verify_share", "other_share", "ttft", "tpot"),
 )
-# Properties that the JSON form has beside the fields, for readers that are no Python.
+# Properties that the JSON form adds to the fields, for readers in other languages.
 DERIVED: dict[type, tuple[str, ...]] = {
     ContextPart: ("tau",),
     Audit: ("passed", "sampled_tokens", "impossible", "pit_p", "surprisal_p", "surprisal_z"),
@@ -84,9 +84,9 @@ class Replay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One setting: a sampler, a plan and a batch size. Counts are those of the decoder run.
+    """One setting: a sampler, a plan and a batch size. Counts are the decoder's.
 
-    Where an engine decodes the target (`Conditions.elsewhere`), counts are those of the replay, and what only
+    Where an engine decodes the target (`Conditions.elsewhere`), counts are the replay's, and what only
     a decoder run can tell is None.
 
     Attributes:
@@ -318,7 +318,7 @@ class PlanChoice:
 class Scorecard:
     """Everything that was measured of a checkpoint.
 
-    In JSON the fields of the first row, `conditions` and `checkpoint` are at the top level, beside the
+    In JSON the fields of the first row, `conditions` and `checkpoint` are at the top level, with the
     other fields, `schema`, and the properties `audit_passed` and `replay_agrees` (docs/report.md).
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What an engine measured of a checkpoint, beside the scorecard's own row of the same chain."""
+"""What an engine measured of a checkpoint, and the scorecard's own row of the same chain."""
 
 from __future__ import annotations
 

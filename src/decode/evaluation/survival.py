@@ -27,7 +27,7 @@ def kaplan_meier(counts: np.ndarray) -> list[float]:
     """
     accepted, tried = counts
     # s_j = (share that accepted j) times (those that accepted i - 1) / (those of them that tried i), i up to
-    # j. Where no text ends, all of them tried, and the share alone is left.
+    # j. Where no text ends, all of them tried, and only the share is left.
     share = accepted[1:] / max(accepted[0], TINY)
     uncut = np.divide(accepted[:-1], tried[1:], out=np.zeros(len(share)), where=tried[1:] > 0)
     return (share * np.cumprod(uncut)).tolist()

@@ -1,7 +1,7 @@
 """Plain decoding of targets whose state only goes forward, through their own cache.
 
 Recurrent states cannot skip padding or forget a token. So all rows read from their first token on, one
-column at a time: a row whose prompt goes on reads it, another one its newest token. Draws are keyed by
+column at a time: a row with prompt left reads it, another one its newest token. Draws are keyed by
 position, as in the speculative loop, so texts are those that it would write.
 """
 

@@ -19,7 +19,7 @@ class Detokenizer:
 
     The concatenated parts equal the text of all tokens decoded at once. The exception is a byte-fallback
     decoder with invalid UTF-8, which replaces a whole run of bytes afterwards. A call decodes at most
-    `2 * WINDOW` tokens: those since the last complete text and, as context, those of the part before it,
+    `2 * WINDOW` tokens: since the last complete text and, as context, the part before it,
     because decoders strip the leading space of the first token.
 
     Args:

@@ -114,7 +114,7 @@ class DependsOnRounds(Protocol):
     """A proposer whose drafts may depend on where earlier rounds began, and not on the text only."""
 
     def depends_on_rounds(self, plan: Plan) -> bool:
-        """Whether those of this plan do."""
+        """Whether this plan's do."""
         ...
 
 

@@ -93,7 +93,7 @@ def _block_sums(part: Tensor, dtype: torch.dtype | None, step: int | None) -> Te
 def pieces(tensor: Tensor, size: int) -> Iterator[Tensor]:
     """A tensor's elements in order, as contiguous pieces of `size` elements of which the last may be shorter.
 
-    Memory for copies is that of a piece, for all strides.
+    Copies take the memory of one piece, for all strides.
     """
     if tensor.is_contiguous():
         yield from tensor.view(-1).split(size) if tensor.numel() else ()

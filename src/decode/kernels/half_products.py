@@ -18,7 +18,7 @@ SLOW = 2.0  # times as slow as fp32; emulated products come near 1
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype in which products of several rows are computed: fp32 where those of `dtype` are slow."""
+    """The dtype in which products of several rows are computed: fp32 where `dtype`'s are slow."""
     return torch.float32 if device.type == "cpu" and dtype in HALF and _slowness(dtype) >= SLOW else dtype
 
 

@@ -45,7 +45,7 @@ def remembered(kind: str, measure: Callable[..., float], dtype: torch.dtype, *sh
 
 
 def time_ratio(one: Sequence[Callable[[], Tensor]], other: Sequence[Callable[[], Tensor]]) -> float:
-    """CPU time of one sequence of calls over that of another."""
+    """CPU time of one sequence of calls over another's."""
     ratios = []
     for _ in range(REPEATS):  # one after the other, so that other load slows both
         begin = time.thread_time()  # without the time that other processes had

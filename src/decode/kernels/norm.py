@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from decode.kernels.half_products import HALF
 
-ROWS = 32  # up to which a norm's cost is that of its calls
+ROWS = 32  # up to which a norm costs as much as its calls
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, twice: Tensor | None = None) -> Tensor:

@@ -29,7 +29,7 @@ from decode.kernels.weight_state import WeightState, is_frozen, may_copy, notice
 ROWS = 128  # with more rows, rearranging is a small part of the product
 MEASURED_ROWS = (1, 17)  # plain decoding, and a draft of 16 nodes
 WIDE_ROWS = (2, 3, 4, 8, 16, 32)  # from one of which on a copy in fp32 is read
-INT8_ROWS = (1, 4)  # a chain's pass, and that of a level of the default tree
+INT8_ROWS = (1, 4)  # a chain's pass, and a level of the default tree
 MEASURED_BYTES = 2**26  # more than caches hold, so that weights come from memory as in a forward pass
 MEASURED_COPIES = 32
 ATTEMPTS = 3  # programs that fill the memory's bandwidth hide a gain for a while, and none make one

@@ -37,7 +37,7 @@ class _Watched:
         self.take(weight, bit_checksum(weight))
 
     def take(self, weight: Tensor, content: Tensor) -> None:
-        """Remember a content; copies made before are no longer those of this weight."""
+        """Remember a content; copies made before are no longer of this weight."""
         self.content, self.serial, self.seen = content, next(_SERIAL), counted(weight)
 
 
@@ -46,7 +46,7 @@ _WATCHED: dict[int, _Watched] = {}  # by id of the weight
 
 def is_frozen(weight: Tensor) -> bool:
     """Whether a weight needs no gradient and shows changes."""
-    # Other kinds of tensors are views made anew in every call, or sharded, or hide their changes.
+    # Other kinds of tensors are views made in every call, or sharded, or hide their changes.
     return type(weight) is nn.Parameter and not weight.requires_grad and not weight.is_inference()
 
 

@@ -89,7 +89,7 @@ def generate_judged(
         draft: a model of the same vocabulary, which writes every step first.
         prompts: token ids.
         judge: of steps.
-        least: score from which on a drafted step is kept: with -inf the draft model answers alone, with inf
+        least: score from which on a drafted step is kept: with -inf only the draft model answers, with inf
             the target.
         step: factory of tests that end a step, such as `StopStrings`.
         max_new_tokens: per prompt.

@@ -198,7 +198,7 @@ class RowStore:
         self._data = self._data[:, :, : len(rows)]
 
     def append(self, other: RowStore) -> None:
-        """Add another store's rows behind these, settled slots alone; rows that have ended left room."""
+        """Add another store's rows behind these, only settled slots; rows that have ended left room."""
         rows, used = len(self.lengths), max(other.lengths, default=0)
         self.lengths = RowInts.of(self.lengths).joined(RowInts.of(other.lengths))
         if other._data is None:

@@ -36,7 +36,7 @@ from decode.model.fused_forward import CompiledPass, Fused, LayerSteps, Norm, St
 
 OPTIONS = {
     "freezing": True,  # packed weights are constants of the file
-    "cpp.dynamic_threads": True,  # the number of threads is that of the time of a call
+    "cpp.dynamic_threads": True,  # the number of threads is read at each call
     "aot_inductor.precompile_headers": False,  # they pay from the second compilation on
 }
 # On a processor that is slow in half precision: products as C++ that reads bf16 weights and sums in fp32.
@@ -152,7 +152,7 @@ def compiled_pass(fused: Fused) -> tuple[CompiledPass | None, str]:
     """
     weight = fused.norm.weight
     if weight.device.type != "cpu":
-        return None, "passes are compiled on a CPU alone"
+        return None, "passes are compiled only on a CPU"
     first = fused.layers[0]
     size = (first.qk_heads - first.heads) * first.dim
     folder = cache_folder() / "compiled"

@@ -2,7 +2,7 @@
 
 transformers runs about forty operations per decoder layer; with few tokens, launching them costs more
 than computing. Here q, k, v are one matrix product, gate and up another, a norm is one call, and rotary
-angles are looked up. Results equal those of transformers up to rounding, which `probe` checks before a
+angles are looked up. Results equal transformers' up to rounding, which `probe` checks before a
 model may decode. Training and rescoring (`Target.read`, the audit) always run transformers' code.
 """
 

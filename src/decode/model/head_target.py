@@ -1,4 +1,4 @@
-"""A target whose layers run elsewhere: its embedding, final norm and head, read from its files alone."""
+"""A target whose layers run elsewhere: its embedding, final norm and head, read from its files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class HeadTarget(Target):
     A drafter is built, trained and saved with it as with a whole target. It reads no text.
 
     Args:
-        model: with the weights of these three alone.
+        model: with only the weights of these three.
         norm: the last module before the head.
         files: of the whole target's weights.
         whole: loads the whole target; None: its files do not say what it is as a whole.
@@ -141,13 +141,13 @@ class HeadTarget(Target):
 
     def _refuse(self, what: str) -> NoReturn:
         raise UserError(
-            "taps=engine: the target's layers are in the engine alone and cannot be "
+            "taps=engine: the target's layers are only in the engine and cannot be "
             f"{what} in this process; this needs taps=auto, online, memory or cache"
         )
 
 
 def final_norm(target: Target) -> nn.Module:
-    """The module between the last layer and the head: the last one beside the layers with (D,) weights alone.
+    """The module between the last layer and the head: the last one next to the layers with only (D,) weights.
 
     Raises:
         UserError: there is none.
@@ -156,7 +156,7 @@ def final_norm(target: Target) -> nn.Module:
     found = [module for module in parent.children() if _is_vector(module.parameters(), target.hidden_size)]
     if not found:
         raise UserError(
-            f"taps=engine: {type(target.model).__name__} has no final norm beside its layers; use taps=cache"
+            f"taps=engine: {type(target.model).__name__} has no final norm next to its layers; use taps=cache"
         )
     return found[-1]
 

@@ -186,7 +186,7 @@ def load_target(
 
     Args:
         name: folder, hub id or GGUF file; see `source_of`.
-        dtype: `auto` keeps that of the checkpoint.
+        dtype: `auto` keeps the checkpoint's.
         device: device to load to.
         revision: of a hub id, or the SHA-256 of a GGUF file.
         trust_remote_code: run Python code that comes with the model.

@@ -123,7 +123,7 @@ def _attempt(check: Callable[[], str]) -> str:
 
 @torch.no_grad()
 def _check_head(lm: CausalLM, name: str) -> None:
-    """Compare the model's logits with those of `Head` from its last hidden state."""
+    """Compare the model's logits with `Head`'s from its last hidden state."""
     tokens = torch.arange(1, 9, device=lm.device)[None] % lm.vocab_size
     try:
         expected = lm.model(input_ids=tokens, use_cache=False).logits.float()

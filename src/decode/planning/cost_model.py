@@ -229,9 +229,9 @@ def throughputs(
     """Throughput of every plan; the first plan must be plain decoding.
 
     Tokens per second are all tokens over the seconds of all batches. A batch runs until its last row is
-    finished, and each round costs that of the rows still running. Batches are consecutive prompts, repeated
-    to fill the last batch. Rounds are expected values, so with sampling the rounds of the last row are
-    slightly underestimated, for all plans alike. At batch size 1 the result is tau / round_seconds.
+    finished, and each round costs as much as its rows still running. Batches are consecutive prompts,
+    repeated to fill the last batch. Rounds are expected values, so with sampling the rounds of the last row
+    are slightly underestimated, for all plans alike. At batch size 1 the result is tau / round_seconds.
 
     Args:
         plans: candidates.

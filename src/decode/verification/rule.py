@@ -38,7 +38,7 @@ class Rule(ABC):
         changes_greedy: lossy at temperature 0, too.
         reads_probs: weighs sampled nodes by the q that they were drawn from.
         weighs_paths: acceptance of a token depends on those behind it.
-        keeps_text: sampled text is that of plain decoding with the same seed.
+        keeps_text: sampled text equals plain decoding's with the same seed.
         uses_drawn_child: in a dynamic tree, a drawn child is accepted with more than its match's probability.
     """
 

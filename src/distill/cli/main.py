@@ -151,7 +151,7 @@ def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[l
 def one_line_errors(
     run: Run | None = None, leave: Callable[[int, str], None] | None = None
 ) -> Iterator[None]:
-    """Print errors of the user in one line with exit code 2, those of disk or memory with code 1.
+    """Print errors of the user in one line with exit code 2, errors of disk or memory with code 1.
 
     Args:
         run: removed if it has no results.
@@ -167,7 +167,7 @@ def one_line_errors(
     except (TooLargeError, LostRankError, RemoteError, FollowUpError) as error:
         code, text = 1, f"error: {error}"
     except KeyboardInterrupt:
-        hint = f"; the same command goes on in {run.path}" if run else ""
+        hint = f"; the same command continues in {run.path}" if run else ""
         code, text = 130, f"interrupted{hint}"
     except BrokenPipeError:  # as in `| head`
         with suppress(OSError, ValueError):  # what is left to write is flushed at exit

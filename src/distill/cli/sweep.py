@@ -189,7 +189,7 @@ def _folder(settings: Any) -> Path:
     folder = Path(settings.sweep.dir)
     raw: Any = OmegaConf.to_container(settings.sweep, resolve=False)
     if "${now:" not in raw["dir"]:
-        return folder  # named by the user, who may go on there
+        return folder  # named by the user, who may continue there
     for suffix in ("", *(f"-{i}" for i in range(1, 100))):
         named = folder.with_name(folder.name + suffix)
         try:
@@ -205,7 +205,7 @@ def _folder(settings: Any) -> Path:
 def run_job(
     task: Callable[[DictConfig, Path], float], cfg: DictConfig, folder: Path, errors: Errors
 ) -> float:
-    """Run one job; one that fails leaves a line and a record, and the others go on.
+    """Run one job; one that fails leaves a line and a record, and the others run.
 
     Args:
         task: of the command.

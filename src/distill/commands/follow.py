@@ -1,8 +1,8 @@
 """Train a drafter for a target that is being trained: foredraft follow 'PATTERN' OPTION=VALUE ...
 
 The target's trainer writes a model folder from time to time, such as checkpoints/step_100. Whenever there is
-a newer one, a run of `foredraft train` goes on with the drafter of the run before: the new model answers the
-prompts, the drafter is scored on it as it is, and trained.
+a newer one, a run of `foredraft train` continues with the drafter of the run before: the new model
+answers the prompts, the drafter is scored on it as it is, and trained.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Update:
 
 
 class Words(NamedTuple):
-    """Options of `foredraft train`: of every run, and of those that go on with a drafter."""
+    """Options of `foredraft train`: of every run, and of those that continue with a drafter."""
 
     always: Sequence[str]
     then: Sequence[str]
@@ -111,13 +111,13 @@ def follow(
 ) -> None:
     """Train a drafter for each model that is the newest when the one before is done.
 
-    A run that was interrupted goes on when the same command is given again.
+    An interrupted run continues when the same command is given again.
 
     Args:
         pattern: of model folders, for `glob`.
         words: of the runs.
         folder: of the runs and `follow.json`.
-        count: of updates, those of earlier starts included; None: no limit.
+        count: of updates, including earlier starts; None: no limit.
         patience: minutes without a newer model; None: no limit.
         poll: seconds between looks for one.
 
@@ -128,7 +128,7 @@ def follow(
     _check(words, count, patience, poll)
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    another = f"--folder another folder, and drafter.init_from={folder / LATEST} to go on with its drafter"
+    another = f"--folder another folder, and drafter.init_from={folder / LATEST} to continue with its drafter"
     lock = occupy(folder, {"pattern": pattern, "words": words}, "follow", instead=another)
     with closing(lock):
         updates = _followed(words, folder, lock, pattern, count, patience, poll)
@@ -226,7 +226,7 @@ def _check(words: Words, count: int | None, patience: float | None, poll: float)
 
 
 def _read(folder: Path) -> list[Update]:
-    advice = "give another --folder to begin anew"
+    advice = "give another --folder to begin again"
     stored = read_json(folder / FILE, advice, updates=list)
     try:
         return [Update(**update) for update in (stored or {"updates": []})["updates"]]
@@ -249,7 +249,7 @@ def _discard(folder: Path, updates: list[Update]) -> None:
 
 
 def _newer(pattern: str, updates: Sequence[Update], patience: float | None, poll: float) -> Path | None:
-    """Wait for a model behind that of the last update; None: there was none for so many minutes.
+    """Wait for a model after the last update's; None: there was none for so many minutes.
 
     One that was written again under the same name is newer; one of lower numbers, which a trainer leaves
     that goes back, is not.
@@ -301,7 +301,7 @@ def _update(updates: list[Update], words: Words, folder: Path, lock: Run) -> int
 
 
 def _init_from(run: Path) -> list[str]:
-    """The option to go on with a run's drafter; none if it has trained nothing, but looks text up."""
+    """The option to continue with a run's drafter; none if it has trained nothing, but looks text up."""
     trained = any(path.name != "0" for path in checkpoints(run))
     return [f"drafter.init_from={best(run)}"] if trained else []
 
@@ -311,8 +311,8 @@ def _train(options: Sequence[str], lock: Run) -> int:
     with _passed_on() as pass_to:
         process = subprocess.Popen(
             [sys.executable, "-m", "foredraft", "train", *options],
-            pass_fds=lock.descriptors,  # should this process die, no other trains in the folder beside it
-            process_group=0,  # a terminal's Ctrl-C comes from here alone
+            pass_fds=lock.descriptors,  # should this process die, no other trains in its folder
+            process_group=0,  # a terminal's Ctrl-C comes only from here
         )
         pass_to(process)
         code = process.wait()

@@ -110,7 +110,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def read(
     folder: Path, manifest: dict[str, Any], counts: RowCounts, shown: set[int] | str, sampled: set[int]
 ) -> tuple[list[tuple[int, Row]], list[Row]]:
-    """Read a store shard by shard into `counts`; the numbered rows to show, and those of the sample.
+    """Read a store shard by shard into `counts`; the numbered rows to show, and the sample's.
 
     Rows to show are named by numbers or by one id.
 

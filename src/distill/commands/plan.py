@@ -161,7 +161,7 @@ class _Extrapolation:
         self.steps = job.steps or training_steps(job.prompts, self.samples, written, batch * job.processes)
         self.saves = ceil(self.steps / steps_between_saves(self.steps)) if job.saves is None else job.saves
         self.on_disk = config["taps"] in ("cache", "engine")
-        # Shares of the tokens whose hidden states are kept; those of the others are read in every step.
+        # Shares of the tokens whose hidden states are kept; the others are read in every step.
         self.share = self.small_share = self.taps_gib = 0.0
         if taps := phases.get("taps"):
             self.small_share = taps.amounts.get("share", 1.0)

@@ -99,7 +99,7 @@ def build_target(
             offload_folder=options.offload_folder,
         )
     if reason := target.abilities.decode:
-        say(f"target: drafts for {type(target.model).__name__} are verified by an engine alone: {reason}")
+        say(f"target: drafts for {type(target.model).__name__} are verified only by an engine: {reason}")
     if packing:
         check_packing(target)
     if chat:

@@ -63,7 +63,7 @@ def compose(overrides: Sequence[str], config_dir: Path, config_name: str = "conf
 
 @cache
 def _defaults(chosen: tuple[str, ...], config_dir: Path, config_name: str) -> DictConfig:
-    """The configuration with these groups alone; the same for most jobs of a sweep."""
+    """The configuration with only these groups; the same for most jobs of a sweep."""
     with configurations(config_dir):
         return hydra.compose(config_name, overrides=list(chosen))
 

@@ -45,4 +45,4 @@ def check_engine(options: RunOptions) -> None:
 
 
 def _refuse(what: str, instead: str) -> NoReturn:
-    raise UserError(f"taps=engine: the target is in the engine alone, not with {what}; {instead}")
+    raise UserError(f"taps=engine: the target is only in the engine, not with {what}; {instead}")

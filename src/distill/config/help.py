@@ -44,7 +44,7 @@ def help_text(config_dir: Path, config_name: str, given: Mapping[str, str]) -> s
     Args:
         config_dir: holds the groups.
         config_name: the primary configuration in it.
-        given: choices on the command line; their settings are explained, those of others only listed.
+        given: choices on the command line; their settings are explained, other settings only listed.
     """
     text = (config_dir / f"{config_name}.yaml").read_text()
     about = {name: comment for name, _, comment in _groups((config_dir / "config.yaml").read_text())}

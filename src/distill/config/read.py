@@ -62,7 +62,7 @@ def read_options(cls: type[Options], cfg: DictConfig, name: str = "") -> Options
 
 
 def read_part(cls: type[Options], cfg: DictConfig) -> Options:
-    """The same of a configuration that has more keys, which are left alone."""
+    """The same of a configuration that has more keys, which are ignored."""
     return _fill(cls, cfg, "")
 
 

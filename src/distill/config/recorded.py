@@ -16,7 +16,7 @@ from distill.utils.redact import override, without_secrets
 
 MAX_BYTES = 4 * 2**20  # of a configuration; ours have some 10 kB
 UNREADABLE = (ValueError, RecursionError, YAMLError, OmegaConfBaseException)
-FILE = Path(".hydra") / "config.yaml"  # in a run's folder, beside overrides.yaml
+FILE = Path(".hydra") / "config.yaml"  # in a run's folder, next to overrides.yaml
 
 
 def resolved(config: Any) -> dict[str, Any]:

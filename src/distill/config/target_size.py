@@ -115,7 +115,7 @@ def with_length(options: TrainOptions, prompts: int) -> TrainOptions:
 
     Args:
         options: of the run; `trainer.max_steps` and `score.every` are kept where they are set.
-        prompts: to be answered, beside those that the target writes itself.
+        prompts: to be answered, without those that the target writes itself.
     """
     samples, written = options.rollout.answers_each(prompts), options.prompts.self
     answers = prompts * samples + written

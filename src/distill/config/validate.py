@@ -182,7 +182,7 @@ def check_secrets(value: Any, key: str = "") -> None:
     elif isinstance(value, str) and key not in FREE_TEXT and PASSWORD.search(value):
         raise UserError(
             f"{key}: has a secret in it, which the run would record; leave it out and give it in the "
-            "environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or those of the storage's own client)"
+            "environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the storage's own names)"
         )
 
 

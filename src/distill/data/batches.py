@@ -212,7 +212,7 @@ def _measure(rows: datasets.Dataset, max_tokens: int) -> tuple[np.ndarray, np.nd
 class ResumeSampler(Sampler[int]):
     """Yields indices from `start` on; there is no sampler state to restore.
 
-    The length stays that of the whole run: Lightning restores its batch counter, and on a shorter
+    The length stays the whole run's: Lightning restores its batch counter, and on a shorter
     loader would end the epoch early and step too soon.
     """
 

@@ -73,7 +73,7 @@ class TapStorage:
         if self.held is not None:
             if count == len(rows):
                 return self._shared(rows, store, max_tokens, need.sum() / 2**30)
-            count = 0  # short runs would each read a part anew
+            count = 0  # short runs would each read a part again
         if count < len(rows):
             announce(need, count, self.limit)
         kept = TapMemory(self.target, rows.select(range(count)), max_tokens, self.packing)

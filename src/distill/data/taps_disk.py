@@ -98,7 +98,7 @@ class TapCache:
 
     Which rows a file has follows from their lengths, so the processes of a run write different files at the
     same time. A file gets its name when it is complete; one that is there is used by all of them. Where the
-    rows exceed the limit, the first files alone are written.
+    rows exceed the limit, only the first files are written.
 
     Args:
         target: with its taps set.
@@ -264,7 +264,7 @@ class TapCache:
     def _write(self, target: Target, number: int) -> None:
         """One file: vectors of its rows, one row after the other, and a checksum of each row.
 
-        Where an engine fails, the rows that it had read are kept in a file beside it.
+        Where an engine fails, the rows that it had read are kept in a file next to it.
         """
         first, last = self._starts[number : number + 2].tolist()
         part = self._path(number).with_suffix(".part")

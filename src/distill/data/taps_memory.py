@@ -124,7 +124,7 @@ def cut(rows: datasets.Dataset, max_tokens: int) -> list[list[int]]:
 
 
 def _batches(texts: Sequence[list[int]], most: int) -> Iterator[list[list[int]]]:
-    """Consecutive texts in batches of at most `most` padded tokens (a longer one is alone)."""
+    """Consecutive texts in batches of at most `most` padded tokens (a longer one is a batch of its own)."""
     batch: list[list[int]] = []
     width = 0
     for row in texts:
@@ -155,7 +155,7 @@ def announce(row_bytes: np.ndarray, count: int, limit: float) -> None:
     read, all_gib = 1 - kept / total, total / 2**30
     say(
         f"taps: hidden states of {count} of {len(row_bytes)} rows are kept (taps_gb={limit:g}); the target "
-        f"reads {read:.0%} of the tokens anew in every epoch (taps_gb={all_gib:.2g} keeps all)"
+        f"reads {read:.0%} of the tokens again in every epoch (taps_gb={all_gib:.2g} keeps all)"
     )
 
 

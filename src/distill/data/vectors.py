@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-GROUP = 32  # numbers that share a scale, so that a large one costs its neighbours alone
+GROUP = 32  # numbers that share a scale, so that a large one costs only its neighbours
 LARGEST = 127
 
 

@@ -24,7 +24,7 @@ PIECE = 100_000  # characters of a file that are tokenised as one text, up to th
 class Texts:
     """Texts of a file, or of all files below a folder whose names do not begin with a dot.
 
-    A record with a `text` alone is that text; any other is a conversation, as the target's chat template
+    A record with only a `text` is that text; any other is a conversation, as the target's chat template
     writes it. Records that cannot be used are left out, and files from where they are not UTF-8.
 
     Args:

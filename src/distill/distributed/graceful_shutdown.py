@@ -105,6 +105,6 @@ class Stop(L.Callback):
             Stopped: always.
         """
         if first_rank():
-            text = f"stopped by {self.signal_name} at step {step}; the same command goes on from there"
+            text = f"stopped by {self.signal_name} at step {step}; the same command continues from there"
             print(text, file=sys.stderr, flush=True)
         raise Stopped(EXIT_CODE)

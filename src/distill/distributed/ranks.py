@@ -29,7 +29,7 @@ from distill.utils.atomic_files import write_json
 from distill.utils.launcher import PARENT, LostRankError, watch
 from distill.utils.run_folder import checkpoints
 
-PROCESSES_FILE = "state.json"  # beside the trainer state
+PROCESSES_FILE = "state.json"  # next to the trainer state
 
 
 class Launcher(_SubprocessScriptLauncher):
@@ -94,7 +94,7 @@ def explain_lost_ranks(folder: Path) -> Iterator[None]:
 def resume_hint(folder: Path) -> str:
     """Where the same command resumes, as a sentence."""
     paths = checkpoints(folder)
-    where = f"goes on from {paths[-1].relative_to(folder)}" if paths else "begins anew"
+    where = f"continues from {paths[-1].relative_to(folder)}" if paths else "begins again"
     return f"the same command {where}"
 
 
@@ -121,13 +121,13 @@ def _world_started() -> int | None:
 
 
 def write_processes(trainer: L.Trainer, folder: Path) -> None:
-    """Record world size, strategy and precision beside a trainer state."""
+    """Record world size, strategy and precision next to a trainer state."""
     if trainer.is_global_zero:
         write_json(folder / PROCESSES_FILE, _processes(trainer))
 
 
 def read_processes(folder: Path) -> dict[str, Any]:
-    """What `write_processes` recorded beside a trainer state.
+    """What `write_processes` recorded next to a trainer state.
 
     Raises:
         FileNotFoundError: nothing is recorded.

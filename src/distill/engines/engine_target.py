@@ -154,7 +154,7 @@ class EngineTarget(HeadTarget):
         texts, size = PROBE
         probe = (torch.arange(texts * size) * 7919 % self.vocab_size).view(texts, size).tolist()
         off = check_rows(client(probe), self._logprob, BOUND)
-        say(f"taps=engine: {url} answers; log-probabilities {off:.3f} nats from those of the head here")
+        say(f"taps=engine: {url} answers; log-probabilities {off:.3f} nats from the head here")
         self._connection = layers, client
         return self._connection
 

@@ -99,7 +99,7 @@ class HiddenStates:
         self._remove(file)
 
     def _save(self, tokens: Sequence[int], states: Tensor) -> None:
-        """Keep what was read of a text beside others that could not be."""
+        """Keep what was read of a text when others could not be read."""
         if self.size + self.unnamed.size + states.nbytes <= self.limit:
             with publish(self._kept(tokens)) as file:
                 save_file({"hidden_states": states, "token_ids": torch.tensor(tokens)}, file)
@@ -219,7 +219,7 @@ class HiddenStates:
 
 
 def _wait(path: Path) -> None:
-    """Until a file is whole: its writer holds a lock beside it while it lives; WRITES at most without one."""
+    """Wait until a file is whole: its writer holds a lock next to it; without one, wait `WRITES` at most."""
     until = time.monotonic() + WRITES
     while True:
         with suppress(FileNotFoundError), Path(f"{path}.lock").open() as lock:
@@ -231,7 +231,7 @@ def _wait(path: Path) -> None:
 
 
 def check_rows(reads: Sequence[Read], logprob: Callable[[Tensor, int], float], bound: float) -> float:
-    """Median difference between the engine's log-probabilities of several texts and those of a head here.
+    """Median difference between the engine's log-probabilities of several texts and a head's here.
 
     Args:
         reads: with tokens.

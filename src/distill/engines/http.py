@@ -324,7 +324,7 @@ class RetryPolicy:
             which = f"{self.group}patience={self.seconds:g}"
         requested = f", and asks to wait {failure.wait:g} s" if failure.wait else ""
         line = f"{self.name}: {failure}{requested}; given up after {failures} attempts ({which})"
-        stored_note = "; what was answered in whole shards is kept, and the same command goes on from there"
+        stored_note = "; what was answered in whole shards is kept, and the same command continues from there"
         return line + stored_note * self.stored
 
 

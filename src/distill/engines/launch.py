@@ -39,7 +39,7 @@ POLL, GRACE = 0.25, 20.0  # seconds between looks at a starting server; for an o
 ENDING = 5.0  # seconds in which a server that answers no more has ended, if it is going to
 WRONG = ("Error:", "error:", "Exception:")  # marks of the line of a log that says what is wrong
 OURS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")  # variables of this interpreter
-# Of vLLM. The last two are read by builds for a CPU alone: GiB of its cache, which else takes nearly all
+# Of vLLM. The last two are read only by builds for a CPU: GiB of its cache, which else takes nearly all
 # memory and is refused where others use some, and no cores taken from other processes.
 VLLM_VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",

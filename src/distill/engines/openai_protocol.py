@@ -62,7 +62,7 @@ def with_config(params: SamplingParams) -> Fields:
 
 
 def with_nothing(params: SamplingParams) -> Fields:
-    """OpenAI's own fields alone, and top_k if it is set."""
+    """Only OpenAI's own fields, and top_k if it is set."""
     top_k = params.sampler.get("top_k")
     return {"top_k": top_k} if top_k else {}
 
@@ -156,7 +156,7 @@ def same_prompt(reply: Reply, request: Request) -> bool:
 
 
 def to_answer(reply: Reply, request: Request, params: SamplingParams, chat: Chat) -> Answer | str:
-    """Token ids of an answer: exact if the server returned them, and those of our prompt.
+    """Token ids of an answer: exact if the server returned them with our prompt's.
 
     Returns:
         The answer, or the reason why there is none.

@@ -44,7 +44,7 @@ class VLLM:
         Args:
             command: `vllm serve MODEL ...`, as an export prints it.
             log: file for its output.
-            arguments: more of them; those of the installation come last, and decide.
+            arguments: more of them; the installation's come last, and decide.
         """
         program, verb, model, *rest = shlex.split(command)
         assert (program, verb) == ("vllm", "serve"), command
@@ -58,7 +58,7 @@ class VLLM:
         *arguments: str,
         variables: Mapping[str, str] | None = None,
     ) -> AbstractContextManager[str]:
-        """The url of a server with a target alone, which it calls `name`; the rest as in `serve`."""
+        """The url of a server with only a target, which it calls `name`; the rest as in `serve`."""
         source, revision = source_of(str(bundled(target.name)), target.revision)
         words = ["--model", str(source), "--served-model-name", name, "--dtype", target.dtype]
         words += ["--revision", revision] if revision and not isinstance(source, Path) else []

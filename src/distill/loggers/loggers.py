@@ -1,7 +1,7 @@
 """Loggers of a run: a CSV file always, W&B and TensorBoard where the configuration names them.
 
 Every run logs the same under the same names (docs/tracking.md). A tracker that fails (no
-network, a full disk, a server error) prints one line and is not used again: the run goes on.
+network, a full disk, a server error) prints one line and is not used again: the run continues.
 """
 
 from __future__ import annotations

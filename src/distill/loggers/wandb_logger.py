@@ -29,7 +29,7 @@ from distill.utils.run_folder import REPORT, best, checkpoints
 from drafters.checkpoint import io as checkpoint_io
 
 STEP = "trainer/global_step"
-JOURNAL = "history.jsonl"  # beside W&B's own files: [step, numbers] of all that was logged
+JOURNAL = "history.jsonl"  # next to W&B's own files: [step, numbers] of all that was logged
 UPLOAD = 600.0  # seconds to wait for weights after a run that succeeded
 FINISH = 60.0  # seconds to wait for everything else
 _turn = threading.Lock()
@@ -92,7 +92,7 @@ class Wandb(FailSafe, Logger):
         mode = os.environ.get("WANDB_MODE")
         try:
             self._run = self._init(mode or ("online" if _key_known() else "offline"))
-        except Exception as error:  # wandb, the key, the network or the server: the run goes on
+        except Exception as error:  # wandb, the key, the network or the server: the run continues
             if mode == "offline":
                 raise
             say(f"W&B: {redact.reason(error)}; this run is recorded offline")

@@ -158,7 +158,7 @@ class RowScorer(Protocol):
         ...
 
     def chances(self, target: Any, head: Head, block: Tensor, count: int, place: RowIndex) -> Tensor:
-        """(M,) `Scores.values[3]` alone."""
+        """(M,) `Scores.values[3]`."""
         ...
 
 
@@ -182,7 +182,7 @@ class Buffers:
         self._blocks: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def block(self, name: str, like: Tensor, width: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-        """A whole (rows, width) block, uninitialised; width and dtype are those of `like` unless given."""
+        """A whole (rows, width) block, uninitialised; width and dtype are `like`'s unless given."""
         key = (name, width or like.shape[1], dtype or like.dtype)
         if key not in self._blocks:
             self._blocks[key] = like.new_empty(self._rows, key[1], dtype=key[2])

@@ -42,7 +42,7 @@ def ce(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
 
 
 def nll(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    """Cross-entropy to the token that the text goes on with; a miss is 0.
+    """Cross-entropy to the next token of the text; a miss is 0.
 
     Sequence-level distillation (SeqKD, arXiv:1606.07947) where the target wrote the text.
     """
@@ -50,7 +50,7 @@ def nll(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
 
 
 def hit(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    """1 - q(x) of the token x that the text goes on with; gradient q(x) (q - onehot). A miss is 1.
+    """1 - q(x) of the next token x of the text; gradient q(x) (q - onehot). A miss is 1.
 
     On texts that the target wrote: the probability that the match rule rejects a token drawn from q.
     """
@@ -170,7 +170,7 @@ class NLLTV:
 
 
 def lk(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    """- log alpha, the negative log-likelihood of acceptance; gradient that of `tv` over alpha.
+    """- log alpha, the negative log-likelihood of acceptance; gradient: `tv`'s over alpha.
 
     Computed in logarithms, so that neither value nor gradient underflows where q and p hardly overlap.
     With a one-hot p it is the cross-entropy.

@@ -144,7 +144,7 @@ class Objective:
         progress: float,
         counts: Sequence[Tensor],
     ) -> list[Tensor]:
-        """(M,) per step, of steps that are drafted from alone; `counts` (M,) is what their rows count."""
+        """(M,) per step, of steps that are drafted from; `counts` (M,) is what their rows count."""
         if not isinstance(self.weights, RowWeights):
             return [count * self.weights(step.depth) for step, count in zip(steps, counts, strict=True)]
         if not steps:

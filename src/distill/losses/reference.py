@@ -129,7 +129,7 @@ def constant(acceptance: Sequence[float], counts: Sequence[float], i: int) -> fl
 
 
 def decay(acceptance: Sequence[float], counts: Sequence[float], i: int, rate: float) -> float:
-    """By depth alone."""
+    """Only by depth."""
     del acceptance
     return counts[i] * rate**i
 

@@ -120,7 +120,7 @@ class Kernels:
                 raise
             self._works = False
             reason = str(error).strip().split("\n")[0]
-            say(f"compile_objective: {type(error).__name__}: {reason}; it goes on without")
+            say(f"compile_objective: {type(error).__name__}: {reason}; it continues without")
             return eager()
         self._works = True
         return result
@@ -138,7 +138,7 @@ class Kernels:
     ) -> Callable:
         key = (function, scale, softcap, *options)
         if key not in self._made:
-            head = Head(torch.empty(0), scale=scale, softcap=softcap)  # its shape alone is read
+            head = Head(torch.empty(0), scale=scale, softcap=softcap)  # only its shape is read
 
             def run(*tensors: Tensor | None) -> object:
                 return function(head, *options, *tensors)

@@ -1,4 +1,4 @@
-"""Weights of the loss at (anchor, depth): by depth alone, or by expected acceptance.
+"""Weights of the loss at (anchor, depth): by depth, or by expected acceptance.
 
 `constant` and `decay` are functions of the depth, from 1. `Streak` (SpecDiff-2, arXiv:2511.00606) and `DPace`
 (arXiv:2605.18810) map the acceptance probabilities (A, K) of A anchors at K depths to weights (A, K), with
@@ -36,7 +36,7 @@ class RowWeights(ABC):
     """Weights from the acceptance probabilities alpha_j of all depths of an anchor, held constant.
 
     With `overlap` alpha is sum min(p, q), the acceptance probability of the token rule. With `token` it is
-    q(x) of the text's own token x: on texts that the target wrote, that of the match rule.
+    q(x) of the text's own token x: on texts that the target wrote, the match rule's.
 
     Products of alphas vanish while a draft is poor, and then nothing past depth 1 learns. So alpha is
     smoothed to (1 - s) alpha + s, where s falls linearly from 1 (a depth's weight is then the number of
@@ -81,7 +81,7 @@ class RowWeights(ABC):
 class Streak(RowWeights):
     """w_i = d/d alpha_i of sum_j prod_{l <= j} alpha_l, the expected accepted length.
 
-    Without smoothing the gradient is exactly that of - sum_j prod_{l <= j} alpha_l: with objective
+    Without smoothing the gradient is exactly the gradient of - sum_j prod_{l <= j} alpha_l: with objective
     `hit` and acceptance `token`, streak-distillation (SpecDiff-2, arXiv:2511.00606); with objective
     `tv` and acceptance `overlap` the same for the token rule.
     """

@@ -253,7 +253,7 @@ class Chat:
         return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def _with_known_roles(self, messages: Sequence[Message], tools: Tools) -> Sequence[Message]:
-        """The messages, those of a developer as the system's where the template knows no developer."""
+        """The messages, a developer's as the system's where the template knows no developer."""
         if all(m["role"] != "developer" for m in messages) or "developer" in self.renderer(tools).template:
             return messages
         if not self._told:

@@ -150,7 +150,7 @@ class LeftOut:
         fixes += [self.advice] if self.advice and self.refused else []
         if fit:
             enough = min(1.0, math.ceil(100 * self.share) / 100)
-            fixes.append(f"set prompts.max_left_out={enough:g} to go on without them")
+            fixes.append(f"set prompts.max_left_out={enough:g} to continue without them")
         raise UserError(f"prompts: {self._reasons()}; {', or '.join(fixes) or self._rest()}")
 
     def _rest(self) -> str:

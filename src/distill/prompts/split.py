@@ -220,7 +220,7 @@ def keep_record(inputs: Inputs, folder: Path) -> None:
         UserError: the run began with other prompts.
     """
     record = folder / RECORD
-    advice = "remove it to go on with the prompts as they are now; resume=never starts another run"
+    advice = "remove it to continue with the prompts as they are now; resume=never starts another run"
     if previous := read_json(record, advice, train=dict, held_out=dict):
         for part, what in (("train", "prompts"), ("held_out", "held-out prompts")):
             if previous[part] != inputs.record[part]:

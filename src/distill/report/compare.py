@@ -309,8 +309,8 @@ def _notes(ordered: Sequence[Scored], choice: Choice, base: Scored) -> list[str]
     ]
     if len(ordered) > 1:
         notes.append(
-            f"beside {base.name}: differences of tau are paired by prompt; ratios of speedups by batch, with "
-            "plain decoding, which each process timed for itself, as the common yardstick. 95 % bootstrap"
+            f"against {base.name}: differences of tau are paired by prompt; ratios of speedups by batch, "
+            "over plain decoding, which each process timed for itself. 95 % bootstrap"
         )
     for scored in ordered:
         first_row, *others = rows[scored.name]
@@ -320,7 +320,7 @@ def _notes(ordered: Sequence[Scored], choice: Choice, base: Scored) -> list[str]
         control = scored.card.conditions.control
         reason = scored.card.conditions.elsewhere
         about = [
-            *([f"{BY_ENGINE}, scored by replay alone: {reason}"] if reason else []),
+            *([f"{BY_ENGINE}, scored only by replay: {reason}"] if reason else []),
             *other_plans,
             *([f"control={control}: no real score"] if control != "none" else []),
             *(["drafted with int8 weights"] if scored.card.checkpoint.quantize == "int8" else []),
@@ -365,7 +365,7 @@ def _difference_cell(scored: Scored, base: Scored, row: Row, other: Row) -> str:
 
 
 def earlier(checkpoint: Path) -> Training:
-    """How long a checkpoint was trained, as the scorecard beside its weights says.
+    """How long a checkpoint was trained, from the scorecard next to its weights.
 
     Args:
         checkpoint: folder with weights; its name gives the step where no scorecard does.

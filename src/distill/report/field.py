@@ -66,7 +66,7 @@ def field_page(scored: Sequence[Scored], choice: Choice) -> str:
         f"# All drafters of {first.card.checkpoint.target or 'one target'}",
         "tau: tokens a target pass, with its 95 % interval; replayed on stored answers, or counted by the "
         "decoder (~). Speedup over plain decoding of the same code, interleaved in one process. LOSSY rows "
-        "change the text, and what they change stands beside them: they are no better drafters.",
+        "change the text, and their columns say what they change: they are no better drafters.",
     ]
     for temperature in choice.temperatures:
         at = choice._replace(temperatures=[temperature])
@@ -169,8 +169,8 @@ def _about(found: Bound) -> str:
     name, alone = found.single
     return (
         f"{text}, and with the fastest for each, by the average cost of its rounds, {found.speedup:.2f}x: "
-        f"{by}. The fastest alone, by the same account, is {name} with {alone:.2f}x. Choosing anew in every "
-        "round has a higher bound (`foredraft advise`)."
+        f"{by}. The fastest single drafter, by the same account, is {name} with {alone:.2f}x. "
+        "Choosing again in every round has a higher bound (`foredraft advise`)."
     )
 
 

@@ -32,7 +32,7 @@ def warnings(card: Scorecard) -> Markup | None:
         f"Scored with control={control}: the drafter was given other hidden states. This is no real score."
         if control != "none"
         else "",
-        f"Scored by replay alone, {BY_ENGINE}: {elsewhere}." if elsewhere else "",
+        f"Scored only by replay, {BY_ENGINE}: {elsewhere}." if elsewhere else "",
         "" if card.audit_passed else "The losslessness audit failed: what was written is not the target's.",
         ""
         if card.replay_agrees
@@ -290,7 +290,7 @@ def _time_shares(row: Row) -> dict[str, float]:
 
 
 def shares(card: Scorecard) -> Markup | None:
-    """Time of a round by part, beside plain decoding's for as many tokens."""
+    """Time of a round by part, and of plain decoding for as many tokens."""
     rows = [r for r in card.rows if r.plain_tokens_per_second and r.tpot][:SETTINGS]
     if not rows:
         return None

@@ -19,7 +19,7 @@ CONDITIONS = ("hardware", "dtype", "threads", "prompts", "max_new_tokens")
 def results(scored: Sequence[Scored], choice: Choice) -> dict[str, Any]:
     """Numbers of the headline table and their conditions.
 
-    Acceptance is that of each card's first plan, or of the chosen one; a speedup, at the first
+    Acceptance is of each card's first plan, or of the chosen one; a speedup, at the first
     temperature, that of the fastest plan at each batch size, or of the chosen one.
 
     Raises:

@@ -17,7 +17,7 @@ RUNGS = {0: "-", -1: "last"}  # 0: drafters without training; -1: the winner, tr
 
 
 def lines(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Table of the families compared, as text; tokens a second are those of the whole batch."""
+    """Table of the families compared, as text; tokens a second are of the whole batch."""
     table = []
     for row in rows:
         rung = RUNGS.get(row["rung"], str(row["rung"]))
@@ -38,7 +38,7 @@ def families(run: History) -> Markup | None:
     if not (record := read_json(run.folder / RECORD, advice, rows=list, result=dict)):
         return None
     caption = (
-        "Training goes on for the faster half of each rung; speedups are predicted, over plain decoding. "
+        "Training continues for the faster half of each rung; speedups are predicted, over plain decoding. "
     )
     caption += record["result"].get("why", "The search has not ended.")
     return page.section(

@@ -1,4 +1,4 @@
-"""What an engine measured of a checkpoint, as columns and lines beside the scorecard's own figures."""
+"""What an engine measured of a checkpoint, as columns and lines next to the scorecard's own figures."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def notes(card: Scorecard) -> Iterator[str]:
 
 
 def section(card: Scorecard) -> Markup | None:
-    """The engine's figures beside ours; None where no engine measured."""
+    """The engine's figures next to ours; None where no engine measured."""
     if not card.served:
         return None
     names = ["decode", "T", "batch", "tau here", "tau there", "accepted here", "accepted there", "noise"]

@@ -1,4 +1,4 @@
-"""End of a run: the table of scores, paths of what was written, and commands to go on with."""
+"""End of a run: the table of scores, paths of what was written, and what to run next."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _cell(text: str) -> Text:
 
 
 def places(folder: Path) -> None:
-    """Print where the run's files are and which commands go on from there."""
+    """Print where the run's files are and which commands to run next."""
     checkpoint = best(folder) and folder / "checkpoints" / "best"
     if checkpoint is None:
         return

@@ -158,7 +158,7 @@ def _check_served(options: AnswerOptions, plan: RolloutPlan) -> None:
         UserError: the first option of that kind.
     """
     if options.rollout.drafter:
-        raise UserError("rollout.drafter: a server drafts by its own means; set it with rollout=hf alone")
+        raise UserError("rollout.drafter: a server drafts by its own means; set it only with rollout=hf")
     if plan.until != "answer" or not plan.stop:
         raise UserError(
             "rollout=openai, rollout.engine_python, taps=engine: a server ends its answers; needs "

@@ -109,7 +109,7 @@ def produce(
         chat: renders.
         prompts: to be answered.
         drafter: that will be trained, for the estimate of memory.
-        folder: of the run, which may not go on with other data than it began with.
+        folder: of the run, which may not continue with other data than it began with.
         phase: number of the refresh (`rollout.refresh_every`). After the first, the newest checkpoint
             drafts (online distillation, arXiv:2310.07177).
 
@@ -169,7 +169,7 @@ def open_store(
 
 def _same_rollouts(folder: Path, plan: RolloutPlan) -> None:
     note = folder / "rollouts.json"
-    advice = "remove it to go on with the rollouts as they are now; resume=never starts another run"
+    advice = "remove it to continue with the rollouts as they are now; resume=never starts another run"
     if not (began := read_json(note, advice, store=str)):
         if first_rank():
             write_json(note, {"store": plan.key})

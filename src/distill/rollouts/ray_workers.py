@@ -73,7 +73,7 @@ class Worker:
             if tries.stat().st_size > TRIES:
                 raise UserError(
                     f"rollout=ray: workers died {TRIES} times at {path.name}; is there too little memory? "
-                    "The same command goes on with what is missing"
+                    "The same command continues with what is missing"
                 )
             yield
         finally:  # a worker that is killed does not get here
@@ -120,7 +120,7 @@ class Fleet:
                 if store.missing():
                     store.wait(done)
         done(0)
-        store.seal(anew=first)
+        store.seal(replace=first)
 
     @contextmanager
     def connected(self) -> Iterator[None]:
@@ -146,7 +146,7 @@ class Fleet:
         handlers = [signal.getsignal(number) for number in signals]  # Ray has some of its own
         try:
             with _mute(), _refused(address):
-                # "local", lest it joins what a file of another session names.
+                # "local", or Ray joins the session that a left-over file names.
                 options = {} if address else local
                 ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **options)
             yield

@@ -57,7 +57,7 @@ class RolloutPlan:
         prompts: hash of the prompt records.
         samples: answers to each prompt.
         self_prompts: rows that the target writes from nothing.
-        until: `answer` ends a row with the answer; `length` lets the target go on, turn after turn,
+        until: `answer` ends a row with the answer; `length` lets the target continue, turn after turn,
             to max_new_tokens, and begin its own rows freely: for models trained on packed text.
         sampler: of the answers, as keyword arguments of `Sampler`.
         prompt_sampler: of self-written prompts, with `until: answer`.
@@ -214,7 +214,7 @@ class RolloutStore:
             if num_made == before:
                 self.wait(done, pause)
         done(0)
-        self.seal(anew=bool(num_made))
+        self.seal(replace=bool(num_made))
 
     def wait(self, done: Callable[[int], None], pause: Callable[[float], None] = time.sleep) -> None:
         """Pause, then look for shards that other processes made."""
@@ -273,13 +273,13 @@ class RolloutStore:
             "plan": json.loads(json.dumps(asdict(self.plan))),
         }
 
-    def seal(self, anew: bool = False) -> None:
-        """Write the manifest once all shards exist; `anew` replaces an existing one."""
+    def seal(self, replace: bool = False) -> None:
+        """Write the manifest once all shards exist; `replace` overwrites an existing one."""
         with self._lock("manifest", wait=True):
             if self.mirror and MANIFEST in self.mirror.names():
                 self.mirror.get(MANIFEST, self.folder / MANIFEST)
-            elif anew or not self.complete:
-                for i in () if anew else range(self.shards):  # shards of a killed process, or a lost manifest
+            elif replace or not self.complete:
+                for i in () if replace else range(self.shards):  # of a killed process, or a lost manifest
                     if not is_whole(self.path(i), self.plan.key, i):
                         raise _changed(self.path(i))
                 shards = [count(self.path(i)) for i in range(self.shards)]

@@ -61,7 +61,7 @@ class Conversation:
             )
         row = self.rows[-1]
         row["tokens"] = self.tokens + answer.tokens
-        # Tokens of the template and of the user are masked, those of the answer supervised.
+        # Tokens of the template and of the user are masked, the answer's are supervised.
         row["loss_mask"] += [0] * (len(self.tokens) - start) + [1] * len(answer.tokens)
         row["finish_reason"] = "stop" if answer.stopped else "length"
         if not answer.exact:

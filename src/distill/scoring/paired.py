@@ -28,7 +28,7 @@ class Estimate(NamedTuple):
 
 
 def tau_difference(row: Row, other: Row) -> Estimate | None:
-    """Acceptance length of one setting minus that of another, paired by prompt.
+    """Acceptance length of one setting minus another's, paired by prompt.
 
     What makes a prompt easy for both counts for neither. None where they were not replayed on the
     same answers.

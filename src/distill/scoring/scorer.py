@@ -119,7 +119,7 @@ class Scorer:
         if reason := self.target.abilities.replay:
             raise UserError(f"score: this target cannot be replayed here ({reason}); set score.enabled=false")
         if not self.replayed:
-            raise UserError("score: this target is scored by replay alone; set score.replay_prompts above 0")
+            raise UserError("score: this target is scored only by replay; set score.replay_prompts above 0")
         if self.full_audit:
             raise UserError("audit=full: an engine decodes this target, so there is nothing to audit")
         for plan in self.plans:
@@ -170,7 +170,7 @@ class Scorer:
         return target_drift(self.target, tuned, rollouts)
 
     def __call__(self, folder: Path, step: int, early: bool = False) -> Scorecard:
-        """Score one checkpoint: its verifying target with the drafter, against that target alone.
+        """Score one checkpoint: its verifying target with the drafter, against that target without it.
 
         Args:
             folder: of the checkpoint.

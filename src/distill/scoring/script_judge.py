@@ -129,7 +129,7 @@ class ScriptJudge:
             raise self._wrong(self._written)
 
     def _check_silent(self) -> None:
-        """Nothing but the score was written: what comes next would be taken for that of the next record."""
+        """Nothing but the score was written: what comes next would be taken for the next record's."""
         if self._written.strip():
             line = self._written.strip().splitlines()[0]
             raise UserError(

@@ -15,7 +15,7 @@ class ShuffledTaps:
     """Replaces each tap that a drafter reads by the tap of another position; see `Target.tap_transform`.
 
     The position is a hash of the tap and the seed. Output stays the target's. A drafter that is accepted
-    as often with them has learned from the text alone.
+    as often with them has learned only from the text.
 
     Args:
         target: whose taps are replaced from now on.

@@ -88,7 +88,7 @@ class Judge:
         return self.plan_seconds * (len(plans) + 1)
 
     def __call__(self, checkpoint: Path, plans: Sequence[Plan]) -> tuple[Verdict, Plan]:
-        """Evaluate a checkpoint with those of the plans that it supports, and return the fastest.
+        """Evaluate a checkpoint with the plans that it supports, and return the fastest.
 
         Raises:
             UserError: it supports none of the plans.
@@ -135,7 +135,7 @@ def _supported_plans(drafter: Drafter, plans: Sequence[Plan]) -> list[Plan]:
     """Plans that a drafter supports.
 
     Raises:
-        UserError: it supports none; the error is that of the first plan.
+        UserError: it supports none; the error is the first plan's.
     """
     supported, first_error = [], None
     for plan in plans:

@@ -133,4 +133,4 @@ def explain_winner(winner: Row, others: Sequence[Row], winner_rows: Sequence[Row
     else:
         reason = f"it is cheaper ({costs}), which outweighs what it accepts ({taus})"
     then = "" if here is winner else f" when both had been trained for {here.seconds:.0f} s"
-    return f"{winner.family} won: {free}{gain} with {verdict.plan}; beside {second.family}{then} {reason}"
+    return f"{winner.family} won: {free}{gain} with {verdict.plan}; against {second.family}{then} {reason}"

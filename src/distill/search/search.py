@@ -132,7 +132,7 @@ class Search:
         if self.spent + expected > MAX_ROLLOUT_SHARE * self.total:
             need = (self.spent + expected) / 60
             raise UserError(
-                f"drafter.minutes={self.options.drafter.minutes:g}: rollouts alone take about {need:.1f}; "
+                f"drafter.minutes={self.options.drafter.minutes:g}: the rollouts take about {need:.1f}; "
                 f"set it to {3 * need:.0f}, or set prompts.limit and prompts.self; finished rollouts are kept"
             )
 
@@ -173,7 +173,7 @@ class Search:
             good = halving.survivors(rows)
             for row in rows:
                 row.fate = (
-                    row.fate if row.verdict is None else "goes on" if row in good else f"out at rung {rung}"
+                    row.fate if row.verdict is None else "continues" if row in good else f"out at rung {rung}"
                 )
                 if row not in good:
                     self.jobs.remove_trainer_state(row.family)

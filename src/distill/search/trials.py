@@ -53,7 +53,7 @@ class JobContext(NamedTuple):
     Attributes:
         conf: folder of configuration groups.
         name: of the primary configuration.
-        overrides: given by the user, without those of `drafter`.
+        overrides: given by the user, without `drafter`'s.
         launcher: overrides of Hydra's launcher.
         folder: run folder.
         in_sweep: the command is itself a job of a sweep.
@@ -84,7 +84,7 @@ def override_key(override: str) -> str:
 
 
 def drop_overrides(overrides: Sequence[str], *keys: str) -> list[str]:
-    """Overrides without those of the given keys and of keys below them."""
+    """Overrides without the given keys and keys below them."""
     return [
         o
         for o in overrides

@@ -27,9 +27,7 @@ def family_jobs(
     runs = {name: trials.family_options(context, words) for name, words in overrides.items()}
     for name, run in runs.items():
         if resolve_name(run.drafter.factory.rpartition(".")[0]).traits.tunes_target:
-            raise UserError(
-                f"drafter.families: {name} tunes the target, so its output is that of another model"
-            )
+            raise UserError(f"drafter.families: {name} tunes the target, so its output is another model's")
     return overrides, runs
 
 

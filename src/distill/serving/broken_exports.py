@@ -193,7 +193,7 @@ def _vocabularies(drafter: Drafter, target: Target) -> Iterator[tuple[str, Any]]
 
 
 def _positions(drafter: Drafter) -> Iterator[tuple[str, Drafter]]:
-    """Rotary positions of queries that are off by one against those of keys."""
+    """Rotary positions of queries that are off by one against the keys'."""
     for step in (-1, 1):
         spoilt = copy.deepcopy(drafter)
         rotary = next((m for m in spoilt.modules() if isinstance(m, Rotary)), None)

@@ -1,6 +1,6 @@
 """Likely causes of acceptance that differs from the scorecard: one rule for each known report.
 
-The reports are named beside the rules; docs/serving.md lists them.
+Each rule names its report; docs/serving.md lists them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OTHER_TRAFFIC = 1.1  # times the tokens of our own answers
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Facts about the server and the measurement beside the counters.
+    """Facts about the server and the measurement, without the counters.
 
     Attributes:
         target: of the scorecard, by path or hub id.

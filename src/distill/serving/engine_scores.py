@@ -152,7 +152,7 @@ class EngineScorer:
         prompts: held out; they are sent as token ids.
         seed: of the engine's draws.
         folder: for exports, which are removed again, and logs.
-        training: a checkpoint that the engine fails on is told, and the run goes on.
+        training: a checkpoint that the engine fails on is told, and the run continues.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class EngineScorer:
         target: Target,
         answers: Answers,
     ) -> Served:
-        """One setting beside the scorecard's row of the same chain."""
+        """One setting and the scorecard's row of the same chain."""
         (sampler, batch), acceptance = setting, served_acceptance(traffic.reading, traffic.histograms)
         if not acceptance.rounds or not acceptance.survival:
             raise UserError(f"score.engine: {engine} answered {traffic.prompts} prompts and drafted nothing")

@@ -42,7 +42,7 @@ def schedule(chains: Sequence[ServedChain]) -> list[list[int]]:
     """Draft lengths by batch size as vLLM has them, [first, last, tokens], from 1 on without a gap.
 
     A batch size between two that were measured takes the length of the larger one, whose rounds cost more;
-    vLLM goes on with the last length in larger batches.
+    vLLM keeps the last length in larger batches.
     """
     ranges: list[list[int]] = []
     first = 1
@@ -56,7 +56,7 @@ def schedule(chains: Sequence[ServedChain]) -> list[list[int]]:
 
 
 def speculative_config(chains: Sequence[ServedChain]) -> dict[str, Any]:
-    """Keys of vLLM's --speculative-config beside method and model; empty: serve without speculation.
+    """Keys of vLLM's --speculative-config in addition to method and model; empty: serve without speculation.
 
     Drawn drafts are verified as a block, which accepts no less (Sun et al., arXiv:2403.10444).
     """

@@ -1,6 +1,6 @@
 """Parse the speculative-decoding metrics of vLLM and SGLang.
 
-Names and labels are those of vllm/v1/spec_decode/metrics.py (vLLM's V1 engine) and of SGLang's
+Names and labels are as in vllm/v1/spec_decode/metrics.py (vLLM's V1 engine) and of SGLang's
 metrics collector; `sglang:spec_verify_calls_total` is there since SGLang's pull request 25689 (May 2026).
 """
 

@@ -29,7 +29,7 @@ class Traffic(NamedTuple):
     """Counters of the traffic that was measured.
 
     Attributes:
-        reading: counters of this traffic alone.
+        reading: counters of only this traffic.
         histograms: of accepted tokens by answer, where the engine reports them.
         prompts: number of prompts sent.
         answer_tokens: tokens of the answers; None: other users' traffic.

@@ -95,7 +95,7 @@ class ScoreCheckpoint(L.Callback):
         if (first := trainer.strategy.broadcast(trainer.global_step)) != trainer.global_step:
             raise UserError(
                 f"resume: rank {trainer.global_rank} has read the state of step {trainer.global_step}, and "
-                f"rank 0 that of step {first}; do all machines see the same files in {self.root}?"
+                f"rank 0 chose step {first}; do all machines see the same files in {self.root}?"
             )
         if trainer.is_global_zero:
             trainer_state.drop_newer(checkpoints(self.root.parent), trainer.global_step)
@@ -311,7 +311,7 @@ def _place(temporary: Path, final: Path) -> None:
     """Give a complete checkpoint its name, its trainer state with hashes."""
     if (temporary / STATE).exists():
         trainer_state.seal(temporary / STATE.parent)
-    if final.exists():  # from a run that went on from an older trainer state
+    if final.exists():  # from a run that continued from an older trainer state
         _remove(final)
     rename_into_place(temporary, final)
 

@@ -40,7 +40,7 @@ class Gradients:
         value: float | None,
         algorithm: str | None,
     ) -> None:
-        """Clip all gradients except those of the confidence head.
+        """Clip all gradients except the confidence head's.
 
         Clipping by norm uses the norm that `norms` computed. Lightning does the rest: clipping by value,
         and rejecting an optimizer that unscales gradients itself.

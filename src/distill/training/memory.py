@@ -153,7 +153,7 @@ def explain_out_of_memory(
     else:
         return
     saved = checkpoints(Path(trainer.default_root_dir))
-    resume = f"{saved[-1]} is whole (drafter.init_from goes on from it)" if saved else "nothing was saved yet"
+    resume = f"{saved[-1]} is whole (set drafter.init_from to it)" if saved else "nothing was saved yet"
     more = f", {requested[1]} more wanted" if requested else ""
     advice = smaller_options(trainer, watch, module, sizes)
     raise TooLargeError(
@@ -230,7 +230,7 @@ def peak(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak; on systems without a reset (macOS) it stays that of the whole process."""
+    """Reset the peak; on systems without a reset (macOS) it stays the whole process's."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

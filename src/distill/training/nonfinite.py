@@ -90,7 +90,7 @@ def _target_fault(trainer: L.Trainer, micros: Sequence[MicroBatch]) -> str:
 
 
 def save(path: Path, micros: Sequence[MicroBatch], rows: Sequence[Sequence[int]], **numbers: float) -> None:
-    """Write micro-batches as safetensors, with a JSON file of their rows and numbers beside them.
+    """Write micro-batches as safetensors, with a JSON file of their rows and numbers next to them.
 
     Args:
         path: a safetensors file; tensors are named `<micro-batch>.<field>`.

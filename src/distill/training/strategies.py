@@ -34,8 +34,8 @@ from drafters.base import Drafter
 class DDP(DDPStrategy):
     """DDP with a timeout long enough for rank 0 to score while the others wait.
 
-    After its first step DDP would lay out gradients anew, in the order in which they came, and with more than
-    two processes the place of a gradient decides the order in which it is added up. So a resumed run would
+    After its first step DDP would lay out gradients in the order in which they came, and with more than two
+    processes the place of a gradient decides the order in which it is added up. So a resumed run would
     differ in its last bits. With `find_unused_parameters` the layout stays.
     """
 

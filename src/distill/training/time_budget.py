@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 MAX_STEPS = 10**7  # of a run with a time budget, before its steps have been timed
-RECENT = 20  # steps whose times predict those of the next ones
+RECENT = 20  # steps whose times predict the next ones'
 MIN_WARMUP = 10  # steps
 SAVE_EVERY = 60.0  # seconds of training that a killed process may lose
 

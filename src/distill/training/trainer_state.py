@@ -13,7 +13,7 @@ from distill.utils.progress import say
 from distill.utils.run_folder import checkpoints
 
 STATE = Path("trainer") / "state.ckpt"  # in a checkpoint: weights, optimizer and schedule
-SUMS = "SHA256SUMS"  # beside the state, as `sha256sum --check` reads it
+SUMS = "SHA256SUMS"  # next to the state, as `sha256sum --check` reads it
 KEPT = 2  # states; the older one is taken where the newest is damaged
 
 

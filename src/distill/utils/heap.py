@@ -14,7 +14,7 @@ def keep_freed_memory() -> bool:
     """Let this process keep blocks that it frees, up to `LARGEST` each, instead of giving them back.
 
     A training step allocates the same blocks again and again. By default glibc returns blocks of this size
-    to the kernel, and each page is then faulted in and zeroed anew: a tenth of a step. Larger blocks go
+    to the kernel, and each page is then faulted in and zeroed again: a tenth of a step. Larger blocks go
     back at once, as before.
 
     Returns:

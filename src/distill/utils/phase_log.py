@@ -64,5 +64,5 @@ def read_phases(folder: Path) -> list[Phase]:
     Raises:
         UserError: a damaged file.
     """
-    found = read_json(folder / FILE, "remove it; the run goes on without", phases=list)
+    found = read_json(folder / FILE, "remove it; the run continues without", phases=list)
     return [Phase(**one) for one in found["phases"]] if found else []

@@ -39,7 +39,7 @@ ENTRY = re.compile(
     rf"|(?<![/\w])(?:\w+_)?passw(?:or)?d)\s*[:=]\s*|\b[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|AUTH|CREDENTIALS)=)"
     rf"(?:{QUOTED})"
 )
-# Keys by their form: what begins as those of well known issuers do, JSON Web Tokens, headers of HTTP.
+# Keys by their form: what begins as keys of well known issuers do, JSON Web Tokens, headers of HTTP.
 TOKEN = re.compile(
     r"(?<![A-Za-z0-9])(?:(?:hf|api_org|hf_oauth|gsk|r8|npm|xai|pplx|nvapi|tgp_v1|fw|csk|dop_v1|shpat|lsv2_[a-z]{2})"
     r"[_-][\w-]{8,}"

@@ -354,7 +354,7 @@ def _read(record: Path, recorded: Recorded) -> dict[str, Any]:
         config = recorded(record.parent)
     if config is None:
         raise UserError(
-            f"{record}: damaged, so that it is not known whether this command goes on there; "
+            f"{record}: damaged, so that it is not known whether this command continues there; "
             f"remove {record.parent}, or start another run with resume=never"
         )
     return {"config": config_hash(config), "started": record.stat().st_mtime, "damaged": True}
@@ -363,7 +363,7 @@ def _read(record: Path, recorded: Recorded) -> dict[str, Any]:
 def _mend(record: Path, run: dict[str, Any]) -> None:
     """Write a damaged run.json again."""
     if run.pop("damaged", False):
-        print(f"{record}: damaged; written again from the configuration beside it", flush=True)
+        print(f"{record}: damaged; written again from the configuration next to it", flush=True)
         write_json(record, run)
 
 

@@ -87,9 +87,9 @@ class BlockDrafter(TokenBiasDrafter):
     Attributes:
         mask: (K, D) embeddings of the masks, or (1, D) if all are the same.
         root_predicts: whether the root's state predicts a token, so that K take a mask less.
-        root_first: whether the first layer computes the root alone, whose state predicts the first token, and
+        root_first: whether the first layer computes only the root, whose state predicts the first token, and
             the others blocks in which masks begin as that state. All places of a text train the first token
-            then, and the sampled ones the others; the token bias acts on the others alone.
+            then, and the sampled ones the others; the token bias acts only on the others.
         detach: whether, where the root is first, masks leave what it is computed by as it is.
         checkpointing: whether the backward pass recomputes activations of MLPs.
 

@@ -152,7 +152,7 @@ class HFModelDrafter(Drafter):
         lora, base, settings_here = settings.get("lora"), settings.get("base"), self.settings
         if settings_here["base"] and not base:
             raise UserError(
-                "it holds a whole model, and drafter.lora trains adapters beside that of drafter.path; "
+                "it holds a whole model, and drafter.lora trains adapters of that of drafter.path; "
                 "set drafter.lora=null"
             )
         if not (lora and base):
@@ -207,7 +207,7 @@ def check_no_adapters(part: Drafter, name: str = "first") -> None:
     """
     if isinstance(part, HFModelDrafter) and part.settings.get("lora"):
         raise UserError(
-            f"drafter.{name}={short_name(part)}: beside another drafter no adapters are kept; set "
+            f"drafter.{name}={short_name(part)}: with another drafter no adapters are kept; set "
             f"drafter.{name}.lora=null, or give a model that they are merged into"
         )
 

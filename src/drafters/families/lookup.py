@@ -34,7 +34,7 @@ class Node(NamedTuple):
 
     token: int
     parent: int  # index among the row's nodes, -1 for the root
-    chance: float = 1.0  # estimated probability that the text goes on along the path to the node
+    chance: float = 1.0  # estimated probability that the text continues along the path to the node
 
 
 class IndexedText:
@@ -154,7 +154,7 @@ def best_tree(
 def pack_drafts(rows: Sequence[Sequence[Node]], device: torch.device, coin: Coin | None = None) -> Draft:
     """Pack rows of fixed nodes into one draft; rows may differ in number of nodes.
 
-    `coin` is that of the round, see `to_device`.
+    `coin` is the round's, see `to_device`.
     """
     width = max(map(len, rows))
     if not width:

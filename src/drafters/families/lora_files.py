@@ -57,7 +57,7 @@ class LoraBase(NamedTuple):
         if module_fingerprint(model) != self.fingerprint:
             raise UserError(
                 f"these adapters were trained on other weights than {OPTION}={self.path} has now; "
-                "write there where the original is, or train anew"
+                "write there where the original is, or train again"
             )
         return model
 

@@ -176,7 +176,7 @@ def _wrong(masked: MaskedModel) -> str:
     last = window.tokens.scatter(1, window.masks[:, -1:], (masked.mask_token + 1) % vocab)
     first = torch.zeros_like(window.masks[:, :1])
     if not _apart(masked.forward(window._replace(tokens=last), first), masked.forward(window, first)):
-        return "attends to earlier tokens alone, whatever mask it is given"
+        return "attends only to earlier tokens, whatever mask it is given"
     places = (window.masks - masked.shift)[..., None].expand(-1, -1, vocab)
     logits = masked.model(**masked.inputs(window)).logits.gather(1, places)
     return "" if _apart(head(hidden), logits) <= near else "does more to its logits than its head"

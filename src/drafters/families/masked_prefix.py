@@ -43,7 +43,7 @@ class MaskedPrefix:
         self.mask_token, self.masks, self.shift = mask_token, masks, shift
 
     def _predicting(self, root: Tensor, mask: Tensor | int) -> Tensor:
-        """(..., K) places whose outputs predict, from (..., 1) those of the root and of the first mask."""
+        """(..., K) places whose outputs predict, from (..., 1) places of the root and of the first mask."""
         ahead = torch.arange(self.masks, device=root.device) - self.shift
         return torch.where(ahead < 0, root, mask + ahead)
 
@@ -130,7 +130,7 @@ class MaskedPrefix:
         assert self.states is not None
         sees = torch.ones(1, self.masks, self.masks, dtype=torch.bool, device=tokens.device)
         last = self.lm.forward(tokens, sees, offsets=torch.arange(self.masks, device=tokens.device))
-        # The root's output is of the text alone.
+        # The root's output depends only on the text.
         return torch.cat([self.states[:, : self.shift], last[:, : self.masks - self.shift]], 1)
 
     def select(self, rows: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ from drafters.hub.untrusted_files import header, is_hub_id, read_json
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EXPERTS = (".experts.", ".mlp.gate.", ".shared_expert", ".mlp.router.")
 LATENT = ".kv_a_proj_with_mqa."
-LARGE = 64.0  # input of a norm beside which its eps is nothing
+LARGE = 64.0  # input of a norm so large that eps does not matter
 
 
 class Family(NamedTuple):

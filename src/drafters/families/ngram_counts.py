@@ -22,7 +22,7 @@ class Following(NamedTuple):
 
     tokens: Sequence[int]  # the most frequent first
     counts: Sequence[int]
-    total: int  # occurrences, those of tokens that are not kept included
+    total: int  # occurrences, including tokens that are not kept
     distinct: int  # different tokens
 
 

@@ -52,7 +52,7 @@ class RecurrentDrafter(Drafter):
         depth: depths unrolled in training.
         anchors: places per text, on average, that are trained at depth 2 and deeper, sampled for each batch;
             0: all.
-        depth_weight: weight of a depth's loss beside that of the depth before it; the objective's own weights
+        depth_weight: weight of a depth's loss relative to the previous depth; the objective's own weights
             are multiplied by it.
         checkpointing: whether the backward pass recomputes activations of MLPs.
         detach_text: whether modules of later depths are trained on the keys and values of those before them

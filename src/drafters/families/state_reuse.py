@@ -1,6 +1,6 @@
 """Reuse of hidden states from the previous draft: no drafted token enters them, so they survive rejection.
 
-States are a function of settled tokens only. Tokens are chosen from them anew, or drawn from the q that the
+States are a function of settled tokens only. Tokens are chosen from them again, or drawn from the q that the
 draft carries, so any acceptance rule is lossless (docs/lossless.md).
 """
 
@@ -31,7 +31,7 @@ class Reuse:
     position. tree_merge: a second tree, of fixed nodes, is grown from them and verified in the same pass; it
     gets `nodes` of the plan's nodes and those that the new tree does not use. Only for dynamic trees, hybrid
     ones if `drawn`; with other plans as none. immediate: if all rows of a batch have `least` such states and
-    the drafter expects `tokens` accepted tokens from them, the draft is made of them alone; else as none.
+    the drafter expects `tokens` accepted tokens from them, the draft is made only of them; else as none.
 
     Raises:
         UserError: an unknown mode, or a number out of range.
@@ -64,7 +64,7 @@ class Reuse:
         return self.mode in ("logit_sum", "immediate") or self.merges(plan)
 
     def is_sufficient(self, logits: Tensor, left: Tensor) -> bool:
-        """Whether (B, K, V) logits of old states, (B,) `left` of them valid, are worth verifying alone."""
+        """Whether (B, K, V) logits of old states, (B,) `left` of them valid, are enough for a draft."""
         depth = torch.arange(logits.shape[1], device=logits.device)
         chance = logits.softmax(-1).amax(-1) * (depth < left[:, None])  # (B, K)
         return bool(((left >= self.least) & (chance.cumprod(1).sum(1) >= self.tokens)).all())

@@ -108,7 +108,7 @@ class TokenBias(nn.Module, ABC):
         version = [(w.device, w.dtype, *weight_state(w)) for w in self.parameters()]
         if self._table is None or self._table[0] != version:
             with torch.inference_mode(False), torch.no_grad():  # also used outside inference mode later
-                inputs = self._inputs()  # a norm of all of E, and only where the table is made anew
+                inputs = self._inputs()  # a norm of all of E, and only where the table is made again
                 if inputs is None:
                     return None
                 rows = F.linear(inputs, weight)
@@ -332,7 +332,7 @@ class TokenBiasDrafter(Drafter):
 
 
 class TeacherForcedBias:
-    """The token bias in training: previous tokens are those of the texts.
+    """The token bias in training: previous tokens come from the texts.
 
     Args:
         info: the bias, or None.

@@ -1,7 +1,7 @@
-"""A draft model's tokenizer beside the target's: the tokens that both have, and texts in both.
+"""A draft model's tokenizer and the target's: the tokens that both have, and texts in both.
 
 Token-level intersection (TLI, arXiv:2502.05202): the draft model may propose the tokens whose byte strings
-are tokens of both; the settled text is encoded anew for it. transformers' own map of two vocabularies
+are tokens of both; the settled text is encoded again for it. transformers' own map of two vocabularies
 (`AssistantToTargetTranslator`) compares names of tokens, which differ for the same bytes from one kind of
 tokenizer to another, and belongs to its loop.
 """
@@ -137,7 +137,7 @@ class TokenizerMap:
     def encode(self, text: bytes, ends: dict[int, int] | None = None) -> list[int]:
         """Draft ids of a text, at least one.
 
-        Bytes that are not UTF-8, such as those of an incomplete character, become tokens of single bytes;
+        Bytes that are not UTF-8, such as an incomplete character's, become tokens of single bytes;
         they are left out if the draft model has none.
 
         Args:
@@ -205,7 +205,7 @@ class MappedText:
     ids: list[int] = field(default_factory=list)
 
     def extend(self, tokens: Sequence[int], tokenizers: TokenizerMap) -> int:
-        """Append tokens of the target, and encode the whole text anew.
+        """Append tokens of the target, and encode the whole text again.
 
         Returns:
             Number of draft ids that are as before; at least the last one has to be read (again).

@@ -25,7 +25,7 @@ class BigramState:
 
 
 class Bigram(PairTable):
-    """Drafts by the table of token pairs alone."""
+    """Drafts only by the table of token pairs."""
 
     @override
     def new_state(self, rows: int) -> BigramState:

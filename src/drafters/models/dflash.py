@@ -74,7 +74,7 @@ class DFlash(BlockDrafter):
 class DSpark(DFlash):
     """DFlash's block, whose logits get a bias of the previous token (`MarkovBias`), one after the other.
 
-    A confidence head reads that token's row of the bias beside the hidden state.
+    A confidence head reads that token's row of the bias and the hidden state.
 
     Args:
         markov_rank: r of the bias.

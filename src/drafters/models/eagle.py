@@ -23,7 +23,7 @@ from drafters.layers.unroll import FirstLayerInput
 
 STARTS = {"default": None, "first": 0, "last": -1}  # which of the target's layers is copied
 NORM = "input_layernorm.weight"  # of a target's layer
-COPIED = {  # weight of the drafter's layer: those of the target's that it stacks
+COPIED = {  # weight of the drafter's layer: weights of the target that it stacks
     "qkv_proj.weight": tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
     "gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "post_attention_layernorm.weight": ("post_attention_layernorm.weight",),

@@ -128,7 +128,7 @@ class Eagle3(RecurrentDrafter):
     def _attend_to_own_token(self) -> None:
         """Make a place attend to itself in half of the heads: queries and keys are one map of the token.
 
-        The token enters through attention alone, which from independent weights is nearly the mean over
+        The token enters only through attention, which from independent weights is nearly the mean over
         the text: what it says of its own place is then the n-th part of what attention passes on. The other
         heads stay free to find the token elsewhere, which a saturated head hardly learns.
         """

@@ -76,8 +76,8 @@ class DraftLM(HFModelDrafter):
 
     Beyond its context length it drafts at its last position: with low acceptance, but still losslessly.
 
-    With a tokenizer of its own it reads the target's text in its own tokens, encoded anew in every round, and
-    drafts the shared tokens alone, each of which is one token of both. Its distributions are over these: q of
+    With a tokenizer of its own it reads the target's text in its own tokens, encoded in every round, and
+    drafts only the shared tokens, each of which is one token of both. Its distributions are over these: q of
     a draft token over the sum of q of all that are shared.
 
     Args:

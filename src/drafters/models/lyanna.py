@@ -57,7 +57,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         anchors: places per text, on average, that are trained at depth 2 and deeper; 0: all.
         root_token: `none`; or `add`: settled tokens enter with the feature before them (not in the
             paper), and the bias acts from depth 2 on. Drafted tokens never enter.
-        drafted_states: `shared`: W and layers are those of the settled places (the paper's); or `own`: s_2,
+        drafted_states: `shared`: W and layers of the settled places (the paper's); or `own`: s_2,
             s_3, ... have others, and their losses stop at the state before and at what settled places wrote.
         token_info: `none`, or a kind of `TokenInfoBias`.
         info_rank: rank of the bias.
@@ -286,9 +286,9 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
     def append(self, state: RecurrentState, target: Target, other: RecurrentState) -> None:
         assert isinstance(state, LyannaState)
         assert isinstance(other, LyannaState)
-        for one, beside in ((state, other), (other, state)):
-            if one.stale is None and one.root is not None and beside.stale is not None:
-                one.stale = beside.stale.new_zeros(len(one.root), *beside.stale.shape[1:])
+        for one, neighbour in ((state, other), (other, state)):
+            if one.stale is None and one.root is not None and neighbour.stale is not None:
+                one.stale = neighbour.stale.new_zeros(len(one.root), *neighbour.stale.shape[1:])
                 one.left = torch.zeros_like(one.root)  # none of them is valid
         super().append(state, target, other)
 

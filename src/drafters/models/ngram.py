@@ -21,7 +21,7 @@ class Ngram(LookupDrafter):
     Of equally long matches the most recent is copied (transformers and vLLM take the first), and a copy
     that reaches the end of the text repeats periodically (theirs ends). In a tree each match outweighs
     all later ones, so whole matches are added one by one until the plan's nodes are used up. After a match
-    of n tokens a copy is taken to go on with probability n / (n + 2) for every token.
+    of n tokens a copy is assumed to continue with probability n / (n + 2) for every token.
 
     Args:
         min_n: minimum number of matching tokens.
@@ -66,7 +66,7 @@ class Ngram(LookupDrafter):
         return [(token, share * fade) for token, share in _shares(copies, ())[:count]]
 
     def _fade(self, history: IndexedText, places: Sequence[int]) -> float:
-        """Probability that a copy goes on for another token."""
+        """Probability that a copy continues for another token."""
         n = max((history.agreement(place, self.orders[-1]) for place in places[:1]), default=0)
         return n / (n + 2)
 

@@ -25,7 +25,7 @@ class Skip(SelfDrafter):
     Settled text is seen as the target read it: at each attention that is kept, keys and values are its own.
     Those of drafted tokens are of their pass through the sublayers that are kept.
 
-    With the first k layers alone (early exit), and with a trained `exit`, the target's head reads n + W n,
+    With only the first k layers (early exit), and with a trained `exit`, the target's head reads n + W n,
     where n is the final norm of the k-th layer's output. The first layers compute what they compute in the
     target, so the exit is trained on stored hidden states, and one depth stands for all.
 

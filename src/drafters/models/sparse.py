@@ -43,7 +43,7 @@ class Sparse(SelfDrafter):
     The latter are chosen for every layer and head of keys whenever the text grows past a multiple of
     `refresh` places, by the last `queries` of them: the places that they attend to most, over all heads that
     share the keys. All newer places are kept, so that there are from `recent` - `refresh` to `recent` of
-    them. What is seen depends on the text alone, not on where rounds begin. (SparseSpec, arXiv:2512.01278,
+    them. What is seen depends only on the text, not on where rounds begin. (SparseSpec, arXiv:2512.01278,
     takes the mass of each verification. MagicDec, arXiv:2408.11049, drafts from the first and newest places,
     `places=0`.)
 
@@ -128,7 +128,7 @@ class Sparse(SelfDrafter):
         return selected > max(before, self.least)
 
     def _select(self, state: SparseState, target: Target, before: RowInts) -> None:
-        """Choose places anew in rows that have grown past a multiple of `refresh`."""
+        """Choose places again in rows that have grown past a multiple of `refresh`."""
         assert state.lengths is not None
         assert state.tail is not None
         assert state.chosen is not None

@@ -52,11 +52,11 @@ class Suffix(LookupDrafter):
         min_probability: minimum estimated probability of a node.
         max_tokens: size limit of the corpus, in tokens of 4 bytes; the newest rollouts are kept.
         vocab_size: V of the target.
-        own_weight: of an occurrence in the row's own text, beside one in a rollout.
+        own_weight: of an occurrence in the row's own text, relative to one in a rollout.
         escape: weight of shorter matches where rollouts have longer ones.
         store: name of the texts of the datastore, which is not in the checkpoint; None: there is none.
         store_key: of the datastore, see `Datastore.open`.
-        store_weight: of an occurrence in the datastore, beside one in a rollout.
+        store_weight: of an occurrence in the datastore, relative to one in a rollout.
         size: of the corpus, including one separator per rollout.
 
     Raises:

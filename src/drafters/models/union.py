@@ -1,7 +1,7 @@
 """Two drafters in one draft: a trained one, and one that looks up what followed the same tokens before.
 
-As FastDeploy drafts with an n-gram beside MTP (pull request 3610) and TensorRT-LLM with a suffix automaton
-beside EAGLE-3 (`sa_config`).
+As FastDeploy drafts with an n-gram and MTP (pull request 3610) and TensorRT-LLM with a suffix automaton
+and EAGLE-3 (`sa_config`).
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Union(TwoDrafters[LookupDrafter]):
         return pack_drafts(rows, target.device, coin)
 
     def _suffices(self, nodes: Sequence[Node]) -> bool:
-        """Whether the second drafts a row alone."""
+        """Whether only the second drafts a row."""
         return self.second_alone is not None and sum(node.chance for node in nodes) >= self.second_alone
 
     def _mixture(self, tree: _Tree, history: IndexedText, plan: Plan) -> list[Node]:

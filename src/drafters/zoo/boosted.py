@@ -44,9 +44,9 @@ class Boosted(TwoDrafters[Drafter]):
 
         c / mean(c),    c = 1 where the first's most probable token is not the text's, else `hit_weight`,
 
-    the mean being that of the batch's rows of a depth, so that the loss stays an average over anchors. The
+    the mean over the batch's rows of a depth, so that the loss stays an average over anchors. The
     text's token is what the target drew, and so what `match` compares a node with: over texts, a row counts
-    1 - p(the first's token). The first's tokens are those of its own unroll of the batch, without gradients
+    1 - p(the first's token). The first's tokens come from its own unroll of the batch, without gradients
     and in evaluation mode; where that has none for an anchor and depth, it has missed.
 
     A draft is a tree of fixed nodes. Each of the two grows its own, and the nodes of the draft are the most
@@ -216,7 +216,7 @@ class Boosted(TwoDrafters[Drafter]):
         return sum(optional.kv_bytes_per_token(*part) for part in parts)
 
     def _own(self, part: Drafter, taps: Tensor) -> Tensor:
-        """(B, T, L, D) taps of both -> those of one."""
+        """(B, T, L, D) taps of both -> of one."""
         if part.taps == self.taps:
             return taps
         if not part.taps:
@@ -237,7 +237,7 @@ def _check(name: str, part: Drafter) -> None:
         raise UserError(f"{kind}: it predicts nothing in training; choose a drafter that is trained")
     if part.traits.tunes_target:
         raise UserError(
-            f"{kind}: it drafts for a tuned copy of the target, not beside another; choose another"
+            f"{kind}: it drafts for a tuned copy of the target, and cannot be combined; choose another"
         )
     if part.confidence is not None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Cascade Speculative Drafting (CS Drafting, Chen et al., arXiv:2312.11462): a lookup beside a draft model.
+"""Cascade Speculative Drafting (CS Drafting, Chen et al., arXiv:2312.11462): a lookup and a draft model.
 
 Its vertical cascade is also the inner loop of staged speculative decoding (arXiv:2308.04623) and TriForce
 (arXiv:2404.11912).
@@ -64,7 +64,7 @@ class Cascade(TwoDrafters[LookupDrafter]):
     number of passes differs. The first guesses of a round are read in the pass over the settled tokens, put
     off until then. With `trees` it reads guesses of a tree's nodes, too (staged speculation): a pass is
     spared where all nodes of a level that are expanded were guessed. Otherwise trees, and chains side by
-    side, are the first's alone.
+    side, are the first's.
 
     Horizontal cascade: with `first_depth` the first drafts that many tokens of a chain and the second those
     after them, which are accepted seldom. q of such a token is the second's distribution, all on that token.
@@ -146,7 +146,7 @@ class Cascade(TwoDrafters[LookupDrafter]):
 
     @override
     def select(self, state: CascadeState, rows: Sequence[int]) -> None:
-        state.ahead = None  # selecting keeps settled slots alone
+        state.ahead = None  # selecting keeps only settled slots
         super().select(state, rows)
 
     @override
@@ -259,6 +259,6 @@ def _check_first(first: Drafter) -> None:
     if first.settings.get("tokenizer_bytes"):
         raise UserError(
             "drafter.first.vocabulary=map: the second guesses tokens of the target's vocabulary; set "
-            "drafter.first.vocabulary=same, or train the draft model alone (drafter=lm)"
+            "drafter.first.vocabulary=same, or train only the draft model (drafter=lm)"
         )
     check_no_adapters(first)

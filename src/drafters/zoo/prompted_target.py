@@ -96,7 +96,7 @@ def read_with_prompts(lm: CausalLM, prompts: Tensor, tokens: Tensor, places: Ten
     """Read texts, and prompts behind some of their tokens, with gradients.
 
     A text is read once, by itself, and its prompts after it. Where no weight trains, gradients are computed
-    for the prompts alone.
+    only for the prompts.
 
     Args:
         lm: model without prompts.
@@ -171,7 +171,7 @@ def check_embedded(target: Target) -> None:
     if found is None or not torch.allclose(found, expected):
         raise UserError(
             f"drafter: layers of a {type(target.model).__name__} read more than embeddings of its tokens, "
-            "so that prompts cannot stand beside them; choose another drafter"
+            "so that prompts cannot stand next to them; choose another drafter"
         )
 
 

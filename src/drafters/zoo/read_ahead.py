@@ -120,7 +120,7 @@ class ReadNodes:
         self._readings = [(begin, reading) for begin, reading in self._readings if begin < self.count]
 
     def add(self, paths: Sequence[Sequence[Path]], device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Give slots to those of each row's nodes that have none.
+        """Give slots to each row's nodes that have none.
 
         Args:
             paths: of each row, parents before children.

@@ -82,8 +82,8 @@ class Recycle(PairTable):
 
         q(w | v) = own_weight r(w | v) + (1 - own_weight) bigram(w | v)
 
-    Where v is new in the text the table is alone. (The paper keeps the newest distribution of each token
-    for all requests, those of rejected nodes included, ranked and without probabilities. Here a draft is a
+    Where v is new in the text only the table counts. (The paper keeps the newest distribution of each token
+    for all requests, rejected nodes included, ranked and without probabilities. Here a draft is a
     function of the row's text, so that it does not depend on other requests and replay is exact.)
 
     Args:

@@ -20,7 +20,7 @@ from drafters.zoo.prompt import Prompt
 class Tidar(Prompt):
     """Prompts, and a LoRA of the target that is trained together with them.
 
-    The prompts are the paper's masks: the LoRA teaches the target to fill them in, and to go on predicting
+    The prompts are the paper's masks: the LoRA teaches the target to fill them in, and to keep predicting
     what follows a token. The original is the teacher of both (the paper's is the text):
 
         loss = divergence(original, tuned) + drafts * sum_j w_j divergence(original, prompt j).

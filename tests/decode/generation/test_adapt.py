@@ -138,7 +138,7 @@ def test_simulated_rounds_are_those_of_the_decoder(tiny_target, batch):
 def test_scorecard_says_that_rounds_depend_on_the_batch(tiny_target):
     target, plan = tiny_target(vocab=5), Plan(2, adapt=PACE)
     rollouts = answers(target)
-    reason = "drafts depend on the rows beside them"
+    reason = "drafts depend on the other rows of the batch"
     assert why_inexact(plan, SAMPLER, Grown(5)) == reason
     assert "earlier rounds" in why_inexact(Plan(2, proposal="sampled", adapt=PACE), SAMPLER, Grown(5))
     settings = [Setting(SAMPLER, plan, batch) for batch in (1, 4)]

@@ -48,7 +48,7 @@ def test_head_target_is_the_target_without_its_layers(folder):
     options = {"depth": 1, "feature_noise": 0.0, "feature_weight": 1.0}
     assert Eagle.for_target(part, **options).settings == Eagle.for_target(whole, **options).settings
     for ask in (lambda: part.read(TEXT), lambda: part.start(1, 8), lambda: part.weights(part.layers[0])):
-        with pytest.raises(UserError, match="layers are in the engine alone"):
+        with pytest.raises(UserError, match="layers are only in the engine"):
             ask()
 
 
@@ -80,5 +80,5 @@ def test_layers_may_be_missing_quantised_or_under_another_prefix(tmp_path):
     torch.testing.assert_close(part.head.weight, whole.head.weight, atol=0, rtol=0)
     assert torch.equal(part.norm.weight, whole.base.norm.weight)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="safetensors alone"):
+    with pytest.raises(UserError, match="only safetensors"):
         HeadTarget.load(str(folder))

@@ -146,7 +146,7 @@ def test_killed_engine_loses_nothing_that_was_read(engine, server, whole, tmp_pa
     read(engine, 5)
     server.read.clear()
     server.left, server.faults = 4, []
-    with pytest.raises(UserError, match="the same command goes on from there"):
+    with pytest.raises(UserError, match="the same command continues from there"):
         cached(engine, data, tmp_path)
     (partial,) = tmp_path.glob("taps-*/*.part")
     server.left = 10**9

@@ -244,7 +244,7 @@ def test_fastest_family_wins_and_has_most_of_the_time(tmp_path):
     fates = {(r["family"], r["rung"]): r["fate"] for r in record["rows"]}
     assert fates[("slow", 1)] == "out at rung 1"
     assert fates[("fast", -1)] == "won"
-    assert sum(fate == "goes on" for fate in fates.values()) == 3, "two, then one"
+    assert sum(fate == "continues" for fate in fates.values()) == 3, "two, then one"
     rung = [v for k, v in record["given"].items() if k.startswith("1/")]
     assert len(rung) == 4
     assert len(set(rung)) == 1, "equal shares"
@@ -355,7 +355,7 @@ def test_budget_without_time_to_train_is_refused(tmp_path):
     search._watch(100.0, 10, 10)  # nothing is made yet
     search._watch(100.0, 10, 9)
     clock.now += 20.0
-    with pytest.raises(UserError, match=r"rollouts alone take about 7\.0; set it to 21"):
+    with pytest.raises(UserError, match=r"the rollouts take about 7\.0; set it to 21"):
         search._watch(60.0, 10, 8)
 
 

@@ -398,7 +398,7 @@ def test_class_that_cannot_fill_masks_is_refused(target, tmp_path, monkeypatch):
         return str(error.value)
 
     assert "drafter.path=here: LlamaForCausalLM cannot fill in masks" in wrong(attention_mask=None)
-    assert "attends to earlier tokens alone" in wrong(attention_mask=None)
+    assert "attends only to earlier tokens" in wrong(attention_mask=None)
     assert "reads padding" in wrong(attention_mask=torch.zeros(2, 1, 9, 9))
     assert "raised" in wrong(position_ids="x")
     masked.head = replace(masked.head, scale=0.5)

@@ -94,7 +94,7 @@ def _swept(cfg: DictConfig) -> list[Run]:
 
 
 def train(run: Run, folder: Path, common: list[str]) -> None:
-    """Train in `folder`/<name>; a run that was interrupted there goes on.
+    """Train in `folder`/<name>; an interrupted run continues.
 
     Raises:
         UserError: it has failed.

@@ -79,7 +79,7 @@ def _train(
     failed, by_name, begun = [], {run.name: run for run in runs}, time.monotonic()
     for number, run in enumerate(missing):
         if hours is not None and time.monotonic() - begun > 3600 * hours:
-            say(f"{len(missing) - number} runs are left; the same command goes on with them")
+            say(f"{len(missing) - number} runs are left; the same command continues with them")
             break
         try:
             needed = [run]

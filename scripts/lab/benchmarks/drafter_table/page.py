@@ -17,7 +17,7 @@ def page(title: str, lines: Sequence[Line], left_out: Sequence[str], picture: st
         title: its first line.
         lines: of the table, in order.
         left_out: a line on each result that is not in the table.
-        picture: name of the plot beside the page.
+        picture: name of the plot next to the page.
         against: the arm that the others are compared with, seed by seed; "": none.
     """
     results = [result for line in lines for result in line.results]

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 PROCESS = Path("/proc/self")
-WARM_UP = 64  # tokens: enough for every kernel to be loaded, and small beside what is measured
+WARM_UP = 64  # tokens: enough for every kernel to be loaded, and few compared with the measurement
 
 Step = Callable[[], float]
 

@@ -198,7 +198,7 @@ def _default(config: PreTrainedConfig) -> Any:
 
 
 def _taken(config: Any, key: str, value: Any) -> bool:
-    """Whether a plain value of the file is that of the configuration."""
+    """Whether a plain value of the file equals the configuration's."""
     if value is None or not isinstance(value, bool | int | float | str):
         return True
     here = getattr(config, key, value)

@@ -170,7 +170,7 @@ def _content(value: Any) -> str | None:
 
 
 def _add_merges(account: Account, files: ModelFiles, whole: dict[str, Any]) -> None:
-    """Compare the merges of the old files with those of tokenizer.json."""
+    """Compare the merges of the old files with tokenizer.json's."""
     path, model = files.path(MERGES), whole.get("model")
     merges = model.get("merges") if isinstance(model, dict) else None
     if path is None or not isinstance(merges, list):

@@ -59,7 +59,7 @@ class WeightFiles:
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise self._damaged(error) from None
         if not self.files:
-            raise UserError(f"target={name}: no {SINGLE}, nor {INDEX}; taps=engine reads safetensors alone")
+            raise UserError(f"target={name}: no {SINGLE}, nor {INDEX}; taps=engine reads only safetensors")
 
     def tensor(self, name: str, shape: Sequence[int]) -> Tensor | None:
         """A weight of no layer by its name in the model, with any prefix in the files; None if there is none.

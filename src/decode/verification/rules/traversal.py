@@ -26,7 +26,7 @@ class Traversal(Rule):
     """Traversal verification (arXiv:2505.12398): accept the first slot that passes, leaves first.
 
     A slot passes with a chance w, given that the subtrees of its earlier siblings failed, and has a
-    residual distribution. Both follow from the tree alone, so a single draw decides which slot is
+    residual distribution. Both follow from the tree, so a single draw decides which slot is
     accepted. On a chain this is block verification (Sun et al., arXiv:2403.10444).
     """
 

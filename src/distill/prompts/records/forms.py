@@ -285,7 +285,7 @@ def _tools(fields: Fields, columnar: bool) -> Tools:
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:
     """A schema as OpenAI's chat interface has it, where it is Anthropic's or a function by itself."""
     if (kind := tool.get("type", "function")) not in ("function", "custom", None):
-        raise UserError(f"a tool of type {kind!r}; schemas of functions alone can be written")
+        raise UserError(f"a tool of type {kind!r}; only schemas of functions can be written")
     if "name" not in tool or "function" in tool:
         return tool
     function = {"parameters" if k == "input_schema" else k: v for k, v in tool.items() if k != "type"}

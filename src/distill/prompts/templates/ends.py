@@ -77,7 +77,7 @@ class Ends:
 
     @property
     def ids(self) -> list[int]:
-        """All of them, those of the model's files first."""
+        """All of them, the model's files' first."""
         return list(dict.fromkeys([*self.generation, *self.tokenizer, *self.template]))
 
     def remark(self, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -179,7 +179,7 @@ def _named(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def named_token(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A token's text and id; the id alone where the tokenizer has no such token."""
+    """A token's text and id; only the id where the tokenizer has no such token."""
     if not 0 <= token < len(tokenizer):
         return str(token)
     return f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})"

@@ -216,7 +216,7 @@ def _tick(line: int, steps: int = 1, result: Any = None) -> nodes.Filter:
     return _filtered(nodes.Const(result, lineno=line), TICK, nodes.Const(steps, lineno=line))
 
 
-_LOCK = RLock()  # there is one environment, and its budget is that of one rendering
+_LOCK = RLock()  # there is one environment, and its budget is for one rendering
 
 
 @cache

@@ -49,7 +49,7 @@ def supervise(
             lost a part of itself or holds an end token; a text of the prompt is missing.
     """
     if len(messages) < 2:
-        raise UserError("rollout=given: a record of one answer alone has no prompt to train it behind")
+        raise UserError("rollout=given: a record of only an answer has no prompt")
     if (answers := sum(message["role"] == "assistant" for message in messages)) > MOST_ANSWERS:
         raise UserError(
             f"rollout=given: {answers:,} answers in a record; split it, at {MOST_ANSWERS} at most"

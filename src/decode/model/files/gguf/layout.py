@@ -27,7 +27,7 @@ ONE_ROW = ("ssm_alpha", "ssm_beta", "ssm_dt", "ssm_a")  # in which a value head 
 
 
 def is_equal(header: Header, config: Any, weight: Tensor, stored: Stored) -> bool:
-    """Whether some rows of a weight, or all numbers of a vector, are those of a tensor.
+    """Whether some rows of a weight, or all numbers of a vector, equal a tensor's.
 
     Args:
         header: of the file.

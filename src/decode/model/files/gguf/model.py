@@ -44,7 +44,7 @@ def read_model(path: Path, name: str) -> Read:
         name: of the option and its value, for the account's error.
 
     Raises:
-        UserError: weights, settings or a tokenizer are missing, or are not those of the file.
+        UserError: weights, settings or a tokenizer are missing, or differ from the file's.
         Exception: readers of damaged files raise anything.
     """
     header, account = read_header(path), Account(KIND)

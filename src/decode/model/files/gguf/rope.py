@@ -85,7 +85,7 @@ class Rope:
                 raise UserError(f"{name} does not have {self.width // 2} factors above 0")
 
     def sections(self) -> list[int]:
-        """Dimensions by kind of position, those of none left out."""
+        """Dimensions by kind of position; none for dimensions without one."""
         return [int(size) for size in self.values.get("dimension_sections", ()) if size]
 
     def everywhere(self) -> Rotation:
@@ -180,7 +180,7 @@ class Rope:
                 names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
                 scaled = dict(zip(names, guess, strict=True)) | {"rope_type": "llama3"}
                 return Rotation(plain.parameters | scaled, frequencies, 1.0)
-        raise UserError(f"{FACTORS} are not those of Llama 3's scaling")
+        raise UserError(f"{FACTORS} are not of Llama 3's scaling")
 
     def _positive(self, name: str, default: float, zero: float | None = None) -> float:
         """A number of a key; `zero` is what 0 stands for."""

@@ -1,6 +1,6 @@
 """The tensors of a GGUF file and the weights of the model made of it: which is which, and whether equal.
 
-Names are those of the package `gguf`; see `layout` for how the numbers lie.
+Names are the package `gguf`'s; see `layout` for how the numbers lie.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _fits(weight: Tensor, stored: list[Stored]) -> bool:
 
 
 def check_equal(header: Header, model: Any, found: dict[str, list[Stored]]) -> None:
-    """Compare rows of every weight with those of its tensors.
+    """Compare rows of every weight with its tensors.
 
     Args:
         header: of the file.

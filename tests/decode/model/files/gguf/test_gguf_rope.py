@@ -96,7 +96,7 @@ def test_llama3_factors_give_back_their_angles(tmp_path, factor, low, high, leng
 @pytest.mark.parametrize(
     ("said", "factors", "reason"),
     [
-        ({}, [1.0, 2.0] * 16, "rope_freqs.weight are not those of Llama 3's scaling"),
+        ({}, [1.0, 2.0] * 16, "rope_freqs.weight are not of Llama 3's scaling"),
         ({}, [1.0, -2.0] * 16, "rope_freqs.weight does not have 32 factors above 0"),
         ({}, [1.0] * 8, "rope_freqs.weight does not have 32 factors"),
         ({"scaling__type": "longrope", "scaling__factor": 4.0}, None, "of type 'longrope' is not read"),
