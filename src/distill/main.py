@@ -9,10 +9,13 @@ from omegaconf import DictConfig
 from decode.errors import FollowUpError
 from distill.config.read import checked_options
 from distill.options import SearchOptions, TrainOptions
-from distill.report import terminal
+from distill.report import html, terminal
 from distill.search.search import search_families
 from distill.train import train
 from distill.utils.progress import first_rank
+from distill.utils.reports import Reports
+
+REPORTS = Reports(html.attempt, terminal.show)
 
 
 def run(cfg: DictConfig, folder: Path) -> float:
@@ -31,9 +34,9 @@ def run(cfg: DictConfig, folder: Path) -> float:
     """
     try:
         if "families" in cfg.drafter:
-            tau = search_families(checked_options(SearchOptions, cfg), folder)  # trains each of them
+            tau = search_families(checked_options(SearchOptions, cfg), folder, REPORTS)
         else:
-            tau = train(checked_options(TrainOptions, cfg), folder)
+            tau = train(checked_options(TrainOptions, cfg), folder, reports=REPORTS)
     except FollowUpError:
         _places(folder)
         raise

@@ -31,8 +31,6 @@ from distill.losses.row_scores import Kernels
 from distill.options import TrainOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
-from distill.report import html as html_report
-from distill.report import terminal as summary
 from distill.rollouts.produce import produce
 from distill.rollouts.store import RolloutStore, moment_of
 from distill.scoring.scorer import Scorer
@@ -47,6 +45,7 @@ from distill.training.time_budget import Budget
 from distill.training.trainer import build_optimizer, build_trainer, fit
 from distill.utils.phase_log import PhaseLog
 from distill.utils.progress import bar, say, switch
+from distill.utils.reports import NO_REPORTS, Reports
 from distill.utils.run_folder import checkpoints
 from drafters import optional
 from drafters.base import Drafter
@@ -72,7 +71,11 @@ class Shared:
 
 @ending()
 def train(
-    options: TrainOptions, folder: Path, budget: Budget | None = None, shared: Shared | None = None
+    options: TrainOptions,
+    folder: Path,
+    budget: Budget | None = None,
+    shared: Shared | None = None,
+    reports: Reports = NO_REPORTS,
 ) -> float:
     """Generate or read rollouts, train the drafter on them, and score its checkpoints.
 
@@ -81,6 +84,7 @@ def train(
         folder: run folder.
         budget: ends training; None: trainer.max_steps does.
         shared: with other runs of this process; None: nothing is.
+        reports: of the run.
 
     Returns:
         See `run`, as for what is raised.
@@ -110,21 +114,21 @@ def train(
         check_strategy(trainer, drafter, on_policy is not None)
         scorer = _scorer(options, target, chat, held, drafter, folder) if options.score.enabled else None
     stop, watchdog = Stop(), Watchdog(options.timeout_minutes, folder)
-    saver = _saver(options, phases, scorer, stop, budget, watchdog)
+    saver = _saver(options, phases, scorer, stop, budget, watchdog, reports)
     memory = _watch(trainer, options, saver, budget, begun)
     begin(trainer.loggers)
     has_counts = _warm_start(options, drafter, target)
     if not (drafter.trains or drafter.needs_fit):
         say(f"drafter={short_name(drafter)}: nothing is trained; checkpoints/0 is the drafter as it is")
         _keep(trainer, saver, drafter, target)
-        return _finish(trainer, options, folder, target)
+        return _finish(trainer, options, folder, target, reports)
     target.tap(drafter.taps)  # an engine's answers come with their hidden states
     stores = cache(partial(produce, options, target, chat, prompts, drafter, folder))
     store = stores(0)
     _fit(drafter, store, target, has_counts)
     if not drafter.trains:
         _keep(trainer, saver, drafter, target)
-        return _finish(trainer, options, folder, target)
+        return _finish(trainer, options, folder, target, reports)
 
     if scorer:
         scorer.prepare()
@@ -140,7 +144,7 @@ def train(
         say(f"resuming from step {begun}")
     with explain_out_of_memory(trainer, memory, module, _sizes(options)):
         fit(trainer, module, data, state, stop, watchdog)
-    return _finish(trainer, options, folder, target)
+    return _finish(trainer, options, folder, target, reports)
 
 
 def _inputs(options: TrainOptions, folder: Path, phases: PhaseLog) -> tuple[Chat, list[Prompt], list[Prompt]]:
@@ -175,11 +179,20 @@ def _saver(
     stop: Stop,
     budget: Budget | None,
     watchdog: Watchdog,
+    reports: Reports,
 ) -> ScoreCheckpoint:
     assert options.score.every  # filled in by `with_length`
     every, start = options.score.every, options.score.start
     return ScoreCheckpoint(
-        phases, every, scorer, options.target.name, start, stop=stop, budget=budget, watchdog=watchdog
+        phases,
+        every,
+        scorer,
+        options.target.name,
+        start,
+        stop=stop,
+        budget=budget,
+        watchdog=watchdog,
+        reports=reports,
     )
 
 
@@ -284,11 +297,13 @@ def _fit(drafter: Drafter, store: RolloutStore, target: Target, has_counts: bool
         drafter.choose_scored(TokenCounts.of(store.texts(), target))
 
 
-def _finish(trainer: L.Trainer, options: TrainOptions, folder: Path, target: Target) -> float:
+def _finish(
+    trainer: L.Trainer, options: TrainOptions, folder: Path, target: Target, reports: Reports
+) -> float:
     if not trainer.is_global_zero:
         return 0.0
-    summary.show(folder)
-    html_report.attempt(folder)
+    reports.table(folder)
+    reports.page(folder)
     try:
         export.at_end(options.export, folder, target)
     finally:

@@ -20,7 +20,7 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.prompts.chat_template import Chat
 from distill.prompts.sources import read_prompts
-from distill.report.served import figures
+from distill.scoring.served import figures
 from drafters.base import Batch, Drafter
 from drafters.checkpoint import io as checkpoint_io
 from drafters.export import formats

@@ -12,7 +12,7 @@ from decode.generation.generate import generate
 from decode.generation.types import Round
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.report.served import figures
+from distill.scoring.served import figures
 from drafters.checkpoint import io as checkpoint_io
 from drafters.export import formats
 

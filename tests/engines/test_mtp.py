@@ -17,7 +17,7 @@ from decode.evaluation.teacher_forced import Rollout
 from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.report.served import figures
+from distill.scoring.served import figures
 from drafters.base import Batch, Drafter
 from drafters.checkpoint import io as checkpoint_io
 from drafters.export import formats

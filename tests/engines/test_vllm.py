@@ -15,7 +15,7 @@ from workbench import ROOT, foredraft, train
 from decode.evaluation.scorecard import Served, read_scorecard
 from decode.model.load import load_tokenizer
 from distill.prompts.chat_template import Chat
-from distill.report.served import figures, texts
+from distill.scoring.served import figures, texts
 from distill.serving import engine_scores
 from drafters.export.layout import Layout
 

@@ -25,7 +25,7 @@ from distill.prompts.chat_template import Chat
 FOUND = commands()
 LOADED = (
     "distill.train",
-    "distill.report.compare",
+    "distill.scoring.compare",
     "distill.scoring.scorer",
     "benchmarks.decode",
     "distill.serving.verify",

@@ -24,8 +24,8 @@ from decode.model.target import Target
 from decode.plan import Plan, plan_of
 from decode.sampling import Sampler
 from distill.config.validate import check_ranges
-from distill.report.search_panel import RECORD
-from distill.report.tables import grid
+from distill.scoring.tables import grid
+from distill.search.state import RECORD
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar, say
 from drafters.base import Drafter

@@ -19,7 +19,7 @@ from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan, plan_of
 from decode.sampling import Sampler
-from distill.report.tables import grid
+from distill.scoring.tables import grid
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
 from drafters.base import Drafter

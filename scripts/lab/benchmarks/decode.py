@@ -22,7 +22,7 @@ from distill.config.build import build_drafter
 from distill.config.read import read_options
 from distill.config.validate import refused
 from distill.options import DrafterOptions
-from distill.report.tables import grid
+from distill.scoring.tables import grid
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar, say
 from drafters.checkpoint.folder import first_line

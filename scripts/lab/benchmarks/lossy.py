@@ -16,7 +16,7 @@ from decode.verification.rule import changes_greedy
 from distill.commands.score import score
 from distill.config.read import checked_options
 from distill.options import ScoreCommandOptions
-from distill.report.tables import markdown
+from distill.scoring.tables import markdown
 from distill.utils.atomic_files import put
 
 

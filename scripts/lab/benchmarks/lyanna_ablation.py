@@ -25,8 +25,8 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.config.validate import refused
-from distill.report.tables import grid
 from distill.rollouts.heldout import held_out_answers
+from distill.scoring.tables import grid
 from distill.utils.atomic_files import write_json
 from drafters.base import Drafter
 from drafters.models.lyanna import Lyanna

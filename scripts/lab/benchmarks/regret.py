@@ -24,8 +24,8 @@ from decode.planning.round_timing import clock_of
 from decode.sampling import Sampler
 from distill.commands.advise import candidates
 from distill.config.validate import refused
-from distill.report.tables import grid
 from distill.rollouts.heldout import held_out_answers
+from distill.scoring.tables import grid
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
 from drafters.base import Drafter

@@ -17,8 +17,8 @@ from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
 from distill.engines.base import InProcess, Request, SamplingParams
-from distill.report.tables import grid
 from distill.rollouts.build import HELPING
+from distill.scoring.tables import grid
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
 from drafters.registry import short_name

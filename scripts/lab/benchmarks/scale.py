@@ -33,8 +33,8 @@ from distill.config.validate import check_ranges
 from distill.data.batches import RolloutBatches
 from distill.data.rows import open_rows
 from distill.options import TrainOptions
-from distill.report.tables import grid
 from distill.rollouts.produce import fill, open_store, rollout_plan
+from distill.scoring.tables import grid
 from distill.utils.atomic_files import write_json
 from distill.utils.paths import CONF
 from distill.utils.progress import bar

@@ -18,7 +18,7 @@ from benchmarks.common import loads, span
 from decode.errors import UserError
 from decode.hardware import hardware
 from distill.config.validate import check_ranges
-from distill.report.tables import grid
+from distill.scoring.tables import grid
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
 from distill.utils.provenance import commit

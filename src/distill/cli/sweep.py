@@ -276,7 +276,7 @@ def table(folder: Path) -> str:
     At the first temperature and batch size that all were scored at.
     """
     from decode.evaluation.scorecard import read_scorecard
-    from distill.report import compare
+    from distill.scoring import compare
 
     scored = []
     for record in _of_jobs(folder, "run.json"):

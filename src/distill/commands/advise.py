@@ -24,9 +24,9 @@ from decode.sampling import Sampler
 from distill.config.build import build_drafter, build_target, quiet, read_inputs
 from distill.config.validate import refused
 from distill.options import AdviseOptions
-from distill.report.tables import grid
 from distill.rollouts.heldout import held_out_answers
 from distill.scoring.scorer import threads
+from distill.scoring.tables import grid
 from distill.scoring.target_drift import only_untuned
 from distill.serving import engine_settings
 from distill.utils.atomic_files import write_json

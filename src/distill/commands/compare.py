@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from distill.report.compare import Choice, read, table
 from distill.report.field import field_page
 from distill.report.readme_results import as_text, insert, results
+from distill.scoring.compare import Choice, read, table
 from distill.utils.atomic_files import put
 
 

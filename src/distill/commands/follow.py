@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from decode.errors import UserError
 from decode.evaluation.scorecard import read_scorecard
 from distill.distributed.graceful_shutdown import SIGNALS
-from distill.report.tables import grid
+from distill.scoring.tables import grid
 from distill.utils.atomic_files import read_json, write_json
 from distill.utils.progress import say
 from distill.utils.provenance import digest

@@ -24,8 +24,8 @@ from decode.sampling import Sampler
 from distill.config.build import build_target, quiet, read_inputs
 from distill.config.validate import refused
 from distill.options import LimitOptions
-from distill.report.tables import grid
 from distill.rollouts.heldout import held_out_answers
+from distill.scoring.tables import grid
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
 from distill.utils.provenance import commit

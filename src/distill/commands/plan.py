@@ -21,7 +21,7 @@ from decode.errors import UserError
 from distill.config.recorded import shown_settings
 from distill.config.target_size import steps_between_saves, training_steps
 from distill.options import answers_each
-from distill.report.tables import grid
+from distill.scoring.tables import grid
 from distill.training.trainer_state import STATE
 from distill.utils.atomic_files import put
 from distill.utils.phase_log import FILE, Phase, read_phases

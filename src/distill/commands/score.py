@@ -8,9 +8,9 @@ from distill.config.build import build_target, quiet, read_inputs
 from distill.options import ScoreCommandOptions
 from distill.prompts.templates import clock
 from distill.report.bottleneck import bottleneck
-from distill.report.compare import earlier
-from distill.report.tables import settings_table
+from distill.scoring.compare import earlier
 from distill.scoring.scorer import Scorer
+from distill.scoring.tables import settings_table
 from distill.serving import engine_scores
 from distill.utils.atomic_files import write_json
 from drafters.checkpoint import io as checkpoint_io

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from lightning.pytorch.loggers import Logger
 
 from decode.evaluation.scorecard import Row, Scorecard, as_json
-from distill.report.served import served_row
+from distill.scoring.served import served_row
 from distill.utils import redact
 from distill.utils.progress import say
 

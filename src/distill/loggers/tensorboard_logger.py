@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from decode.evaluation.scorecard import Scorecard, read_scorecard
 from distill.loggers.base import FailSafe, accepted_lengths, scalars, setting
-from distill.report.tables import settings_table
+from distill.scoring.tables import settings_table
 from distill.utils.progress import say
 from distill.utils.run_folder import best
 

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from decode.evaluation.scorecard import BY_ENGINE, read_scorecard
 from distill.loggers.base import COLUMNS, FailSafe, accepted_lengths, rows, setting
-from distill.report.history import scorecards
+from distill.scoring.run_scorecards import scorecards
 from distill.utils import redact
 from distill.utils.progress import bar, say
 from distill.utils.provenance import digest

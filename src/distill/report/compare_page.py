@@ -9,8 +9,8 @@ from markupsafe import Markup
 
 from decode.evaluation.scorecard import Row
 from distill.report import page
-from distill.report.compare import Choice, Scored, comparison, draft_ms, in_order, machines
 from distill.report.panels import by_category
+from distill.scoring.compare import Choice, Scored, comparison, draft_ms, in_order, machines
 from distill.scoring.paired import speedup
 
 DASHES = ("solid", "dot", "dash", "dashdot")

@@ -11,7 +11,7 @@ import numpy as np
 from decode.errors import UserError
 from decode.evaluation.bootstrap import central_interval, ratio, resampled_sums
 from decode.evaluation.scorecard import Row
-from distill.report.compare import (
+from distill.scoring.compare import (
     Choice,
     Scored,
     draft_ms,
@@ -22,8 +22,8 @@ from distill.report.compare import (
     target_labels,
     tau_cell,
 )
-from distill.report.tables import markdown
 from distill.scoring.paired import Estimate, speedup_text
+from distill.scoring.tables import markdown
 from drafters.registry import KNOWN, drafter_class
 
 SLIGHT = 0.01  # share of changed tokens, or nats a token, up to which a lossy row is recommended

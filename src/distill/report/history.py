@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import csv
 import math
-import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from decode.errors import UserError
-from decode.evaluation.scorecard import Scorecard, read_scorecard
+from decode.evaluation.scorecard import Scorecard
 from distill.config.recorded import readable_config
+from distill.scoring.run_scorecards import scorecards
 from distill.utils.atomic_files import read_json
-from distill.utils.redact import hidden, printable
-from distill.utils.run_folder import checkpoints, is_step
+from distill.utils.run_folder import is_step
 
 LATEST = 2**32  # seconds since 1970, in 2106: later dates are no dates of a run
 WRITTEN = ("run.json", "checkpoints", "csv")  # a run's folder has one of these
@@ -75,18 +74,6 @@ def read(folder: Path) -> History:
         overrides,
         started if started and 0 < started < LATEST else None,
     )
-
-
-def scorecards(folder: Path) -> dict[int, Scorecard]:
-    """Scorecards of a run by the step of their checkpoint, oldest first; one that is damaged is named."""
-    cards = {}
-    for checkpoint in checkpoints(folder):
-        if (file := checkpoint / "score.json").exists():
-            try:
-                cards[int(checkpoint.name)] = read_scorecard(file)
-            except UserError as error:
-                print(printable(hidden(f"left out: {error}")), file=sys.stderr, flush=True)
-    return cards
 
 
 def curves(folder: Path) -> dict[str, Curve]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from distill.report import history, page, panels, search_panel, served, training_panels
+from distill.report import engine_panel, history, page, panels, search_panel, training_panels
 from distill.report import text_panels as texts_panel
 from distill.report.bottleneck import bottleneck
 from distill.report.history import History
-from distill.report.tables import target_label
+from distill.scoring.tables import target_label
 from distill.utils.atomic_files import put
 from distill.utils.redact import reason
 
@@ -65,7 +65,7 @@ def _measured(run: History) -> list[Markup | None]:
         panels.batches(card),
         panels.categories(card),
         panels.settings(card),
-        served.section(card),
+        engine_panel.section(card),
         texts_panel.samples(card),
     ]
 

@@ -17,9 +17,9 @@ from decode.evaluation.scorecard import BY_ENGINE, Row, Scorecard
 from distill.report import page
 from distill.report.history import History
 from distill.report.page import paint
-from distill.report.tables import quality_columns
 from distill.report.training_panels import axes
 from distill.scoring.paired import FEWEST
+from distill.scoring.tables import quality_columns
 from distill.scoring.target_drift import describe
 
 SETTINGS = 6  # of which times are plotted, the first ones

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.errors import UserError
-from distill.report.compare import Choice, Scored, in_order, minutes, short
+from distill.scoring.compare import Choice, Scored, in_order, minutes, short
 from distill.scoring.paired import Estimate, speedup
 
 BEGIN, END = "<!-- results -->", "<!-- /results -->"

@@ -14,8 +14,8 @@ from rich.text import Text
 from decode.evaluation.scorecard import Scorecard, read_scorecard
 from distill.config.recorded import read_config
 from distill.report.bottleneck import bottleneck
-from distill.report.history import scorecards
-from distill.report.tables import by_setting, by_step, headline, table
+from distill.scoring.run_scorecards import scorecards
+from distill.scoring.tables import by_setting, by_step, headline, table
 from distill.utils.atomic_files import read_json
 from distill.utils.progress import bars_visible, first_rank, say
 from distill.utils.run_folder import REPORT, best

@@ -15,8 +15,6 @@ from distill import export
 from distill.config.build import build_drafter, build_target, quiet, read_run_inputs
 from distill.config.validate import refused
 from distill.options import SearchOptions, TrainOptions
-from distill.report import html as html_report
-from distill.report.search_panel import RECORD
 from distill.rollouts.produce import fill, open_store, rollout_plan
 from distill.rollouts.store import moment_of
 from distill.search import halving, trials
@@ -24,18 +22,19 @@ from distill.search import state as search_state
 from distill.search import validate as auto_checks
 from distill.search.evaluate import Judge
 from distill.search.halving import FREE, LAST, SCORE, Row
-from distill.search.state import Ledger
+from distill.search.state import RECORD, Ledger
 from distill.search.trials import JobContext, Jobs, TimeSlice
 from distill.train import Shared
 from distill.utils.launcher import process_age
 from distill.utils.progress import say, switch
+from distill.utils.reports import Reports
 from drafters.checkpoint.atomic import publish
 
 MAX_ROLLOUT_SHARE = 0.9  # share of the budget that rollouts may take
 MIN_SECONDS = 1.0  # shortest training that is worth a job
 
 
-def search_families(options: SearchOptions, folder: Path) -> float:
+def search_families(options: SearchOptions, folder: Path, reports: Reports) -> float:
     """Compare drafter families by successive halving, train the winner with the rest of the budget, score it.
 
     Raises:
@@ -46,7 +45,7 @@ def search_families(options: SearchOptions, folder: Path) -> float:
     context = JobContext.of(folder)
     start = time.monotonic() - (0.0 if context.in_sweep else process_age())
     overrides, runs = auto_checks.family_jobs(options, context)
-    return Search(options, context, overrides, runs, start).run()
+    return Search(options, context, overrides, runs, start, reports).run()
 
 
 class Search:
@@ -62,8 +61,10 @@ class Search:
         overrides: Mapping[str, list[str]],
         runs: Mapping[str, TrainOptions],
         start: float,
+        reports: Reports,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.reports = reports
         self.options, self.context, self.overrides, self.runs = options, context, overrides, runs
         self.ledger, self.clock = Ledger.open(context.folder / RECORD), clock
         self.start = start - self.ledger.spent
@@ -110,7 +111,7 @@ class Search:
         with refused():
             self.judge = Judge(run, self.options.drafter, target, chat, held, self.clock)
         self.shared = Shared(target)
-        self.jobs = Jobs(self.context, self.shared)
+        self.jobs = Jobs(self.context, self.shared, self.reports)
         trained, free = self._sort_families()
         plan = rollout_plan(run, target, chat, train)
         store = open_store(run, Path(run.output_dir) / "rollouts", target, chat, plan, train)
@@ -327,7 +328,7 @@ class Search:
         say(f"\n{search_state.text(rows)}\n{took}\n{reason}")
         with publish(folder / search_state.PAGE) as temporary:
             temporary.write_text(search_state.markdown(rows, [took, "", reason]))
-        html_report.attempt(folder)
+        self.reports.page(folder)
         return read_scorecard(folder / "checkpoints" / "best" / "score.json").compared.tau
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from decode.errors import UserError
-from distill.report.search_panel import HEAD, lines
-from distill.report.tables import grid
+from distill.scoring.tables import grid
 from distill.search.halving import Row, Verdict
 from distill.utils.atomic_files import read_json, write_json
 
 PAGE = "auto.md"
+RECORD = "auto.json"  # of a search, in its run's folder
+HEAD = ["family", "rung", "trained", "steps", "tau", "plan", "ms/round", "tokens/s", "speedup", "fate"]
+RUNGS = {0: "-", -1: "last"}  # 0: drafters without training; -1: the winner, trained to the end
 
 
 @dataclass
@@ -90,3 +92,19 @@ def markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
     """The table as Markdown, followed by notes."""
     table = [HEAD, ["---"] * len(HEAD), *_cells(rows)]
     return "\n".join(["| " + " | ".join(row) + " |" for row in table] + ["", *notes]) + "\n"
+
+
+def lines(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Table of the families compared, as text; tokens a second are of the whole batch."""
+    table = []
+    for row in rows:
+        rung = RUNGS.get(row["rung"], str(row["rung"]))
+        cells = [row["family"], rung, f"{row['seconds']:.0f} s", str(row["steps"])]
+        if verdict := row["verdict"]:
+            cells += [f"{verdict['tau']:.2f}", verdict["plan"], f"{1000 * verdict['round_seconds']:.1f}"]
+            speedup = verdict["speed"] / verdict["plain_speed"]
+            cells += [f"{verdict['speed']:.0f}", f"{speedup:.2f}x"]
+        else:
+            cells += ["-"] * 5
+        table.append([*cells, row["fate"]])
+    return table

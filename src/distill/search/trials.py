@@ -27,6 +27,7 @@ from distill.search.halving import LAST, SCORE
 from distill.train import Shared, train
 from distill.training.time_budget import Budget
 from distill.utils.atomic_files import read_json, write_json
+from distill.utils.reports import NO_REPORTS, Reports
 from distill.utils.run_folder import checkpoints
 
 FOLDER, LOG = "families", "log.txt"
@@ -141,8 +142,8 @@ class Jobs:
         UserError: the launcher's jobs do not run on this machine.
     """
 
-    def __init__(self, context: JobContext, shared: Shared) -> None:
-        self.context = context
+    def __init__(self, context: JobContext, shared: Shared, reports: Reports = NO_REPORTS) -> None:
+        self.context, self.reports = context, reports
         root = context.folder / FOLDER
         overrides = [
             *context.launcher,
@@ -171,7 +172,7 @@ class Jobs:
             if not (folder / "run.json").exists():  # identifies the run on W&B
                 write_json(folder / "run.json", {"started": time.time(), "job": family})
         if due:
-            task = partial(job, time_slices=dict(time_slices), shared=self.shared)
+            task = partial(job, time_slices=dict(time_slices), shared=self.shared, reports=self.reports)
             self._launcher(task).launch([list(overrides[f]) for f in due], initial_job_idx=0)
 
     def _launcher(self, task: Any) -> Launcher:
@@ -204,7 +205,9 @@ def _note(folder: Path, rung: int) -> Path:
     return folder / f"rung-{ {LAST: 'last', SCORE: 'score'}.get(rung, rung) }.json"
 
 
-def job(cfg: DictConfig, time_slices: Mapping[str, TimeSlice], shared: Shared | None) -> None:
+def job(
+    cfg: DictConfig, time_slices: Mapping[str, TimeSlice], shared: Shared | None, reports: Reports
+) -> None:
     """Train one family for its time slice; its output goes to its log file."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     time_slice = time_slices[folder.name]
@@ -216,7 +219,7 @@ def job(cfg: DictConfig, time_slices: Mapping[str, TimeSlice], shared: Shared | 
     # Only the final scorecard is printed on the terminal.
     with (folder / LOG).open("a") as log, nullcontext() if time_slice.rung == SCORE else redirect_stdout(log):
         try:
-            train(checked_options(TrainOptions, cfg), folder, budget, shared)
+            train(checked_options(TrainOptions, cfg), folder, budget, shared, reports)
         except FollowUpError as error:
             note["follow up"] = str(error)
         except (UserError, TooLargeError) as error:

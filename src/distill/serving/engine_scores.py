@@ -26,7 +26,7 @@ from distill.engines.vllm import VLLM
 from distill.options import ScoringOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
-from distill.report.served import difference
+from distill.scoring.served import difference
 from distill.serving.agreement import compare, matching_row
 from distill.serving.broken_exports import Seen, likeliest
 from distill.serving.diagnosis import ServerFacts, causes

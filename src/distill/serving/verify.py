@@ -11,8 +11,8 @@ from decode.evaluation.scorecard import Row, Scorecard
 from distill.config.build import quiet
 from distill.config.validate import check_address
 from distill.options import VerifyOptions
-from distill.report.compare import scorecard
-from distill.report.tables import grid
+from distill.scoring.compare import scorecard
+from distill.scoring.tables import grid
 from distill.serving.agreement import Comparison, compare, matching_row
 from distill.serving.diagnosis import ServerFacts, causes
 from distill.serving.endpoint import Endpoint

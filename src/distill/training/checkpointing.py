@@ -22,7 +22,6 @@ from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.ranks import write_processes
 from distill.distributed.watchdog import Watchdog
 from distill.loggers.base import scalars, trackers
-from distill.report import html as html_report
 from distill.training import trainer_state
 from distill.training.module import DistillModule
 from distill.training.strategies import gather_weights
@@ -31,6 +30,7 @@ from distill.training.trainer_state import STATE
 from distill.utils.atomic_files import clean, write_json
 from distill.utils.phase_log import PhaseLog
 from distill.utils.progress import bar, say
+from distill.utils.reports import NO_REPORTS, Reports
 from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
 from drafters.checkpoint import io as checkpoint_io
@@ -56,7 +56,8 @@ class ScoreCheckpoint(L.Callback):
         stop: graceful shutdown. A step saved because of it, and not due, is not scored and is removed
             once two other checkpoints have a trainer state, or the last step is saved.
         budget: time budget, which asks for such early saves too.
-        watchdog: is told of the work at a save point, which takes longer than a step.
+        watchdog: notified of the work at a save point, which takes longer than a step.
+        reports: of the run.
     """
 
     def __init__(
@@ -69,12 +70,13 @@ class ScoreCheckpoint(L.Callback):
         stop: Stop | None = None,
         budget: Budget | None = None,
         watchdog: Watchdog | None = None,
+        reports: Reports = NO_REPORTS,
     ) -> None:
         self.phases, folder = phases, phases.folder
         self.watchdog = watchdog or Watchdog(0, folder)
         self.root = folder / "checkpoints"
         self.every, self.scorer, self.target_name, self.start = every, scorer, target_name, start
-        self.stop, self.budget = stop or Stop(), budget
+        self.stop, self.budget, self.reports = stop or Stop(), budget, reports
         self.trained = self.trained_cpu = 0.0  # seconds in training steps, whatever was scored between them
         self._reported = time.monotonic()  # time of the last report
         self._last_step = 0  # newest save point; a shared disk may show it to other machines late
@@ -229,7 +231,7 @@ class ScoreCheckpoint(L.Callback):
             logger.log_metrics(scalars(card), step=step)
             logger.save()  # flush what loggers buffer
         if time.monotonic() - self._reported > REPORT_EVERY:
-            html_report.attempt(self.root.parent)
+            self.reports.page(self.root.parent)
             self._reported = time.monotonic()
         return True
 

@@ -22,7 +22,7 @@ from decode.plan import Plan
 from decode.planning import auto as module
 from decode.planning.auto import Auto
 from decode.sampling import Sampler
-from distill.report.tables import settings_table
+from distill.scoring.tables import settings_table
 from distill.training.checkpointing import ScoreCheckpoint
 from distill.utils.phase_log import PhaseLog
 

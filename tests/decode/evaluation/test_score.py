@@ -17,7 +17,7 @@ from decode.generation.generate import generate
 from decode.generation.types import Generation, Output, Times
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.report.tables import settings_table
+from distill.scoring.tables import settings_table
 
 VOCAB, LENGTH = 23, 24
 PROMPTS = [[5, 9, 2, 7, 3], [4], [17, 4, 21, 6, 12, 2, 8, 8], [11, 11, 2], [20, 1]]

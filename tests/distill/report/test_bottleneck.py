@@ -7,8 +7,9 @@ import re
 import cards
 import pytest
 
-from distill.report import panels, tables
+from distill.report import panels
 from distill.report.bottleneck import bottleneck
+from distill.scoring import tables
 from distill.training.checkpointing import _rank, _summary
 from distill.utils.atomic_files import write_json
 

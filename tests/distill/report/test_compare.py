@@ -10,7 +10,7 @@ from workbench import foredraft
 
 from decode.errors import UserError
 from decode.evaluation.replay import Counts
-from distill.report.compare import Choice, comparison, read, table
+from distill.scoring.compare import Choice, comparison, read, table
 from distill.scoring.paired import tau_difference
 
 BOTH = Choice([0.0, 1.0])

@@ -7,9 +7,9 @@ import pytest
 from browser import browser
 from compared import FAST, SLOW, card, row, timing
 
-from distill.report.compare import Choice, read
 from distill.report.compare_page import page_of
 from distill.report.readme_results import results
+from distill.scoring.compare import Choice, read
 
 EVIL = "</script><script>alert(1)</script><b>"
 TREE = "tree-7 (depth 3, width 3)"

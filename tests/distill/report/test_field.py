@@ -7,8 +7,8 @@ from compared import FAST, SLOW, TOKENS, card, row
 from workbench import foredraft
 
 from decode.errors import UserError
-from distill.report.compare import Choice, read
 from distill.report.field import advice, bound, field_page
+from distill.scoring.compare import Choice, read
 
 COLD = Choice([0.0], by="tau")
 DRIFT = {"kl": 0.02, "reverse_kl": 0, "top1_agreement": 0.97, "greedy_prefix": 1, "prompts": 6, "tokens": 90}

@@ -25,6 +25,7 @@ from decode.generation.generate import generate
 from decode.generation.types import Round
 from decode.plan import Plan
 from decode.sampling import Sampler
+from distill import main as run_module
 from distill.config.recorded import resolved
 from distill.loggers import loggers as tracking
 from distill.loggers.wandb_logger import Wandb
@@ -37,6 +38,7 @@ from distill.report.training_panels import smoothed
 from distill.scoring.sample_texts import has_probs, varied
 from distill.training import checkpointing as callbacks
 from distill.utils.redact import HIDDEN
+from distill.utils.reports import Reports
 from drafters.checkpoint.pretrained import scorecard
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
@@ -151,7 +153,7 @@ def test_a_long_run_has_a_page_before_it_ends(bench, tmp_path, monkeypatch):
         seen.append((sorted(found.cards), len(found.curves["loss"][0])))
 
     monkeypatch.setattr(callbacks, "REPORT_EVERY", -1.0)
-    monkeypatch.setattr(html_report, "attempt", attempt)
+    monkeypatch.setattr(run_module, "REPORTS", Reports(page=attempt))
     bench.run(tmp_path / "long")
     # At both save points, with what was logged before them, and at the end.
     assert seen[0] == ([3], 2)

@@ -8,8 +8,8 @@ from compared import FAST, SLOW, card, row, timing
 from workbench import ROOT
 
 from decode.errors import UserError
-from distill.report.compare import Choice, read
 from distill.report.readme_results import BEGIN, END, as_text, headline, insert, results
+from distill.scoring.compare import Choice, read
 
 TREE = "tree-7 (depth 3, width 3)"
 BOTH = Choice([0.0, 1.0])

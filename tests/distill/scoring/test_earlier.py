@@ -5,7 +5,7 @@ import json
 import pytest
 
 from decode.evaluation.scorecard import Training
-from distill.report.compare import earlier
+from distill.scoring.compare import earlier
 
 
 def test_step_and_training_time_are_known_from_folder_and_card(tmp_path):

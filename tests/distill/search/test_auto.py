@@ -20,7 +20,7 @@ from decode.errors import RemoteError, UserError
 from distill.config.compose import compose
 from distill.options import SearchOptions
 from distill.report import history
-from distill.report.compare import scorecard
+from distill.scoring.compare import scorecard
 from distill.search import search as auto
 from distill.search import trials
 from distill.search import validate as auto_checks

@@ -22,6 +22,7 @@ from distill.search.halving import LAST, SCORE, Row, Verdict
 from distill.search.search import Search
 from distill.search.trials import JobContext
 from distill.training.time_budget import MAX_STEPS, Budget
+from distill.utils.reports import NO_REPORTS
 
 PLAN = Plan(depth=2)
 PLACE = {"hardware": "here", "load_average": [0.0, 0.1]}
@@ -221,7 +222,8 @@ class Made:
         auto = replace(options.drafter, minutes=minutes, search=0.4, cooldown=0.3)
         options, place = replace(options, drafter=auto), JobContext(folder, "config", [], [], folder)
         words, runs = {n: [] for n in self.worth}, dict.fromkeys(self.worth)
-        return Known(options, place, words, runs, self.clock(), self.clock)  # pyright: ignore[reportArgumentType]
+        run = words, runs, self.clock(), NO_REPORTS, self.clock
+        return Known(options, place, *run)  # pyright: ignore[reportArgumentType]
 
 
 WORTH = {

@@ -17,7 +17,7 @@ from distill.engines.launch import interpreter
 from distill.options import ScoreCommandOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
-from distill.report import tables
+from distill.scoring import tables
 from distill.serving import engine_scores, traffic
 from distill.serving.served_texts import compare_texts
 

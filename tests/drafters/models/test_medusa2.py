@@ -29,8 +29,8 @@ from distill.losses.objective import Objective
 from distill.losses.weights import Streak, decay
 from distill.prompts.chat_template import Chat
 from distill.prompts.sources import read_prompts
-from distill.report.tables import settings_table
 from distill.scoring.scorer import Scorer
+from distill.scoring.tables import settings_table
 from distill.scoring.target_drift import only_untuned
 from distill.scoring.target_drift import target_drift as how_far
 from distill.training.optim import warm_up_and_decay

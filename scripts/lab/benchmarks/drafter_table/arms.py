@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
-from distill.report.compare import scorecard
+from distill.scoring.compare import scorecard
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import say
 

@@ -12,8 +12,8 @@ from scipy import stats
 
 from benchmarks.drafter_table.arms import Run
 from decode.evaluation.scorecard import Row, Scorecard
-from distill.report.compare import draft_ms
-from distill.report.tables import markdown
+from distill.scoring.compare import draft_ms
+from distill.scoring.tables import markdown
 
 LEVELS = 4
 TEMPERATURES = (0.0, 1.0)

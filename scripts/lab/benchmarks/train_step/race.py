@@ -21,7 +21,7 @@ from decode.hardware import hardware
 from distill.config.resolvers import device_of
 from distill.config.target_size import size_settings
 from distill.config.validate import check_ranges
-from distill.report.tables import grid
+from distill.scoring.tables import grid
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
 from distill.utils.provenance import commit

@@ -1,14 +1,11 @@
-"""What an engine measured of a checkpoint, as columns and lines next to the scorecard's own figures."""
+"""What an engine measured of a checkpoint, as columns and lines of text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from markupsafe import Markup
-
 from decode.evaluation.scorecard import Row, Scorecard
 from decode.evaluation.served import Served
-from distill.report import page
 
 NONE = "-"
 
@@ -69,35 +66,3 @@ def notes(card: Scorecard) -> Iterator[str]:
                 f"{served.engine}: {texts(served)}: with this drafter it writes other greedy answers than "
                 "without, which is the engine's error or a row of the target computed in another way"
             )
-
-
-def section(card: Scorecard) -> Markup | None:
-    """The engine's figures next to ours; None where no engine measured."""
-    if not card.served:
-        return None
-    names = ["decode", "T", "batch", "tau here", "tau there", "accepted here", "accepted there", "noise"]
-    names += ["tokens/s", "plain", "speedup", "greedy answers", "agrees"]
-    lines = [
-        [
-            one.decode,
-            f"{one.temperature:g}",
-            str(one.batch_size),
-            f"{one.scored_tau:.2f}",
-            f"{one.tau:.2f}",
-            figures(one.scored_survival),
-            figures(one.survival),
-            figures(one.noise),
-            f"{one.tokens_per_second:.0f}",
-            NONE if one.plain_tokens_per_second is None else f"{one.plain_tokens_per_second:.0f}",
-            speed(one),
-            texts(one),
-            "yes" if one.agrees else "NO",
-        ]
-        for one in card.served
-    ]
-    caption = (
-        f"The same checkpoint, exported and served by {card.served[0].engine}: acceptance by its own "
-        "counters; tokens a second over HTTP, prefill included, with the drafter and, in another process, "
-        f"without. Noise: the largest difference by chance. {' '.join(notes(card))}"
-    )
-    return page.section("In the engine", page.table(names, lines), caption=caption, wide=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from decode.evaluation.quality import QUALITY_HEAD
 from decode.evaluation.scorecard import BY_ENGINE, NOT_RUN, Row, Scorecard
-from distill.report import served
-from distill.report.history import scorecards
+from distill.scoring import served
+from distill.scoring.run_scorecards import scorecards
 from distill.scoring.target_drift import describe
 from drafters.hub.untrusted_files import is_hub_id
 

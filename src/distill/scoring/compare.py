@@ -10,9 +10,9 @@ from typing import NamedTuple
 from decode.errors import UserError
 from decode.evaluation.scorecard import BY_ENGINE, Row, Scorecard, Training, read_scorecard, read_training
 from decode.verification.rule import changes_greedy
-from distill.report import served
-from distill.report.tables import grid, target_label
+from distill.scoring import served
 from distill.scoring.paired import FEWEST, speedup_ratio, speedup_text, tau_difference, why_incomparable
+from distill.scoring.tables import grid, target_label
 from distill.scoring.target_drift import describe
 from distill.utils.redact import hidden, printable
 from distill.utils.run_folder import is_step
