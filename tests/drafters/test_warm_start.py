@@ -122,5 +122,5 @@ def test_a_hub_id_is_fetched_and_nothing_but_the_two_files(saved, fake_hub):
     assert sorted(p.name for p in there.iterdir()) == ["config.json", "model.safetensors"]
     assert load_file(there / "model.safetensors").keys() == weights(folder).keys()
     assert not any("evil" in path for _, path in fake_hub.asked)
-    with pytest.raises(UserError, match="me/other: no such folder, and not to be had from the hub"):
+    with pytest.raises(UserError, match="me/other: no such folder, and not available from the Hub"):
         checkpoint_io.fetch("me/other")

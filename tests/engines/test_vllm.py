@@ -225,4 +225,4 @@ def test_a_broken_export_is_found_and_its_cause_named(broken, cause):
 @pytest.mark.proof
 def test_export_that_crashes_the_engine_is_reported_with_its_fault(broken):
     done = broken(absolute_d2t, fails=True)
-    done.refused("ended while it answered: ", "index", "d2t is no list of offsets")
+    done.refused("ended while it answered: ", "index", "d2t does not hold offsets")

@@ -1,4 +1,4 @@
-"""Atomic writes: temporary name, fsync, rename. A reader never sees half a file or folder."""
+"""Atomic writes: temporary name, fsync, rename. Readers never see a partial file or folder."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-LITTLE = 2**20  # bytes that are left of a full disk
-TORCH_WRITER = "inline_container"  # in errors of torch.save
-OS_ERROR = re.compile(r"\(os error (\d+)\)")  # as Rust's standard library writes them
+LITTLE = 2**20  # a disk with fewer free bytes counts as full
+TORCH_WRITER = "inline_container"  # marks errors of torch.save
+OS_ERROR = re.compile(r"\(os error (\d+)\)")  # format of Rust's standard library
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the file or folder that could not be written, for every writer.
+    """Make failed writes in the block raise an OSError that names the file or folder.
 
     Raises:
-        OSError: from the block, with this name where it had none (pyarrow's have none), and for errors of the
-            system that safetensors and torch raise as others.
+        OSError: from the block, with `path` if it had no name (as pyarrow's), or converted from an error of
+            safetensors or torch that the system caused.
     """
     try:
         yield
@@ -38,12 +38,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _code(error: Exception, path: Path) -> int | None:
-    """The system's number of a failed write; None for other errors."""
+    """Errno of a failed write; None for other errors."""
     if number := OS_ERROR.search(str(error)):
         return int(number[1])
     if TORCH_WRITER not in str(error):
         return errno.EIO if isinstance(error, SafetensorError) and "I/O error" in str(error) else None
-    # torch does not say what was wrong.
+    # torch does not report the cause.
     if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
         return errno.EFBIG
     folder = next(parent for parent in path.absolute().parents if parent.exists())
@@ -52,7 +52,7 @@ def _code(error: Exception, path: Path) -> int | None:
 
 @contextmanager
 def publish(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`, for a file or a folder; on success sync it and rename it.
+    """Yield a temporary path next to `path` for a file or folder; on success sync and rename it.
 
     Raises:
         OSError: from the block; see `writing`.
@@ -70,7 +70,7 @@ def publish(path: Path) -> Iterator[Path]:
 
 
 def rename_into_place(temporary: Path, final: Path) -> None:
-    """Give a file or a folder its final name, in a way that survives a crash."""
+    """Sync a file or folder to disk and rename it, so that it survives a crash."""
     for path in (*temporary.rglob("*"), temporary):
         sync(path)
     temporary.replace(final)

@@ -27,21 +27,19 @@ ORIGIN_KEYS = ("name", "revision", "fingerprint", "tokenizer")  # under `target`
 
 
 def target_name(folder: Path) -> str:
-    """Path or hub id of the target of a checkpoint.
+    """Path or hub id of a checkpoint's target.
 
     Raises:
         UserError: no checkpoint there, or it does not name a target.
     """
     name = target_origin(folder).name
     if not name:
-        raise UserError(
-            f"{folder}: it does not say for which target it was made; give target=<path or hub id>"
-        )
+        raise UserError(f"{folder}: it does not name its target; give target=<path or hub id>")
     return name
 
 
 def drafter_kind(folder: Path) -> str:
-    """Short name of the drafter in a folder; "" for another program's format.
+    """Short name of the drafter in a folder; "" in another program's format.
 
     Raises:
         UserError: no checkpoint there.
@@ -82,7 +80,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         return config
     if broken:
         whole = isinstance(config, dict) and "model_type" in config
-        more = "; a whole model drafts by drafter=lm_given drafter.path=<it>" if whole else ""
+        more = "; to draft with a whole model set drafter=lm_given drafter.path=<it>" if whole else ""
         raise UserError(f"{path}: not a drafter's config ({', '.join(broken)}){more}")
     if config["format"] != FORMAT:
         raise UserError(f"{path}: format {config['format']}, this version reads {FORMAT}")
@@ -98,7 +96,7 @@ def config_origin(config: Mapping[str, Any]) -> Origin:
 
 
 def _verifier(config: Any) -> Any:
-    """The target named in a config of speculators; "" if there is none."""
+    """Target that a config of speculators names; "" if none."""
     for key in ("speculators_config", "verifier", "name_or_path"):
         config = config.get(key, "") if isinstance(config, dict) else ""
     return config
@@ -115,7 +113,7 @@ def read_saved(folder: Path, config: dict[str, Any], target: Target) -> Saved:
     Args:
         folder: of a drafter.
         config: from `read_config`.
-        target: some formats leave sizes to the target.
+        target: of the drafter; some formats take sizes from it.
 
     Raises:
         UserError: the files are damaged, or do not match the config.
@@ -123,7 +121,7 @@ def read_saved(folder: Path, config: dict[str, Any], target: Target) -> Saved:
     foreign = None if is_native(config) else formats.find_reader(config)
     try:
         if foreign is None:
-            _look_at(folder, config, header(folder / layout.FILES[1]), target)
+            _validate(folder, config, header(folder / layout.FILES[1]), target)
             weights = load_file(folder / layout.FILES[1]) | lora_files.read_adapters(folder)
             return Saved(config["drafter"], config["settings"], weights, config.get("confidence", False))
         return foreign.read(Layout(config, weight_files.read_tensors(folder)), target)
@@ -133,8 +131,8 @@ def read_saved(folder: Path, config: dict[str, Any], target: Target) -> Saved:
         raise UserError(f"{folder}: damaged checkpoint ({first_line(error)})") from None
 
 
-def _look_at(folder: Path, config: dict[str, Any], shapes: dict[str, Shape], target: Target) -> None:
-    """Compare settings with the tensors on file before loading; see `checkpoint.validate`."""
+def _validate(folder: Path, config: dict[str, Any], shapes: dict[str, Shape], target: Target) -> None:
+    """Validate settings and the shapes on file before loading; see `checkpoint.validate`."""
     kind = drafter_class(config["drafter"])
     validate.check_settings(kind, config["settings"])
     validate.check_bounds(config["settings"], target)

@@ -46,8 +46,8 @@ def origin_of(drafter: Drafter, target: Target, name: str = "", fingerprint: str
     Args:
         drafter: of the target.
         target: that it drafts for.
-        name: in place of the path that the target was loaded from.
-        fingerprint: of the target, where it has just been computed.
+        name: instead of the path that the target was loaded from.
+        fingerprint: of the target, if already computed.
     """
     where, revision = target.model.name_or_path or "", getattr(target.model.config, "_commit_hash", None)
     exports = tuple(formats.accepting(short_name(drafter), drafter.settings, target))
@@ -75,21 +75,21 @@ def save(
 ) -> None:
     """Write `config.json` and `model.safetensors` into an existing folder.
 
-    Frozen weights of other models are left out; adapters are written in PEFT's format.
+    Frozen weights of other models are omitted; adapters are written in PEFT's format.
 
     Args:
         drafter: to save.
         target: the drafter's target, or its origin.
         folder: to write into.
         target_name: name of the target in config.json.
-        weights: unsharded weights, if the drafter's are sharded; None: the drafter's.
+        weights: unsharded weights of a sharded drafter; None: the drafter's own.
     """
     weights = weights or drafter.state_dict()
-    left_out = optional.unsaved_names(drafter) | _tied(drafter).keys()
-    whole = {k: v.detach().cpu().contiguous() for k, v in weights.items() if k not in left_out}
+    unsaved = optional.unsaved_names(drafter) | _tied(drafter).keys()
+    saved = {k: v.detach().cpu().contiguous() for k, v in weights.items() if k not in unsaved}
     if isinstance(drafter, SavesApart):
-        whole = drafter.save_separately(whole, folder)
-    save_file(whole, folder / "model.safetensors")
+        saved = drafter.save_separately(saved, folder)
+    save_file(saved, folder / "model.safetensors")
     made_for = target if isinstance(target, Origin) else origin_of(drafter, target, target_name)
     drafter.origin = drafter.origin or made_for
     config = {
@@ -113,12 +113,12 @@ def load(folder: str | Path, target: Target, same_weights: bool = True) -> Draft
     Args:
         folder: of the checkpoint.
         target: that it drafts for.
-        same_weights: refuse a drafter of a target with other weights. Its drafts are verified as any, so that
-            the output is right, but few are accepted.
+        same_weights: refuse a drafter that was made for a target with other weights. Its output would be
+            correct, but few of its tokens accepted.
 
     Raises:
-        UserError: no checkpoint there, a damaged one, one of an older version, or one for another target; the
-            base model of adapters is missing or has changed.
+        UserError: a missing, damaged or outdated checkpoint, or one for another target; the base model of
+            adapters is missing or has changed.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -143,7 +143,7 @@ def load(folder: str | Path, target: Target, same_weights: bool = True) -> Draft
         drafter = kind.restore(dict(saved.settings), target)
         if saved.confidence:
             drafter.add_confidence()
-        drafter.load_state_dict(_named_twice(drafter, saved.weights))
+        drafter.load_state_dict(_with_tied(drafter, saved.weights))
         validate.check_values(drafter, target.vocab_size)
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from None
@@ -164,17 +164,17 @@ def load(folder: str | Path, target: Target, same_weights: bool = True) -> Draft
 
 
 def load_as_saved(folder: Path, target: Target) -> Drafter:
-    """`load`, with the weights in their dtype on file, as a part of a drafter that will be saved."""
+    """`load`, with weights in their dtype on file, for a part of a drafter that will be saved."""
     drafter = load(folder, target)
     if weights := weights_on_file(folder, drafter, target):
-        drafter.load_state_dict(_named_twice(drafter, weights), assign=True)
+        drafter.load_state_dict(_with_tied(drafter, weights), assign=True)
     return drafter
 
 
 def as_saved(drafter: Drafter) -> Saved:
     """Settings and weights of a drafter, for export."""
-    left_out = optional.unsaved_names(drafter)
-    weights = {k: v.detach() for k, v in drafter.state_dict().items() if k not in left_out}
+    unsaved = optional.unsaved_names(drafter)
+    weights = {k: v.detach() for k, v in drafter.state_dict().items() if k not in unsaved}
     return Saved(short_name(drafter), drafter.settings, weights, drafter.confidence is not None)
 
 
@@ -188,8 +188,7 @@ def weights_on_file(folder: Path, drafter: Drafter, target: Target) -> dict[str,
 def fetch(source: str, revision: str | None = None) -> Path:
     """The local folder of a drafter: `source` itself, or a download of the hub repository.
 
-    Only `FILES`, the scorecard and the recipe are downloaded, and weights only after config.json is
-    validated.
+    Downloads only `FILES`, the scorecard and the recipe; weights after config.json is validated.
 
     Raises:
         UserError: neither a folder nor an accessible repository.
@@ -208,13 +207,13 @@ def fetch(source: str, revision: str | None = None) -> Path:
 
 
 def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
-    """Copy weights and buffers of another drafter where names and shapes agree.
+    """Copy weights and buffers of another drafter if names and shapes agree.
 
     The other drafter may have another target.
 
     Args:
         drafter: new; changed in place.
-        folder: of a drafter of the same class, or of the one in `AdoptsWeights`; see `load`.
+        folder: of a drafter of the same class, or of the class in `AdoptsWeights`; see `load`.
         target: of the new drafter.
 
     Returns:
@@ -228,7 +227,7 @@ def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
     adopts = isinstance(drafter, AdoptsWeights) and saved.drafter == drafter.warm_starts_from
     if saved.drafter != kind and not adopts:
         raise UserError(f"drafter.init_from={folder}: drafter {saved.drafter!r}, not {kind!r}")
-    tensors = _named_twice(drafter, saved.weights)
+    tensors = _with_tied(drafter, saved.weights)
     if isinstance(drafter, AdoptsWeights) and saved.drafter != kind:
         tensors = drafter.adopt_weights(tensors)
     elif isinstance(drafter, ConvertsWeights):
@@ -241,9 +240,9 @@ def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
     for name, module in drafter.named_modules():
         saved_ids = tensors.get(f"{name}.d2t".removeprefix("."))
         if isinstance(module, Drafter) and module.sizes_vocabulary and saved_ids is not None:
-            module.resize_vocabulary(len(saved_ids))  # its tokens belong to its weights
-    left_out = optional.unsaved_names(drafter)
-    state = {name: value for name, value in drafter.state_dict().items() if name not in left_out}
+            module.resize_vocabulary(len(saved_ids))  # the weights depend on the tokens
+    unsaved = optional.unsaved_names(drafter)
+    state = {name: value for name, value in drafter.state_dict().items() if name not in unsaved}
     matching = {
         name: tensors[name]
         for name, value in state.items()
@@ -252,18 +251,18 @@ def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
     if not matching:
         raise UserError(f"drafter.init_from={folder}: none of its {len(tensors)} tensors fits this drafter")
     drafter.load_state_dict(matching, strict=False)
-    left = [
+    not_copied = [
         f"{name} ({tuple(value.shape)} here, {tuple(tensors[name].shape)} there)"
         if name in tensors
         else f"{name} (not there)"
         for name, value in state.items()
         if name not in matching
     ]
-    return left + [f"{name} (not here)" for name in tensors if name not in state]
+    return not_copied + [f"{name} (not here)" for name in tensors if name not in state]
 
 
-def _named_twice(drafter: Drafter, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Add tied tensors under their other names."""
+def _with_tied(drafter: Drafter, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add tied tensors under their second names."""
     return weights | {name: weights[first] for name, first in _tied(drafter).items() if first in weights}
 
 

@@ -1,6 +1,6 @@
 """The model card of a drafter: description, recipe, scores, and commands to serve it.
 
-All numbers are from the scorecard or the recipe; missing ones are stated as unknown.
+All numbers come from the scorecard or the recipe; missing ones are marked as unknown.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _front(facts: Facts) -> str:
     if at_hub(facts.origin):
         lines.append(f"base_model: {facts.origin.name}")
     lines += ["tags:", "- speculative-decoding", "- draft-model", f"- {facts.kind}"]
-    lines += ["# license: yours to choose; the target's and the data's have a say in it", "---", ""]
+    lines += ["# license: your choice, within the licenses of the target and the data", "---", ""]
     return "\n".join(lines)
 
 
@@ -78,7 +78,7 @@ def _what(facts: Facts) -> str:
     properties = {
         "target": f"{target}, revision {_line(origin.revision)}" if origin.revision else target,
         "target's fingerprint": origin.fingerprint,
-        "tokenizer's hash": origin.tokenizer or "(it has none that could be read)",
+        "tokenizer's hash": origin.tokenizer or "(no tokenizer could be read)",
         "parameters": f"{sum(p.numel() for p in drafter.parameters()):,}",
         "reads of the target": _taps(drafter),
         "confidence head": "yes" if drafter.confidence is not None else "no",
@@ -103,7 +103,7 @@ def _what(facts: Facts) -> str:
 
 def _taps(drafter: Drafter) -> str:
     if not drafter.taps:
-        return "nothing but the text"
+        return "only the text"
     names = ", ".join(map(str, drafter.taps))
     return f"{names} (a number i: the value entering decoder layer i; last: the head's input)"
 
@@ -113,7 +113,7 @@ def _taps(drafter: Drafter) -> str:
 
 def _score(score: Scorecard | None) -> str:
     if score is None:
-        return "## Score\n\nIt comes without a scorecard: nothing is known of its acceptance or speed.\n"
+        return "## Score\n\nThere is no scorecard: acceptance and speed are unknown.\n"
     head = ["decode", "T", "batch", "tau", "replayed", *(f"s_{j}" for j in range(1, LEVELS + 1)), "speedup"]
     head += ["tokens/s", "plain"]
     lines = [_row(row) for row in score.rows]
@@ -140,8 +140,8 @@ def _score(score: Scorecard | None) -> str:
         notes += ["", "**No draft was faster than plain decoding on the machine that scored it.**"]
     for row in score.rows:
         if row.quality:
-            said = "; ".join(f"{n} {c}" for n, c in zip(QUALITY_HEAD, row.quality.cells(), strict=True))
-            notes += ["", f"{row.decode} changes the text, T={row.temperature:g}: {said}."]
+            changes = "; ".join(f"{n} {c}" for n, c in zip(QUALITY_HEAD, row.quality.cells(), strict=True))
+            notes += ["", f"{row.decode} changes the text, T={row.temperature:g}: {changes}."]
     if score.conditions.control != "none":
         notes += ["", f"control={_line(score.conditions.control)}: this is a control, no real score."]
     if drift := score.checkpoint.target_drift:
@@ -197,7 +197,7 @@ def _grid(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _recipe(recipe: Mapping[str, Any] | None) -> str:
     if recipe is None:
-        return "## Data and recipe\n\nNothing was written down beside it of how it was made.\n"
+        return "## Data and recipe\n\nThere is no recipe: data and training are unknown.\n"
     lines = ["## Data and recipe", ""]
     for part, values in recipe.items():
         text = values if isinstance(values, str) else json.dumps(values, sort_keys=True)
@@ -229,7 +229,7 @@ def _serve(facts: Facts) -> str:
         "",
     ]
     if not facts.origin.exports:
-        lines += ["No serving engine that we know of can serve this drafter.", ""]
+        lines += ["No known engine can serve this drafter.", ""]
         return "\n".join(lines)
     lines += ["In the files of an engine:", ""]
     lines += [f"    foredraft export checkpoint={location} to={program}" for program in facts.origin.exports]
@@ -242,7 +242,7 @@ def at_hub(origin: Origin) -> bool:
 
 
 def portable(origin: Origin) -> Origin:
-    """Without local paths, which are useless to others and may contain a user name."""
+    """Remove local paths, which are useless to others and may contain a user name."""
     return origin if at_hub(origin) else origin._replace(name=Path(origin.name).name)
 
 

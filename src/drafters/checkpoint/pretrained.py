@@ -1,4 +1,4 @@
-"""from_pretrained, save_pretrained, push_to_hub: folders with weights, config, scores and model card."""
+"""Load, save and upload drafter folders with weights, config, scorecard, recipe and model card."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from drafters.hub.untrusted_files import in_hub_cache, is_hub_id, read_json
 from drafters.hub.upload import upload
 from drafters.registry import short_name
 
-SCORES = (NOTES[0], "score.json")  # in a published folder, in a run's checkpoint
+SCORES = (NOTES[0], "score.json")  # name in a published folder, and in a run's checkpoint
 RECIPE = NOTES[1]
 
 
@@ -57,13 +57,13 @@ def _named_target(folder: Path) -> Target:
     tokenizer = checkpoint_io.tokenizer_hash(name, origin.revision, fetch=True)
     if origin.tokenizer and tokenizer != origin.tokenizer:
         raise UserError(
-            f"{folder}: the tokenizer of {name} is another by now; if that is meant, load it and pass target="
+            f"{folder}: the tokenizer of {name} has changed; to use it anyway, load it and pass target="
         )
     return target
 
 
 def _bundled(name: str) -> str:
-    """The path of a target that comes with the project (`data/pocket`), from any working directory."""
+    """Path of a target that is shipped with the project (`data/pocket`), in any working directory."""
     source = Path(__file__).resolve().parents[2]  # src/ of a clone, site-packages of a wheel
     shipped = [root / name for root in (source / "foredraft", source.parent)]
     if not is_hub_id(name) or Path(name).exists():
@@ -77,7 +77,7 @@ def save_pretrained(drafter: Drafter, folder: str | Path, target: Target | None 
     Args:
         drafter: to save.
         folder: new or empty.
-        target: of the drafter; None: the one that it was loaded with.
+        target: of the drafter; None: the target that it was loaded with.
 
     Raises:
         UserError: the target is unknown, or the folder is not empty.
@@ -87,7 +87,7 @@ def save_pretrained(drafter: Drafter, folder: str | Path, target: Target | None 
 
 
 def push_to_hub(drafter: Drafter, repo: str, target: Target | None = None, private: bool = True) -> str:
-    """Upload what `save_pretrained` writes, in one commit.
+    """Upload the folder of `save_pretrained` in one commit.
 
     Args:
         drafter: to upload.
@@ -123,9 +123,9 @@ def write(
     Args:
         drafter: to write.
         folder: to write into.
-        origin: the drafter's target and source folder; scorecard and recipe are copied from there if
+        origin: the drafter's target and source folder; scorecard and recipe are copied from the folder if
             the weights are unchanged.
-        recipe: recipe of the run; None: that of the source folder.
+        recipe: recipe of the run; None: the source folder's.
         layout: exported files in another format; None: the native format.
         to: name of that format.
         weights: see `checkpoint.io.save`.
@@ -135,8 +135,8 @@ def write(
         layout.write(folder)
     else:
         checkpoint_io.save(drafter, origin, folder, weights=weights)
-    same = origin.folder if origin.content and origin.content == module_fingerprint(drafter) else None
-    score, recipe = scorecard(same), recipe or read_notes(same, RECIPE)
+    unchanged = origin.folder if origin.content and origin.content == module_fingerprint(drafter) else None
+    score, recipe = scorecard(unchanged), recipe or read_notes(unchanged, RECIPE)
     if score:
         score = replace(score, checkpoint=replace(score.checkpoint, target=origin.name))
     for name, value in zip(NOTES, (score and score.to_json(), recipe), strict=True):
@@ -147,10 +147,10 @@ def write(
 
 
 def scorecard(folder: Path | None) -> Scorecard | None:
-    """Scorecard in a folder, or None. Sample texts stay with the run.
+    """Scorecard in a folder, without sample texts; None if there is none.
 
     Raises:
-        UserError: a scorecard that is damaged, or of another version.
+        UserError: a damaged scorecard, or one of another version.
     """
     for name in SCORES:
         if (values := read_notes(folder, name)) is not None:
@@ -179,7 +179,7 @@ def _origin(drafter: Drafter, target: Target | None) -> Origin:
     origin = drafter.origin
     if target is None:
         if origin is None:
-            raise UserError("this drafter does not know whom it was made for; pass target=")
+            raise UserError("this drafter's target is unknown; pass target=")
         return origin
     if origin and origin.fingerprint == target.fingerprint():
         return origin
@@ -192,10 +192,10 @@ def publish_folder(folder: Path) -> Iterator[Path]:
 
     Raises:
         UserError: `folder` is not empty.
-        OSError: a full disk, for example; the temporary folder is removed.
+        OSError: writing failed; the temporary folder is removed.
     """
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise UserError(f"{folder} is there already; remove it, or choose another folder")
+        raise UserError(f"{folder} already exists; remove it, or choose another folder")
     if file := next((parent for parent in folder.parents if parent.is_file()), None):
         raise UserError(f"{folder}: {file} is a file; choose another folder")
     with publish(folder) as temporary:

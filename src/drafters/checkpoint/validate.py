@@ -25,16 +25,16 @@ from drafters.hub.untrusted_files import Shape, brief, in_hub_cache, is_hub_id, 
 from drafters.layers.decoder_layer import LayerShape
 from drafters.registry import drafter_class, nested
 
-MAX_INT = 2**24  # of an integer in settings: well above any vocabulary or context
-MAX_FLOAT = 1e12  # likewise of any other number
-# Most of whole numbers that no tensor on file shows: what is computed for each token, or kept of a text.
+MAX_INT = 2**24  # of an integer in settings: above any vocabulary or context
+MAX_FLOAT = 1e12  # of any other number in settings
+# Upper bounds of integers that shapes on file do not limit: work per token, or parts of a text.
 MOST = {
     **dict.fromkeys(("depth", "steps", "ensemble", "columns", "pool", "nodes", "candidates"), 1024),
     **dict.fromkeys(("ngram", "longest", "min_n", "max_n", "first_depth", "least"), 256),
     "anchors": 2**16,
 }
-PLACES = ("sinks", "recent", "places", "refresh", "queries")  # of a text, which a target's context bounds
-MIN_PLACES = 4096  # that any target may have
+PLACES = ("sinks", "recent", "places", "refresh", "queries")  # bounded by the target's context
+MIN_PLACES = 4096  # allowed for any target
 TOKEN_IDS = ("mask_id", "mask_token")
 MAX_LENGTH = 2**16  # of a list or string in settings
 MAX_PARTS = 5_000  # modules, weights and buffers of a drafter without tensors on file
@@ -49,13 +49,13 @@ def check_settings(kind: type[Drafter], settings: Mapping[str, Any]) -> None:
     """Check names, types and sizes of settings against a constructor.
 
     Raises:
-        UserError: naming the first invalid one.
+        UserError: names the first invalid setting.
     """
     hints = _hints(kind)
     for name, value in settings.items():
         if name not in hints:
-            raise UserError(f"settings.{brief(name)}: a {kind.__name__} has none of that name")
-        if not _is(value, hints[name]):
+            raise UserError(f"settings.{brief(name)}: a {kind.__name__} has no such setting")
+        if not _has_type(value, hints[name]):
             raise UserError(f"settings.{name}={brief(value)}: of the wrong type")
         _check_sizes(f"settings.{name}", value)
     for _, part, options in nested(settings):
@@ -63,7 +63,7 @@ def check_settings(kind: type[Drafter], settings: Mapping[str, Any]) -> None:
 
 
 def check_target(settings: Mapping[str, Any], target: Target) -> None:
-    """Check the vocabulary size, which tensors do not always show.
+    """Check the vocabulary size, which shapes on file do not always determine.
 
     Raises:
         UserError: it differs from the target's.
@@ -75,18 +75,18 @@ def check_target(settings: Mapping[str, Any], target: Target) -> None:
 
 
 def check_bounds(settings: Mapping[str, Any], target: Target) -> None:
-    """Check numbers that no tensor shows, before anything is made of them.
+    """Check numbers that shapes on file do not limit, before they are used.
 
     Raises:
-        UserError: one is negative, or more than the target can have a use for.
+        UserError: a number is negative, or larger than useful for the target.
     """
     context = max(target.max_positions or 0, MIN_PLACES)
-    own = settings.get("config")  # of a drafter that is a whole model: its mask may be a token of its own
+    own = settings.get("config")  # of a whole model as drafter: its mask may be an additional token
     size = own.get("vocab_size") if isinstance(own, Mapping) else None
     tokens = max(target.vocab_size, size if isinstance(size, int) else 0)
     most = MOST | dict.fromkeys(PLACES, context) | dict.fromkeys(TOKEN_IDS, tokens - 1)
     for name, value in settings.items():
-        if isinstance(value, Mapping) and name != "config":  # transformers', where -1 is a token that is none
+        if isinstance(value, Mapping) and name != "config":  # in transformers' configs, -1 is no token
             check_bounds(value, target)
         if type(value) is int and not 0 <= value <= most.get(name, MAX_INT):
             raise UserError(
@@ -110,13 +110,13 @@ def check_base(folder: Path, settings: Mapping[str, Any]) -> None:
         )
     if in_hub_cache(folder) and not is_hub_id(path):
         raise UserError(
-            f"settings.base.path={brief(path)}: its adapters belong to a model in a folder of the machine "
-            "that they come from; ask for a checkpoint with the adapters merged"
+            f"settings.base.path={brief(path)}: its adapters need a model in a folder of the machine that "
+            "they were trained on; ask for a checkpoint with the adapters merged"
         )
 
 
 def _hints(kind: type) -> dict[str, Any]:
-    """Types of a constructor's arguments, with those of **options (the parent) and **sizes (`LayerShape`)."""
+    """Types of a constructor's arguments, including **options (the parent's) and **sizes (`LayerShape`)."""
     types: dict[str, Any] = {}
     for parent in kind.__mro__:
         if "__init__" not in parent.__dict__:
@@ -133,21 +133,21 @@ def _hints(kind: type) -> dict[str, Any]:
     return types
 
 
-def _is(value: Any, hint: Any) -> bool:
+def _has_type(value: Any, hint: Any) -> bool:
     """Whether a JSON value has the annotated type."""
     origin, parts = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
     if origin in (Union, UnionType):
-        return any(_is(value, part) for part in parts)
+        return any(_has_type(value, part) for part in parts)
     if hint is float:
         return type(value) in (int, float)
     if hint in (bool, int, str, NoneType):
         return type(value) is hint
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return isinstance(value, dict) and all(_is(part, parts[1]) for part in value.values())
+        return isinstance(value, dict) and all(_has_type(part, parts[1]) for part in value.values())
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        return isinstance(value, list) and all(_is(part, parts[0]) for part in value)
+        return isinstance(value, list) and all(_has_type(part, parts[0]) for part in value)
     return False
 
 
@@ -155,17 +155,17 @@ def _check_sizes(name: str, value: Any) -> None:
     if isinstance(value, dict):
         for key, part in value.items():
             if RESERVED.fullmatch(key):
-                raise UserError(f"{name}.{brief(key)}: a key that no drafter writes")
+                raise UserError(f"{name}.{brief(key)}: a reserved key, which no drafter writes")
             _check_sizes(f"{name}.{brief(key)}", part)
     elif isinstance(value, list):
         for part in value[:MAX_LENGTH]:
             _check_sizes(name, part)
-    large = (
+    large_int = (
         type(value) is int and abs(value) > MAX_INT and "theta" not in name
-    )  # wavelengths allocate nothing
-    endless = type(value) is float and not abs(value) <= MAX_FLOAT
-    if large or endless or (isinstance(value, list | str) and len(value) > MAX_LENGTH):
-        raise UserError(f"{name}={brief(value)}: far beyond what any drafter has")
+    )  # a wavelength allocates no memory
+    large_float = type(value) is float and not abs(value) <= MAX_FLOAT
+    if large_int or large_float or (isinstance(value, list | str) and len(value) > MAX_LENGTH):
+        raise UserError(f"{name}={brief(value)}: larger than in any drafter")
 
 
 # -- shapes ----------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def _check_sizes(name: str, value: Any) -> None:
 def check_shapes(
     kind: type[Drafter], settings: Mapping[str, Any], confidence: bool, shapes: Mapping[str, Shape]
 ) -> None:
-    """Compare the tensors that settings imply with those on file, on the `meta` device.
+    """Compare shapes on file with the tensors that settings imply, built on the `meta` device.
 
     Args:
         kind: class of the drafter.
@@ -192,9 +192,9 @@ def check_shapes(
             _check_adapter(name, shape, shapes, expected)
         elif (expected_shape := expected.get(name.replace(f"{BASE}.", "."))) != shape:
             expectation = (
-                f"by config.json it is {expected_shape}"
+                f"config.json implies {expected_shape}"
                 if expected_shape
-                else "by config.json there is none of that name"
+                else "config.json implies no such tensor"
             )
             raise UserError(f"damaged checkpoint (tensor {brief(name)} is {shape}, {expectation})")
     names = {name.replace(f"{BASE}.", ".") for name in shapes}
@@ -209,18 +209,18 @@ def check_shapes(
 def _check_adapter(
     name: str, shape: Shape, shapes: Mapping[str, Shape], expected: Mapping[str, Shape]
 ) -> None:
-    """Check that both factors of an adapter have one rank and fit their weight."""
+    """Check that both factors of an adapter have the same rank and fit their weight."""
     stem = name.removesuffix(DOWN).removesuffix(UP)
     down, up, weight = shapes.get(stem + DOWN), shapes.get(stem + UP), expected.get(f"{stem}.weight")
     sizes = [part.size if part and part.kind == "float" else () for part in (down, up, weight)]
     (rank, wide_in), (wide_out, other) = (size if len(size) == 2 else (0, -1) for size in sizes[:2])
     if rank != other or sorted(sizes[2]) != sorted((wide_in, wide_out)):
-        raise UserError(f"damaged checkpoint (adapter {brief(name)} is {shape}, which fits no map)")
+        raise UserError(f"damaged checkpoint (adapter {brief(name)} is {shape}, which fits no weight)")
 
 
 def _empty(kind: type[Drafter], settings: Mapping[str, Any], confidence: bool, parts: int) -> Drafter:
     try:
-        with torch.device("meta"), _at_most(parts):
+        with torch.device("meta"), _limit_parts(parts):
             drafter = kind(**settings)
             if confidence:
                 drafter.add_confidence()
@@ -232,7 +232,7 @@ def _empty(kind: type[Drafter], settings: Mapping[str, Any], confidence: bool, p
 
 
 @contextmanager
-def _at_most(parts: int) -> Iterator[None]:
+def _limit_parts(parts: int) -> Iterator[None]:
     """Limit the number of modules, weights and buffers that this thread creates."""
     thread, left = threading.get_ident(), parts
 
@@ -259,7 +259,7 @@ def check_values(drafter: Drafter, vocab_size: int) -> None:
     """Check that weights are finite and token ids exist in the target.
 
     Raises:
-        UserError: naming the first invalid tensor.
+        UserError: names the first invalid tensor.
     """
     for name, value in drafter.named_parameters():
         if not value.isfinite().all():
@@ -269,4 +269,4 @@ def check_values(drafter: Drafter, vocab_size: int) -> None:
             raise UserError(f"damaged checkpoint ({name} is not finite)")
         outside = name.rpartition(".")[2] in TOKENS and value.numel()
         if outside and not -1 <= int(value.min()) <= int(value.max()) < vocab_size:
-            raise UserError(f"damaged checkpoint ({name} holds tokens that the target has not)")
+            raise UserError(f"damaged checkpoint ({name} contains tokens that the target does not have)")

@@ -1,1 +1,1 @@
-"""Growing a draft from any drafter: chain, tree, reduced vocabulary."""
+"""Build drafts from a drafter's logits: chains, trees and their unions, reduced vocabularies."""

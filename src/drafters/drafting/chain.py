@@ -1,4 +1,4 @@
-"""Draft chains: one per row, cut off by confidence, or several in parallel."""
+"""Draft chains: one per row, optionally ended by low confidence, or several in parallel."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def draft_chain(
     vocabulary: Vocabulary | None,
     confidence: Callable[[], Tensor] | None,
 ) -> Draft:
-    """One chain per row, of the most likely tokens or, with `warp`, of sampled ones.
+    """One chain per row of the most likely tokens or, with `warp`, of sampled ones.
 
-    With `plan.min_confidence` a row ends before the first node at which the product of confidences is
-    below it. The decision does not depend on the token sampled there, so that sampled tokens keep
-    their distribution and verification stays lossless.
+    With `plan.min_confidence` a row ends before the first node where the product of confidences is below
+    it. The decision does not depend on the token sampled there, so sampled tokens keep their distribution
+    and verification stays lossless.
     """
     first = torch.zeros(logits.shape[0], 1, dtype=torch.long, device=logits.device)
     alive = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
@@ -50,7 +50,7 @@ def draft_chain(
         if plan.min_confidence and not alive.any():  # one synchronisation with the device per level
             break
         if probs is None:
-            token = target_ids(logits.max(-1).indices, vocabulary)  # twice as fast as `argmax` on a CPU
+            token = target_ids(logits.max(-1).indices, vocabulary)  # faster than `argmax` on a CPU
         else:
             token = coin.draw(probs, Key(Purpose.PROPOSE, level), alive)
         may_end = probs is not None or plan.min_confidence
@@ -61,7 +61,7 @@ def draft_chain(
         empty = Draft.empty(len(alive), alive.device)
         if not levels:
             return empty
-        # Empty `laws` keep the random keys of these rows those of rows that draft nothing in a mixed batch.
+        # With empty probs these rows use the same random keys as rows without a draft in a mixed batch.
         none = empty.tokens
         return replace(empty, probs=DraftProbs(levels[0][:, None][:, :0], none, (), none.bool()))
     return Draft.chain(torch.stack(tokens, 1), torch.stack(levels[: len(tokens)], 1) if levels else None)
@@ -77,9 +77,8 @@ def draft_parallel_chains(
 ) -> Draft:
     """`plan.drafts` chains, sampled independently; node level * K + k belongs to chain k.
 
-    Chains with equal tokens so far are twins. Each token stays a node of its own, since verification
-    examines every draw, but the next tokens of twins are children of the first one and share its
-    distribution.
+    Chains with equal tokens so far are twins. Each token stays a separate node, since verification examines
+    every draw, but the next tokens of twins are children of the first twin and share its distribution.
     """
     rows, count = logits.shape[0], plan.drafts
     index = torch.arange(count, device=logits.device)
@@ -89,7 +88,7 @@ def draft_parallel_chains(
     q_levels, tokens = [probs], []
     parents, owners = [twin - 1], [twin[:, :1]]
     for level in range(plan.depth):
-        # Rows of twins differ by rounding only; sample all from the row that verification reads. (B, K, V)
+        # Rows of twins differ only by rounding; sample all from the row that verification reads. (B, K, V)
         draw_probs = probs.expand(-1, count, -1).gather(1, twin[..., None].expand(-1, -1, probs.shape[-1]))
         alive = alive & (draw_probs.amax(-1) > 0)
         draws = coin.draw(draw_probs, Key(Purpose.PROPOSE, level * count), alive)
@@ -97,7 +96,7 @@ def draft_parallel_chains(
         if level + 1 == plan.depth:
             break
         logits = step(tokens[-1].clamp_min(0), twin)
-        # (B, K, K): twins before that also drew the same token; the first of them is the new twin.
+        # (B, K, K): earlier twins that drew the same token; the first of them is the new twin.
         same = (twin[:, :, None] == twin[:, None]) & (tokens[-1][:, :, None] == tokens[-1][:, None])
         twin = same.int().argmax(-1)  # (B, K)
         probs = probs_of(logits.flatten(0, 1), warp, vocabulary).unflatten(0, logits.shape[:2])

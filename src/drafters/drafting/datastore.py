@@ -1,14 +1,14 @@
-"""Texts as a suffix array on disk, memory-mapped: what followed an n-gram (REST, arXiv:2311.08252).
+"""Memory-mapped suffix array of texts, to look up the tokens after an n-gram (REST, arXiv:2311.08252).
 
-A datastore is a folder named by a hash of its texts and of the tokenizer, in the cache folder of the machine:
+A datastore is a folder in the machine's cache folder, named by a hash of its texts and the tokenizer:
 
     index.json    format, key, bytes of a token, vocabulary, hashes of samples of the files
-    tokens.bin    the texts' token ids, big-endian, so that bytes sort as the tokens do; the largest number
-                  that fits, `separator`, ends each text, and `DEPTH` more end the file
-    order.bin     (n,) uint32, little-endian: all places, sorted by the `DEPTH` tokens from each place on
+    tokens.bin    the texts' token ids, big-endian, so that bytes sort like tokens; the largest number
+                  that fits, the separator, ends each text, and `DEPTH` more end the file
+    order.bin     (n,) uint32, little-endian: all positions, sorted by the `DEPTH` tokens from there on
 
-Processes that open it share its pages. `distill.datastore` makes it. Files are recognised by samples, so
-damage elsewhere can remain: it leads to other drafts, which are verified like any, and only to tokens.
+Processes that open it share its pages. `distill.datastore` builds it. Files are checked by samples, so damage
+elsewhere can remain. It only changes drafts, which are verified as usual.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from drafters.hub.untrusted_files import check_link, read_json
 
 FORMAT = 1
 META, TOKENS, ORDER = "index.json", "tokens.bin", "order.bin"
-DEPTH = 16  # tokens by which places are sorted, the most that a match has
-SAMPLE = 64  # places that are counted, of an n-gram that has more
-REMEMBERED = 4096  # n-grams whose counts are kept: those of a round are looked up again in the next
+DEPTH = 16  # tokens that positions are sorted by: the longest match
+SAMPLE = 64  # most positions that are counted for an n-gram
+REMEMBERED = 4096  # cached n-grams: the next round looks up many of them again
 MOST = 10**9  # tokens of a datastore
-BLOCKS, BLOCK = 256, 4096  # number and bytes of the samples that a file is recognised by
+BLOCKS, BLOCK = 256, 4096  # number and bytes of the samples of a file that are hashed
 
 
 def datastore_folder(key: str) -> Path:
-    """Where the datastore with a hash is kept on this machine."""
+    """Folder of the datastore with this hash on this machine."""
     return cache_folder() / "datastores" / key
 
 
 def token_type(vocab_size: int) -> np.dtype:
-    """Big-endian type of token ids: the smallest that has room for the separator as well."""
+    """Big-endian type of token ids: the smallest with room for the separator."""
     return np.dtype(">u2" if vocab_size < 2**16 else ">u4")
 
 
 def sample_hash(path: Path) -> str:
-    """Hash of a file's size and of blocks of it, evenly spaced: seconds are saved on every start."""
+    """Hash of a file's size and of evenly spaced blocks, which is faster than hashing the whole file."""
     size = path.stat().st_size
     found = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
@@ -63,21 +63,21 @@ class Datastore:
     """An open datastore.
 
     Args:
-        folder: of a finished one.
-        vocab_size: of the target; what is no token of it is left out.
+        folder: of a finished datastore.
+        vocab_size: of the target; other ids are ignored.
 
     Attributes:
         size: number of tokens, separators included.
-        next_tokens: `_next_tokens`, whose newest results are remembered.
+        next_tokens: `_next_tokens` with a cache.
 
     Raises:
-        ValueError: the files do not belong together.
+        ValueError: the files contradict each other.
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._type, self._vocab_size = token_type(vocab_size), vocab_size
         self._separator = int(np.iinfo(self._type).max)
-        # Indexing a `mmap` gives bytes, which compare as the tokens do and need no array for each place.
+        # Slices of a `mmap` are bytes, which compare like tokens and need no array for each position.
         self._files = [_Mapped(folder / name) for name in (TOKENS, ORDER)]
         self._bytes = self._files[0].bytes
         self._order = memoryview(self._files[1].bytes).cast("I")
@@ -90,17 +90,17 @@ class Datastore:
 
     @classmethod
     def open(cls, key: str, vocab_size: int) -> Self:
-        """Open the datastore with a hash.
+        """Open the datastore with this hash.
 
         Raises:
-            UserError: no key, this machine has none, it is damaged, or its tokens are not the target's.
+            UserError: an invalid key, a missing or damaged datastore, or another vocabulary.
         """
-        if not re.fullmatch("[0-9a-f]{16}", key):  # a checkpoint's, which may come from anywhere
+        if not re.fullmatch("[0-9a-f]{16}", key):  # from a checkpoint, which is untrusted
             raise UserError(f"{key[:40]!r} is no key of a datastore")
         folder = datastore_folder(key)
         if not folder.is_dir():
             raise UserError(
-                f"its datastore is not on this machine ({folder}); a run with these texts makes it here"
+                f"its datastore is not on this machine ({folder}); a run with these texts builds it"
             )
         try:
             meta = read_json(folder / META)
@@ -113,21 +113,21 @@ class Datastore:
                     raise ValueError(f"{name} has changed")
             size = int(meta["vocab_size"])
             opened = cls(folder, size)
-        except UserError:  # a link, or a description of megabytes
+        except UserError:  # a link, or a file that is too large
             raise
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(
                 f"{folder}: damaged datastore ({error or type(error).__name__}); remove it, and a run with "
-                "drafter.store=<its texts> makes it again"
+                "drafter.store=<its texts> builds it again"
             ) from None
         if size != vocab_size:
-            raise UserError(f"{folder}: its texts are tokens of a vocabulary of {size}, not of {vocab_size}")
+            raise UserError(f"{folder}: made for a vocabulary of {size}, and the target has {vocab_size}")
         return opened
 
     def _next_tokens(self, ngram: tuple[int, ...]) -> dict[int, int]:
-        """Token -> how often it followed an n-gram.
+        """Token -> number of times that it followed an n-gram.
 
-        At all of its places or, if there are more, at `SAMPLE` evenly spaced ones of the sorted order.
+        Counts all occurrences or, if there are more, `SAMPLE` evenly spaced ones of the sorted order.
         """
         for file in self._files:
             file.check()
@@ -141,7 +141,7 @@ class Datastore:
         first = bisect_left(self._order, pattern, key=at)
         if first == self.size or at(self._order[first]) != pattern:
             return {}
-        step = 1  # most n-grams are at few places: look near the first
+        step = 1  # most n-grams are rare: search near the first
         while first + step < self.size and at(self._order[first + step]) == pattern:
             step *= 2
         last = bisect_right(self._order, pattern, first + step // 2, min(first + step, self.size), key=at)
@@ -153,7 +153,7 @@ class Datastore:
 
 
 class _Mapped:
-    """A mapped file, kept open: reading what was cut off since would end the process without a word."""
+    """A memory-mapped file, kept open to detect truncation, since reading past its end kills the process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -162,13 +162,13 @@ class _Mapped:
         self._size = len(self.bytes)
 
     def check(self) -> None:
-        """Look whether all of it is there.
+        """Check that the file was not truncated.
 
         Raises:
-            UserError: it was cut off.
+            UserError: it was.
         """
         if (size := os.fstat(self._file.fileno()).st_size) < self._size:
             raise UserError(
-                f"{self.path}: cut off while it was read, {size} of {self._size} bytes are left; remove "
-                f"{self.path.parent}, and a run with drafter.store=<its texts> makes it again"
+                f"{self.path}: truncated while in use, {size} of {self._size} bytes are left; remove "
+                f"{self.path.parent}, and a run with drafter.store=<its texts> builds it again"
             )

@@ -1,4 +1,4 @@
-"""Settled tokens that a drafter reads later, all in one pass."""
+"""Settled tokens that a drafter reads later in one pass."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Advance(NamedTuple):
 
 @dataclass(slots=True)
 class Deferred:
-    """What rounds have settled since the drafter last read, oldest first."""
+    """Rounds that were settled since the drafter last read, oldest first."""
 
     rounds: list[Advance] = field(default_factory=list)
 
     @property
     def width(self) -> int:
-        """Most tokens that a row can have here."""
+        """Upper bound on the tokens of a row."""
         return sum(part.tokens.shape[1] for part in self.rounds)
 
     def add(self, tokens: Tensor, taps: Tensor, counts: Sequence[int], root: Tensor) -> None:
@@ -45,12 +45,12 @@ class Deferred:
         self.rounds = [Advance(*(select_rows(part, rows) for part in round_)) for round_ in self.rounds]
 
     def append(self, other: Deferred) -> None:
-        """Nothing: rows can be appended only where all have read what was settled."""
+        """Check that both are empty: rows can be appended only if all have read their settled tokens."""
         assert not self.rounds
         assert not other.rounds
 
     def take(self) -> Advance | None:
-        """All rounds as one, which leaves none here; None: there was none."""
+        """Remove all rounds and return them joined; None if there are none."""
         rounds, self.rounds = self.rounds, []
         if len(rounds) < 2:
             return rounds[0] if rounds else None
@@ -66,7 +66,7 @@ class Deferred:
 
 
 def _places(rounds: Sequence[Advance], width: int) -> np.ndarray:
-    """(B, width) columns of the joined rounds that each row uses, in order; then 0."""
+    """(B, width) columns of the joined rounds that each row uses, in order, padded with 0."""
     places = np.zeros((len(rounds[0].counts), width), np.int64)
     filled, start = [0] * len(places), 0
     for tokens, _, counts, _ in rounds:

@@ -1,4 +1,4 @@
-"""A table of token pairs, counted on the rollouts: what followed a token."""
+"""A table of token pairs, counted on the rollouts: the successors of each token."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from decode.errors import UserError
 from decode.model.target import Target
 from drafters.base import Drafter, Progress, Text
 
-CHUNK = 1 << 20  # pairs that are counted at once
+CHUNK = 1 << 20  # pairs counted at once
 
 
 class PairTable(Drafter):
-    """Base of drafters that count which tokens follow a token.
+    """Base of drafters that count the successors of a token.
 
     q(w | v) is proportional to count(v, w) over the most frequent successors of v, plus `prior` times the
     unigram distribution with add-one smoothing (Dirichlet backoff, MacKay and Peto, Natural Language
     Engineering 1(3), 1995).
 
-    Buffers are integers, which casting to the target's dtype leaves exact.
+    Buffers are integers, which a cast to the target's dtype does not change.
 
     Args:
         vocab_size: V of the target.
@@ -43,9 +43,7 @@ class PairTable(Drafter):
         super().__init__()
         self.settings = {"vocab_size": vocab_size, "successors": successors, "prior": prior}
         if successors < 1 or prior <= 0:
-            raise UserError(
-                f"drafter: successors={successors} and prior={prior} must be at least 1 and above 0"
-            )
+            raise UserError(f"drafter: successors={successors} must be at least 1, and prior={prior} above 0")
         self.prior = prior
         size = vocab_size, min(successors, vocab_size)
         self.register_buffer("tokens", torch.zeros(size, dtype=torch.int32))
@@ -100,7 +98,7 @@ class PairTable(Drafter):
         self.seen.copy_(torch.from_numpy(unigrams.astype(np.int64)))
 
     def logits(self, token: Tensor, dtype: torch.dtype) -> Tensor:
-        """(...) tokens -> (..., V) logits of what follows them."""
+        """(...) tokens -> (..., V) logits of the next tokens."""
         float_dtype = torch.promote_types(dtype, torch.float32)
         unigrams = self.seen.to(float_dtype) + 1
         mass = (self.prior * unigrams / unigrams.sum()).expand(*token.shape, -1)  # (..., V)

@@ -1,4 +1,4 @@
-"""Drafters that are the target itself, with less work for each token."""
+"""Base class of drafters that run a cheaper version of the target itself."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from drafters.drafting.tree import expand
 from drafters.layers.decoder_layer import level_visibility
 from drafters.vocabulary import Vocabulary
 
-# (B, n) drafted tokens, (B, n, m) which of the m scratch slots each sees or None if all up to itself, and
-# the number of scratch slots before them -> (B, n, D) input of the head
+# (B, n) drafted tokens, (B, n, m) mask over scratch slots (None: causal), and the number of scratch slots
+# before them -> (B, n, D) input of the head
 Read = Callable[[Tensor, Tensor | None, int], Tensor]
 
 
@@ -37,8 +37,8 @@ class SelfState:
 class SelfDrafter(Drafter):
     """Runs the target's own layers on the root and on drafted tokens, over the cache of the settled text.
 
-    What it writes lies behind the settled slots, where verification writes next; only `keep` settles, and a
-    drafter does not call it.
+    It writes to the slots after the settled ones; verification overwrites them. It never calls `keep`, so
+    they are not settled.
     """
 
     traits = Traits(reads_cache=True)
@@ -51,14 +51,14 @@ class SelfDrafter(Drafter):
         return drafter
 
     def check_target(self, target: Target) -> None:
-        """Check that it can draft for a target.
+        """Check that the drafter can draft for a target.
 
         Raises:
             UserError: the target's layers cannot be run one by one.
         """
         if target.fused is None:
             raise UserError(
-                f"drafter: {type(target.model).__name__} cannot draft for itself here; that needs a Llama, "
+                f"drafter: {type(target.model).__name__} cannot draft for itself here; use a Llama, "
                 "Mistral, Qwen2 or Qwen3 model with full attention, whole and on one device"
             )
 
@@ -82,7 +82,7 @@ class SelfDrafter(Drafter):
 
     @abstractmethod
     def reader(self, state: Any, target: Target) -> Read:
-        """What reads the root and drafted tokens, behind the settled text."""
+        """Function that reads the root and drafted tokens after the settled text."""
 
     @override
     def propose(self, state: Any, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:

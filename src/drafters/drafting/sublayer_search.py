@@ -1,4 +1,4 @@
-"""Search for sublayers of a target that draft well at a share of its cost, as in SWIFT (arXiv:2410.06916)."""
+"""Search for sublayers of a target that draft well at a share of its cost (SWIFT, arXiv:2410.06916)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from decode.model.target import Target
 from decode.transfer import RowInts
 from drafters.base import Progress, Text
 
-LETTERS = "-amb"  # of a layer: nothing of it, its attention, its MLP, both
-TEXTS = 16  # rollouts that agreement is counted on
-PLACES = 64  # at most, of each
+LETTERS = "-amb"  # used parts of a layer: none, attention, MLP, both
+TEXTS = 16  # rollouts for counting agreement
+PLACES = 64  # maximum per rollout
 EVALUATIONS = 200
 Chosen = frozenset[int]  # sublayers: 2 i is the attention of layer i, 2 i + 1 its MLP
 
 
 def parts_of(word: str) -> list[Parts]:
-    """Sublayers from one letter a layer."""
+    """Sublayers from one letter per layer, see `LETTERS`."""
     return [Parts(letter in "ab", letter in "mb") for letter in word]
 
 
@@ -35,11 +35,11 @@ def word_of(chosen: Chosen, layers: int) -> str:
 
 
 class Costs:
-    """Multiply-adds of a token: of its products with weights, since those with keys depend on the text.
+    """Multiply-adds per token with weights; attention over keys is ignored, as it depends on the text.
 
     Args:
         fused: the target's layers.
-        target: whose head follows them.
+        target: provides the head.
     """
 
     def __init__(self, fused: Fused, target: Target) -> None:
@@ -50,11 +50,11 @@ class Costs:
         self.whole = self.head + sum(self.sublayers)
 
     def share(self, chosen: Iterable[int]) -> float:
-        """Of the whole target's, head included."""
+        """Cost of sublayers and head as a share of the whole target's."""
         return (self.head + sum(self.sublayers[i] for i in chosen)) / self.whole
 
     def filled(self, chosen: Chosen, order: Iterable[int], share: float) -> Chosen:
-        """With further sublayers in this order, those that a share of the cost has room for."""
+        """Add sublayers in this order as long as the cost stays within a share."""
         for i in order:
             if self.share(chosen | {i}) <= share:
                 chosen |= {i}
@@ -62,37 +62,37 @@ class Costs:
 
 
 class Agreement:
-    """Share of places where a part of the target expects the same token as the whole does.
+    """Share of positions where a part of the target has the same most likely token as the whole.
 
-    Each text is read once and kept. Behind it, each place has a scratch slot of its own, which sees the
-    target's keys of all places before it and itself: what the first pass of a draft sees, for all places
-    in one pass.
+    Each text is read once and kept in the cache. Each position gets a scratch slot after the text, which
+    sees itself and the target's keys of all earlier positions. So one pass computes the first pass of a
+    draft at all positions.
 
     Args:
         target: its cache is replaced.
-        texts: of which places before supervised tokens are compared, evenly spaced ones.
+        texts: compared at evenly spaced positions before supervised tokens.
 
     Raises:
-        UserError: there are no such places.
+        UserError: there are no such positions.
     """
 
     def __init__(self, target: Target, texts: Iterable[Text]) -> None:
-        kept = list(islice((text for text in texts if np.any(text.loss_mask[1:])), TEXTS))
-        if not kept:
+        used = list(islice((text for text in texts if np.any(text.loss_mask[1:])), TEXTS))
+        if not used:
             raise UserError(
-                "drafter.sublayers: there is no answer to search on; give them, or drafter.layers"
+                "drafter.sublayers: the search needs answers; set drafter.sublayers or drafter.layers"
             )
-        spots = [_spread(np.flatnonzero(text.loss_mask[1:])) for text in kept]
-        lengths, width = RowInts([len(text.tokens) for text in kept]), max(map(len, spots))
-        tokens = np.zeros((len(kept), max(lengths)), np.int64)
-        place, real = (np.zeros((len(kept), width), kind) for kind in (np.int64, bool))
-        for row, (text, spot) in enumerate(zip(kept, spots, strict=True)):
+        spots = [_evenly_spaced(np.flatnonzero(text.loss_mask[1:])) for text in used]
+        lengths, width = RowInts([len(text.tokens) for text in used]), max(map(len, spots))
+        tokens = np.zeros((len(used), max(lengths)), np.int64)
+        place, real = (np.zeros((len(used), width), kind) for kind in (np.int64, bool))
+        for row, (text, spot) in enumerate(zip(used, spots, strict=True)):
             tokens[row, : len(text.tokens)] = text.tokens
             place[row, : len(spot)], real[row, : len(spot)] = spot, True
         device = target.device
         text, self._places = torch.from_numpy(tokens).to(device), torch.from_numpy(place).to(device)
         self._target, self._real = target, torch.from_numpy(real).to(device)  # (B, n)
-        target.start(len(kept), max(lengths) + width)
+        target.start(len(used), max(lengths) + width)
         target.read_text(text)
         target.keep(lengths)
         target.cache.store.begin(width)
@@ -119,12 +119,12 @@ class Agreement:
         return torch.stack([target.head(row).argmax(-1) for row in last])  # logits of one text at a time
 
     def __call__(self, word: str) -> float:
-        """Share for the sublayers of a word."""
+        """Agreement of a word's sublayers."""
         return float((self._likeliest(parts_of(word)) == self._expected)[self._real].double().mean())
 
 
-def _spread(places: np.ndarray) -> np.ndarray:
-    """At most `PLACES` of them, evenly spaced."""
+def _evenly_spaced(places: np.ndarray) -> np.ndarray:
+    """At most `PLACES` evenly spaced elements."""
     return places[:: -(-len(places) // PLACES)]
 
 
@@ -132,8 +132,8 @@ class Found(NamedTuple):
     """Result of a search.
 
     Attributes:
-        word: of the best sublayers.
-        text: one line that describes it.
+        word: the best sublayers, see `parts_of`.
+        text: description in one line.
     """
 
     word: str
@@ -144,18 +144,18 @@ class Found(NamedTuple):
 def search(target: Target, texts: Iterable[Text], share: float, progress: Progress | None = None) -> Found:
     """Find sublayers whose pass costs at most a share of the target's and agrees with it most often.
 
-    It begins with the best of the longest early exit, evenly spaced whole layers, and those sublayers
-    without which the whole target agrees least. Then a sublayer is replaced by others that there is room
-    for, at random, as long as that helps. The same texts give the same result.
+    It starts from the best of three: the longest early exit, evenly spaced whole layers, and the sublayers
+    that reduce agreement most when they are removed. Then it replaces a random sublayer by random others
+    that fit into the share, and keeps improvements. It is deterministic for the same texts.
 
     Args:
         target: with a fused pass; its cache is replaced.
-        texts: rollouts, the first of which are used.
+        texts: rollouts; the first `TEXTS` are used.
         share: of the target's multiply-adds, head included.
         progress: see `Drafter.fit`.
 
     Raises:
-        UserError: the head alone costs more, or there is no text.
+        UserError: the head and one sublayer cost more, or there is no text.
     """
     assert target.fused is not None
     layers, costs = len(target.layers), Costs(target.fused, target)
@@ -163,47 +163,47 @@ def search(target: Target, texts: Iterable[Text], share: float, progress: Progre
     if not costs.filled(frozenset(), every, share):
         least = costs.share([min(every, key=costs.sublayers.__getitem__)])
         raise UserError(
-            f"drafter.cost={share}: the head and one sublayer cost {least:.2f}; give that or more"
+            f"drafter.cost={share}: the head and one sublayer cost {least:.2f}; give at least that"
         )
-    agreement, known = Agreement(target, texts), dict[Chosen, float]()
+    agreement, scores = Agreement(target, texts), dict[Chosen, float]()
 
     def score(chosen: Chosen) -> float:
-        if chosen not in known:
-            known[chosen] = agreement(word_of(chosen, layers))
+        if chosen not in scores:
+            scores[chosen] = agreement(word_of(chosen, layers))
             if progress:
-                progress(len(known), EVALUATIONS)
-        return known[chosen]
+                progress(len(scores), EVALUATIONS)
+        return scores[chosen]
 
     early, spaced = _whole_layers(costs, layers, share)
     starts = [early, spaced]
     if 2 * len(every) <= EVALUATIONS:
         without = {i: score(frozenset(every) - {i}) for i in every}
         starts.append(costs.filled(frozenset(), sorted(every, key=without.__getitem__), share))
-    best, dice = max(starts, key=score), random.Random(0)
+    best, rng = max(starts, key=score), random.Random(0)
     for _ in range(10 * EVALUATIONS):
-        if len(known) == EVALUATIONS:
+        if len(scores) == EVALUATIONS:
             break
         left = [i for i in every if i not in best]
-        other = costs.filled(best - {dice.choice(sorted(best))}, dice.sample(left, len(left)), share)
-        best = max(best, other, key=score)  # the first of equals
+        other = costs.filled(best - {rng.choice(sorted(best))}, rng.sample(left, len(left)), share)
+        best = max(best, other, key=score)  # ties keep the current best
     target.start(1, 1)  # frees the cache
     words = [f"{word_of(one, layers)} {score(one):.1%}" for one in (best, early, spaced)]
     return Found(
         word_of(best, layers),
         f"sublayers {words[0]} of the target's likeliest tokens at {costs.share(best):.2f} of its cost "
-        f"({len(known)} tried on {agreement.places:,} places; early exit {words[1]}, evenly spaced "
+        f"({len(scores)} tried on {agreement.places:,} places; early exit {words[1]}, evenly spaced "
         f"{words[2]})",
     )
 
 
 def _whole_layers(costs: Costs, layers: int, share: float) -> tuple[Chosen, Chosen]:
-    """The first layers, and evenly spaced ones with the first and the last, as many as there is room for.
+    """As many first layers, and as many evenly spaced layers, as fit into the share.
 
-    What is left of the share is filled with sublayers of the next layers.
+    Further sublayers fill the rest of the share.
     """
     pair = [frozenset((2 * i, 2 * i + 1)) for i in range(layers)]
     count = max(n for n in range(layers + 1) if not n or costs.share(frozenset().union(*pair[:n])) <= share)
-    kept = [round(i * (layers - 1) / max(count - 1, 1)) for i in range(count)]
-    whole = [frozenset[int]().union(*(pair[i] for i in chosen)) for chosen in (range(count), kept)]
+    used = [round(i * (layers - 1) / max(count - 1, 1)) for i in range(count)]
+    whole = [frozenset[int]().union(*(pair[i] for i in chosen)) for chosen in (range(count), used)]
     early, spaced = (costs.filled(chosen, range(2 * layers), share) for chosen in whole)
     return early, spaced

@@ -18,7 +18,7 @@ from decode.sampling import Sampler
 from drafters.drafting.chain import Step, draft_chain, draft_parallel_chains
 from drafters.vocabulary import Vocabulary, probs_of, target_ids
 
-MANY = 20_000  # numbers from which on `largest` takes two steps
+MANY = 20_000  # `largest` takes two steps from this many values on
 BLOCK = 64
 
 
@@ -51,7 +51,7 @@ def expand(
     temperature = plan.proposal_temperature(sampler.temperature)
     warp = None
     if temperature is not None:
-        # Any q is lossless. The repetition penalty is left out: it needs the history.
+        # Any q is lossless. The repetition penalty is omitted, because it needs the history.
         warp = Sampler(temperature, sampler.top_k, sampler.top_p, sampler.min_p)
     grow = _Grower(coin, warp, plan, vocabulary)
     if warp is not None and plan.drafts > 1:
@@ -69,7 +69,7 @@ def expand(
 
 @dataclass
 class _Grower:
-    """Chooses or samples children of nodes, and records the distributions they were sampled from.
+    """Chooses or samples children of nodes, and records the distributions of sampled ones.
 
     Args:
         coin: source of randomness.
@@ -95,18 +95,18 @@ class _Grower:
         """(B, W, V or V') or (B, 1, V) logits -> (B, W, C) tokens and log-scores of the nodes' children.
 
         A score estimates the probability that the child is the accepted one. The score of a sampled
-        child depends on its parent's distribution, never on the sampled token, so that ranking and
-        pruning by it keeps the distribution of the token.
+        child depends on its parent's distribution, never on the sampled token, so ranking and pruning
+        by it keep the token's distribution.
 
         Args:
             logits: of the expanded nodes.
-            fans: number of children of each of the W nodes; C is their maximum, and entries past a
-                node's number are to be ignored.
+            fans: number of children of each of the W nodes; C is their maximum. Ignore entries past a
+                node's number.
         """
         fan, vocab = max(fans), logits.shape[-1]
         count = min(fan, vocab)
         if self.warp is None:
-            # A cast of its own: log_softmax with a dtype takes twice the time on a CPU.
+            # Cast first: log_softmax with a dtype is slower on a CPU.
             score, token = largest(logits.float().log_softmax(-1), count)
             # NaN would rank above its parent.
             score = score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
@@ -118,22 +118,22 @@ class _Grower:
                 token = self._draw(probs, count)
                 score = torch.zeros_like(token, dtype=probs.dtype)
             else:
-                token, score = self._one_drawn(probs, fans, count)
+                token, score = self._one_sampled(probs, fans, count)
         if count < fan:  # fewer tokens than children
             token = F.pad(token, (0, fan - count), value=PAD)
             score = F.pad(score, (0, fan - count), value=-torch.inf)
         return token.expand(-1, len(fans), -1), score.expand(-1, len(fans), -1)
 
-    def _one_drawn(self, probs: Tensor, fans: tuple[int, ...], count: int) -> tuple[Tensor, Tensor]:
+    def _one_sampled(self, probs: Tensor, fans: tuple[int, ...], count: int) -> tuple[Tensor, Tensor]:
         """One child sampled from the distribution without the top tokens, followed by the top tokens.
 
-        Its score is the mass that the top tokens leave over.
+        The score of the sampled child is the mass outside the top tokens.
         """
         top_probs, token = probs.topk(count - 1)
         is_child = _fixed_children(fans, probs.device)[:, : count - 1]
         rest = probs.scatter(-1, token, top_probs.masked_fill(is_child, 0.0))
         mass = rest.sum(-1, keepdim=True)  # (B, W, 1)
-        tiny = torch.finfo(probs.dtype).tiny  # less is rounded too coarsely to be drawn from
+        tiny = torch.finfo(probs.dtype).tiny  # smaller masses are rounded too coarsely for sampling
         drawn = self._draw((rest / mass.clamp_min(tiny)).masked_fill(mass < tiny, 0.0), 1)
         return torch.cat([drawn, token], -1), torch.cat([mass, top_probs], -1).log()
 
@@ -166,13 +166,13 @@ class _Grower:
         sampled = (rank < self.drawn).expand_as(token)
         q = torch.cat(self.probs, 1)
         ranked = not self.plan.tree
-        laws = DraftProbs(q, owner, levels, sampled, self.drawn, self.plan.replacement, ranked=ranked)
-        return Draft(token, parent, depth, laws, ancestor_mask=reach)
+        draft_probs = DraftProbs(q, owner, levels, sampled, self.drawn, self.plan.replacement, ranked=ranked)
+        return Draft(token, parent, depth, draft_probs, ancestor_mask=reach)
 
 
 @lru_cache(maxsize=64)
 def _fixed_children(fans: tuple[int, ...], device: torch.device) -> Tensor:
-    """(W, C - 1) bool: ranks that are children of each node, where one more child is drawn."""
+    """(W, C - 1) bool: ranks of each node's fixed children, in addition to one drawn child."""
     with torch.inference_mode(False):  # cached tensors are also used outside inference mode
         rank = torch.arange(max(fans) - 1, device=device)
         return torch.tensor(fans, device=device)[:, None] - 1 > rank
@@ -181,8 +181,8 @@ def _fixed_children(fans: tuple[int, ...], device: torch.device) -> Tensor:
 def _dynamic(logits: Tensor, step: Step, grow: _Grower, plan: Plan, limit: Tensor | None) -> Draft:
     """EAGLE-2's tree (arXiv:2406.16858, section 4): expand the best nodes, then keep the best of all.
 
-    A sampled token affects scores of its descendants only, which rank below it, so the selection does
-    not depend on the token itself.
+    A sampled token affects only scores of its descendants, which rank below it, so the selection does not
+    depend on the token itself.
     """
     best = _beam(logits, step, grow, plan, limit)
     draft = grow.draft(best.tokens, best.parents, best.owner, best.rank, plan.depth)
@@ -190,7 +190,7 @@ def _dynamic(logits: Tensor, step: Step, grow: _Grower, plan: Plan, limit: Tenso
 
 
 def largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`topk` of (..., V); on a CPU in two steps if V is large, since maxima are many times faster."""
+    """`topk` of (..., V); for large V on a CPU in two steps, since maxima are faster there."""
     size = x.shape[-1]
     if x.device.type != "cpu" or x.numel() < MANY or size % BLOCK or size < BLOCK * count:
         return x.topk(count)
@@ -209,7 +209,7 @@ class Beam(NamedTuple):
         tokens: (B, N), `PAD` past a row's nodes.
         parents: (B, N), -1 for the root.
         score: (B, N) log-probability of the path; -inf past a row's nodes.
-        rank: (B, N) rank among its siblings.
+        rank: (B, N) rank among siblings.
         owner: (B, Q) slots of expanded nodes; -1 if the node was dropped.
     """
 
@@ -230,8 +230,8 @@ def best_nodes(
 def _beam(logits: Tensor, step: Step, grow: _Grower, plan: Plan, limit: Tensor | None = None) -> Beam:
     """Expand the `plan.width` best nodes of each level, then keep the `plan.nodes` best of all levels.
 
-    Scores are log-probabilities of paths, so a child never outranks its parent and the selected nodes
-    form a tree; ties go to the older candidate.
+    Scores are log-probabilities of paths, so a child never outranks its parent, and the selected nodes form
+    a tree. Ties go to the older candidate.
 
     Args:
         logits: as in `expand`.
@@ -263,7 +263,7 @@ def _beam(logits: Tensor, step: Step, grow: _Grower, plan: Plan, limit: Tensor |
     selection = _best(score, min(plan.nodes, score.shape[1]))[1].sort(-1).values  # parents before children
     slot_of = torch.zeros(rows, score.shape[1] + 1, dtype=torch.long, device=selection.device)
     order = torch.arange(1, selection.shape[1] + 1, device=selection.device).expand_as(selection)
-    slot = slot_of.scatter(1, selection + 1, order).gather(1, owner)  # of each node that was grown from
+    slot = slot_of.scatter(1, selection + 1, order).gather(1, owner)  # of each expanded node
     # Candidate i is a child of the (i // width)-th expanded node.
     node = slot.gather(1, selection // width) - 1
     slot[:, 1:].masked_fill_(slot[:, 1:] == 0, -1)  # expanded but not selected
@@ -279,9 +279,9 @@ def _best(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _static(logits: Tensor, step: Step, grow: _Grower, plan: Plan) -> Draft:
     """A tree of fixed shape (Medusa, arXiv:2401.10774)."""
     rows, device = logits.shape[0], logits.device
-    form = _form(plan.tree, device)
+    indices = _tree_indices(plan.tree, device)
     logits, tokens = logits[:, None], []
-    for level in form.levels:
+    for level in indices.levels:
         grown = tokens[-1][:, level.grown] if tokens else None  # (B, W)
         if grown is not None:
             logits = step(grown.clamp_min(0), level.entry.expand(rows, -1))
@@ -289,8 +289,8 @@ def _static(logits: Tensor, step: Step, grow: _Grower, plan: Plan) -> Draft:
         if grown is not None:  # a missing node has no children
             child = child.masked_fill((grown == PAD)[..., None], PAD)
         tokens.append(child.flatten(1)[:, level.taken])
-    parents, owner = form.parents.expand(rows, -1), form.owner.expand(rows, -1)
-    return grow.draft(torch.cat(tokens, 1), parents, owner, form.rank, plan.depth, form.reach)
+    parents, owner = indices.parents.expand(rows, -1), indices.owner.expand(rows, -1)
+    return grow.draft(torch.cat(tokens, 1), parents, owner, indices.rank, plan.depth, indices.reach)
 
 
 class _Level(NamedTuple):
@@ -302,7 +302,7 @@ class _Level(NamedTuple):
     taken: Tensor  # nodes of the next level, as indices into the (W * C) children
 
 
-class _Form(NamedTuple):
+class _TreeIndices(NamedTuple):
     levels: list[_Level]
     owner: Tensor  # (1, Q) slots of expanded nodes, level by level
     parents: Tensor  # (1, N)
@@ -311,7 +311,7 @@ class _Form(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _form(tree: tuple[Path, ...], device: torch.device) -> _Form:
+def _tree_indices(tree: tuple[Path, ...], device: torch.device) -> _TreeIndices:
     """Indices of a tree given as sorted paths of child ranks."""
     place = {(): -1} | {path: i for i, path in enumerate(tree)}
     levels: list[_Level] = []
@@ -339,4 +339,4 @@ def _form(tree: tuple[Path, ...], device: torch.device) -> _Form:
         owner = tensor(place[path] + 1 for path in owners)[None]
         parents = tensor(place[path[:-1]] for path in tree)[None]
         reach = Draft(parents, parents, max(map(len, tree))).ancestors()
-        return _Form(levels, owner, parents, reach, tensor(path[-1] for path in tree))
+        return _TreeIndices(levels, owner, parents, reach, tensor(path[-1] for path in tree))

@@ -1,4 +1,4 @@
-"""A drafter made of two: one of them is trained, and the other drafts beside it as it is."""
+"""Base class of drafters made of two; one of them is trained."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Second = TypeVar("Second", bound=Drafter)
 
 
 class TwoDrafters(Drafter, Generic[Second]):
-    """Base class. Training is that of one of them, `trained`; both are fitted to the answers' counts.
+    """A drafter made of two. Only `trained` is trained; both are fitted to counts of the answers.
 
     Args:
-        first: a drafter; plans that do not combine both are its own.
-        second: another.
-        options: of the combination; kept in `settings`.
+        first: a drafter, which drafts plans that do not combine both.
+        second: another drafter.
+        options: of the combination; stored in `settings`.
 
     Attributes:
-        trained_part: which of them is trained; the other has no weights that train, or frozen ones.
-        needs: what a plan has to be for both to take part, as the end of a sentence.
+        trained_part: name of the trained part; the other has no trainable weights, or frozen ones.
+        needs: condition on plans that combine both, as the end of a sentence.
 
     Raises:
-        UserError: a drafter that is made of two itself, or that drafts in verification.
+        UserError: a part that is made of two drafters, or that drafts in verification.
     """
 
-    traits = Traits(tunes_target=True)  # of the class, since its first drafter may
+    traits = Traits(tunes_target=True)  # of the class, since the first drafter may
     trained_part: ClassVar[str] = "first"
     needs: ClassVar[str] = ""
     first: Any
@@ -54,9 +54,9 @@ class TwoDrafters(Drafter, Generic[Second]):
             if part.traits.drafts_in_verification:
                 raise UserError(
                     f"drafter.{name}={short_name(part)}: it drafts in the pass that verifies its own draft, "
-                    "and not one that is made of two; choose another"
+                    "so it cannot be part of two; choose another"
                 )
-        self.settings = {  # the same objects: counting changes sizes
+        self.settings = {  # not copied: counting changes sizes
             "first": {"drafter": short_name(first), "settings": first.settings},
             "second": {"drafter": short_name(second), "settings": second.settings},
             **options,
@@ -75,18 +75,18 @@ class TwoDrafters(Drafter, Generic[Second]):
 
     @property
     def trained(self) -> Drafter:
-        """The one that is trained."""
+        """The trained part."""
         return getattr(self, self.trained_part)
 
     @property
     def _loaded(self) -> list[str]:
-        """Those that come from a checkpoint."""
+        """Names of the parts that come from a checkpoint."""
         return [name for name in PARTS if getattr(self, name).origin is not None]
 
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
-        """Both from functions of the target, `first` and `second`."""
+        """Build both parts by the functions `first` and `second` of the target."""
         return cls(options.pop("first")(target), options.pop("second")(target), **options)
 
     @override
@@ -124,7 +124,7 @@ class TwoDrafters(Drafter, Generic[Second]):
         return weights | self.adopt_weights(theirs)
 
     def adopt_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Those of a checkpoint of the trained drafter alone; another one that was loaded keeps its own."""
+        """Rename weights of a checkpoint of only the trained part; parts that were loaded keep theirs."""
         shapes = {name: weight.shape for name, weight in weights.items()}
         self._counted = set(self._loaded)
         if all(shapes.get(name) == value.shape for name, value in self.trained.named_buffers()):
@@ -167,7 +167,7 @@ class TwoDrafters(Drafter, Generic[Second]):
 
     @property
     def _uncounted(self) -> list[Drafter]:
-        """Drafters that are to be fitted."""
+        """Parts that are not fitted yet."""
         parts: list[Drafter] = [getattr(self, name) for name in PARTS if name not in self._counted]
         return [part for part in parts if part.needs_fit]
 
@@ -185,15 +185,15 @@ class TwoDrafters(Drafter, Generic[Second]):
     # -- decoding ------------------------------------------------------------------------------
 
     def combines(self, plan: Plan) -> bool:
-        """Whether a draft of this resolved plan is chosen among the nodes of both."""
+        """Whether both parts draft for this resolved plan."""
         del plan
         return False
 
     def check_part(self, name: str, plan: Plan) -> None:
-        """Check that one of them can draft a plan.
+        """Check that a part can draft a plan.
 
         Raises:
-            UserError: it cannot; options are named as this drafter's.
+            UserError: it cannot; the message names this drafter's options.
         """
         try:
             getattr(self, name).check(plan)
@@ -202,36 +202,36 @@ class TwoDrafters(Drafter, Generic[Second]):
 
     def remark(self, plan: Plan) -> str:
         """See `optional.Remarks`."""
-        said = [optional.remark(self.first, plan)]
+        remarks = [optional.remark(self.first, plan)]
         if plan.depth and not self.combines(plan):
             second = short_name(self.second)
-            said.append(f"drafter.second={second}: adds nothing to {plan.name}, which {self.needs}")
-        return "; ".join(filter(None, said))
+            remarks.append(f"drafter.second={second}: adds nothing to {plan.name}, which {self.needs}")
+        return "; ".join(filter(None, remarks))
 
     @override
     def verifier(self, target: Target) -> Target:
         return self.first.verifier(target)
 
     def kv_bytes_per_token(self, state: Any) -> int:
-        """The first's; `state` is an object whose `first` is that drafter's state."""
+        """Of the first part; `state.first` is its state."""
         return optional.kv_bytes_per_token(self.first, state.first)
 
 
 def built(part: Mapping[str, Any] | Drafter) -> Drafter:
-    """A drafter, from its short name and settings if it is not built yet."""
+    """Build a drafter from its short name and settings; a built one is returned."""
     if isinstance(part, Drafter):
         return part
     return drafter_class(part["drafter"])(**part["settings"])
 
 
 def check_rounds(name: str, part: Drafter) -> None:
-    """Check the drafter of this name, whose probabilities are mixed with another's.
+    """Check that the probabilities of a part can be mixed with another's.
 
     Raises:
         UserError: its drafts depend on earlier rounds.
     """
     if depends_on_rounds(part, Plan(2, 2, 4)):
         raise UserError(
-            f"drafter.{name}={short_name(part)}: the probabilities of both are mixed, and states of earlier "
-            f"rounds have none; set drafter.{name}.reuse.mode=none"
+            f"drafter.{name}={short_name(part)}: its drafts depend on earlier rounds and have no "
+            f"probabilities to mix; set drafter.{name}.reuse.mode=none"
         )

@@ -1,4 +1,4 @@
-"""DFlash as its authors publish it, for vLLM and SGLang (z-lab/dflash, SpecForge)."""
+"""Export and import of DFlash in its authors' format, for vLLM and SGLang (z-lab/dflash, SpecForge)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ARCHITECTURE = "DFlashDraftModel"
 
 
 def check_block(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
-    """What every engine asks of a block drafter that shares the target's embedding and head."""
+    """Requirements of all engines for a block drafter that shares the target's embedding and head."""
     yield from check_embedding(target)
     yield from check_head(target)
     yield from check_taps(settings["taps"], target, lowest=1)
@@ -48,7 +48,7 @@ def _to_vllm(saved: Saved, target: Target) -> Layout:
 
 
 def _to_sglang(saved: Saved, target: Target) -> Layout:
-    """The same files, with SGLang's command."""
+    """The same files as for vLLM, with SGLang's command."""
     command = serve_sglang_block("DFLASH", saved.settings["depth"] + 1)
     return _flat(saved, target, command)
 
@@ -66,7 +66,7 @@ def _flat(saved: Saved, target: Target, command: str) -> Layout:
         "num_target_layers": len(target.layers),
     }
     causal = settings.get("causal", False)
-    if causal or settings.get("window") is not None:  # engines take blocks with a window for causal ones
+    if causal or settings.get("window") is not None:  # engines assume that blocks with a window are causal
         config["is_causal"] = more["causal"] = causal
     return Layout(config, tensors, command)
 
@@ -77,17 +77,17 @@ def _read(layout: Layout, target: Target) -> Saved:
         raise UserError(f"its projector_type is {more['projector_type']!r}; a plain DFlash has none")
     ids = [i + 1 for i in more["target_layer_ids"]]
     size = layout.config.get("block_size") or more["block_size"]
-    whole = layout._replace(config=layout.config | {"block_size": size})
+    with_block_size = layout._replace(config=layout.config | {"block_size": size})
     layers = layout.config | _window(layout.config)
     causal = layout.config.get("is_causal")
     causal = more.get("causal") if causal is None else causal
     if causal is None:
         causal = SLIDING in (layout.config.get("layer_types") or ())
-    return dflash_block(whole, target, layers, ids, more["mask_token_id"], bool(causal))
+    return dflash_block(with_block_size, target, layers, ids, more["mask_token_id"], bool(causal))
 
 
 def _window(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A window as `layer_types` say it, where `dflash_config` says it (vLLM's `use_swa`)."""
+    """Window of `dflash_config` (vLLM's `use_swa`) as `layer_types` and `sliding_window`."""
     more, kinds = config["dflash_config"], config.get("layer_types") or ()
     size = more.get("swa_window_size", config.get("sliding_window"))
     if more.get("use_swa") and SLIDING not in kinds:

@@ -1,4 +1,4 @@
-"""DSpark as DeepSpec and SpecForge publish it, for vLLM and SGLang."""
+"""Export and import of DSpark in the format of DeepSpec and SpecForge, for vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ SPECFORGE = "DSparkDraftModel"
 def _check_sglang(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from check_block(settings, target)
     if not settings["sample_from_anchor"]:
-        yield Refusal("the root predicts a token there", {"sample_from_anchor": True})
+        yield Refusal("in SGLang the root predicts a token", {"sample_from_anchor": True})
     if settings["draft_vocab_size"] is not None:
-        yield Refusal("it drafts all of the target's tokens", {"draft_vocab_size": None})
+        yield Refusal("SGLang has no reduced draft vocabulary", {"draft_vocab_size": None})
 
 
 def _to_vllm(saved: Saved, target: Target) -> Layout:
@@ -40,11 +40,11 @@ def _to_vllm(saved: Saved, target: Target) -> Layout:
 
 
 def _to_sglang(saved: Saved, target: Target) -> Layout:
-    """The same files with the target's embedding and head, as DeepSpec's have, and SGLang's command."""
+    """The files for vLLM plus the target's embedding and head, as in DeepSpec, and SGLang's command."""
     layout = _flat(saved, target, serve_sglang_block("DSPARK", saved.settings["depth"] + 1))
     tables = {"embed_tokens.weight": embedding_of(target), "lm_head.weight": target.head.weight.detach()}
     like = layout.tensors["fc.weight"]
-    # Copies: a target may have one tensor for both.
+    # Copied, because the target may tie both to one tensor, and safetensors refuses shared memory.
     return layout._replace(
         tensors=layout.tensors | {name: table.to(like, copy=True) for name, table in tables.items()}
     )
@@ -64,13 +64,13 @@ def _flat(saved: Saved, target: Target, command: str) -> Layout:
     return Layout(config, tensors, command)
 
 
-def _knows(config: Mapping[str, Any]) -> bool:
+def _is_dspark(config: Mapping[str, Any]) -> bool:
     projector = (config.get("dflash_config") or {}).get("projector_type")
     return architecture(config) in (ARCHITECTURE, SPECFORGE) or projector == "dspark"
 
 
 def _read(layout: Layout, target: Target) -> Saved:
-    # SpecForge has some of these in `dflash_config`.
+    # SpecForge stores some of these keys in `dflash_config`.
     config = layout.config | (layout.config.get("dflash_config") or {})
     layers = config | {"model_type": config["model_type"].replace("dspark", "qwen3")}
     taps, anchor = [i + 1 for i in config["target_layer_ids"]], config.get("sample_from_anchor", True)
@@ -79,4 +79,4 @@ def _read(layout: Layout, target: Target) -> Saved:
 
 VLLM = Format(_to_vllm, check_block, trained_depth)
 SGLANG = Format(_to_sglang, _check_sglang, trained_depth)
-READER = Reader("DSpark", _knows, _read)
+READER = Reader("DSpark", _is_dspark, _read)

@@ -1,9 +1,9 @@
 """EAGLE-1 and 2: export to vLLM, SGLang and the authors' code, import of their files.
 
-After `llama_eagle.py` of both engines and `eagle/model/cnets1.py` of SafeAILab/EAGLE: all feed
-(embedding, feature) to `fc`, where the feature is the input of the target's head, and have no
-`input_layernorm` in the first layer; vLLM's `fc` has no bias, SGLang's has one, the authors' as config.json
-says. Embedding and head are the target's; the authors' files contain the embedding.
+Follows `llama_eagle.py` of both engines and `eagle/model/cnets1.py` of SafeAILab/EAGLE. All feed
+(embedding, feature) to `fc`, where the feature is the input of the target's head. The first layer has no
+`input_layernorm`. `fc` has no bias in vLLM, a bias in SGLang, and the authors' depends on config.json.
+Embedding and head are the target's; only the authors' files contain the embedding.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from drafters.export.shapes import embedding_of
 from drafters.layers.rope import DEFAULT_THETA
 
 LAYER = "layers.0."
-TOKEN_MAP = "token_map.pt"  # tokens that SGLang may draft, a list of ids
-OWN = {
+TOKEN_MAP = "token_map.pt"  # list of token ids that SGLang may draft
+REQUIRED = {
     "fc.weight",
     *(
         f"layer.{part}.weight"
         for part in ("qkv_proj", "o_proj", "post_attention_layernorm", "gate_up_proj", "down_proj")
     ),
 }
-# Settings of training, which the files do not contain.
-UNTOLD = {"depth": 1, "feature_noise": 0.0, "feature_weight": 0.0}
+# Training settings, which the files do not contain.
+TRAINING_SETTINGS = {"depth": 1, "feature_noise": 0.0, "feature_weight": 0.0}
 SHARED = ("embed_tokens.weight", "lm_head.weight")
-# Classes of targets that `eagle/model/ea_model.py` has; it takes any other for a Mixtral.
+# Target classes of `eagle/model/ea_model.py`; it loads any other as a Mixtral.
 AUTHORS_TARGETS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM")
-INDEX = (
-    "Its loader takes the target's embedding from the file that model.safetensors.index.json of the target "
-    "names, and ends without one: beside a target in a single file write "
+INDEX_NOTE = (
+    "Its loader finds the target's embedding through the target's model.safetensors.index.json and fails "
+    "if there is none. For a target in a single file, write that index: "
     '{"weight_map": {"model.embed_tokens.weight": "model.safetensors"}}. '
-    "Version 1.2.1 of the package takes it from the drafter's file, and needs none."
+    "Version 1.2.1 of the package reads the embedding from the drafter's file and needs no index."
 )
 
 
@@ -74,7 +74,7 @@ def _check(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
 def _check_sglang(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from _check(settings, target)
     if settings.get("window") is not None:
-        reason = "SGLang's EAGLE sees the whole text when it reads, with a window only when it drafts"
+        reason = "SGLang's EAGLE applies a window only while it drafts, not while it reads the text"
         yield Refusal(reason, {"window": None, "sinks": 0})
 
 
@@ -82,33 +82,33 @@ def _check_vllm(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal
     yield from _check(settings, target)
     yield from check_window(settings, target)
     if settings["bias"]:
-        yield Refusal("its fusion has a bias, and that of vLLM's EAGLE has none", {"bias": False})
+        yield Refusal("its fusion has a bias, and vLLM's EAGLE has none", {"bias": False})
 
 
 def check_authors(
     settings: Mapping[str, Any], target: Target, classes: Sequence[str] = AUTHORS_TARGETS
 ) -> Iterator[Refusal]:
-    """What the authors' code asks of any EAGLE: a class of targets that it has, and positions that it knows.
+    """Requirements of the authors' code for any EAGLE: a supported target class and rotary positions.
 
     Args:
         settings: of the drafter.
         target: of the drafter.
-        classes: of targets.
+        classes: supported target classes.
     """
     yield from check_embedding(target)
     if (name := type(target.model).__name__) not in classes:
         known = f"{', '.join(classes[:-1])} and {classes[-1]}"
-        yield Refusal(f"the target is a {name}, and the authors' code has {known} alone")
+        yield Refusal(f"the target is a {name}, and the authors' code supports only {known}")
     yield from no_window(settings, "the authors' code")
     theta, rope = settings["rope_theta"], settings.get("rope") or {}
     kind = rope.get("rope_type", "default")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        yield Refusal("it turns a part of each head, and the authors' code the whole")
-    # Its class for linear scaling is made without the base.
+        yield Refusal("it rotates a part of each head, and the authors' code the whole head")
+    # Its class for linear scaling ignores the base.
     if kind not in ("default", "linear") or (kind == "linear" and theta != DEFAULT_THETA):
         yield Refusal(
-            f"its positions ({kind}, base {theta:g}) are not the authors': unscaled, or linear with base "
-            f"{DEFAULT_THETA:g}"
+            f"its positions ({kind}, base {theta:g}) are not the authors'; their code has unscaled ones and "
+            f"linear scaling with base {DEFAULT_THETA:g}"
         )
 
 
@@ -117,7 +117,7 @@ def _check_authors(settings: Mapping[str, Any], target: Target) -> Iterator[Refu
     yield from check_head(target)
     count, each, size = settings["heads"], settings["head_dim"], settings["hidden_size"]
     if count * each != size:
-        yield Refusal(f"{count} heads of {each} are not {size} together, as the authors' EAGLE-1 needs")
+        yield Refusal(f"{count} heads of {each} must be {size} wide together in the authors' EAGLE-1")
 
 
 def _to_vllm(saved: Saved, target: Target) -> Layout:
@@ -125,13 +125,13 @@ def _to_vllm(saved: Saved, target: Target) -> Layout:
     tensors = _tensors(saved)
     # vLLM prefixes the name with "Eagle". It reads `bias` as attention bias, so it must be false.
     config = _config(saved, target) | {"architectures": ["LlamaForCausalLM"], "bias": False}
-    if "layer_types" in config:  # vLLM counts a drafter's layers on from the target's
+    if "layer_types" in config:  # vLLM numbers a drafter's layers after the target's
         config["target_layer_count"] = len(target.layers)
     return Layout(config, tensors, serve_vllm("eagle", draft_length(saved.settings)))
 
 
 def _to_sglang(saved: Saved, target: Target) -> Layout:
-    """Files of `LlamaForCausalLMEagle`; a draft vocabulary is a list of ids in a file of its own."""
+    """Files of `LlamaForCausalLMEagle`; a draft vocabulary is a separate file with a list of ids."""
     tensors, serve = _tensors(saved), serve_sglang("EAGLE", draft_length(saved.settings))
     ids, files = tensors.pop("d2t", None), {}
     if ids is not None:
@@ -145,20 +145,20 @@ def _to_sglang(saved: Saved, target: Target) -> Layout:
 
 
 def _to_authors(saved: Saved, target: Target) -> Layout:
-    """Files of `EaModel` (SafeAILab); versions that load with `strict=True` ask for the embedding."""
+    """Files of `EaModel` (SafeAILab), with the embedding that versions with `strict=True` require."""
     tensors = with_embedding(_tensors(saved), target)
     config = authors_config(_config(saved, target)) | {"bias": "fc.bias" in tensors}
-    note = f"{authors_call(use_eagle3=False)} {INDEX}"
+    note = f"{authors_call(use_eagle3=False)} {INDEX_NOTE}"
     return Layout(config | {"architectures": ["LlamaForCausalLM"]}, tensors, note=note)
 
 
 def with_embedding(tensors: dict[str, Tensor], target: Target) -> dict[str, Tensor]:
-    """Tensors with the target's embedding, in the dtype of the others."""
+    """Add the target's embedding to tensors, in the dtype of `fc.weight`."""
     return tensors | {"embed_tokens.weight": embedding_of(target).to(tensors["fc.weight"].dtype)}
 
 
 def authors_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A config with positions as `EConfig` validates them: `rope_theta`, and a scaling of two entries."""
+    """Convert rotary positions for `EConfig`: `rope_theta`, and `rope_scaling` with type and factor."""
     config = {name: value for name, value in config.items() if name != "rope_parameters"}
     if scaling := config.get("rope_scaling"):
         config["rope_scaling"] = {"type": scaling["rope_type"], "factor": float(scaling["factor"])}
@@ -166,7 +166,7 @@ def authors_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def authors_call(use_eagle3: bool) -> str:
-    """How the authors' code loads a folder."""
+    """Text that describes how the authors' code loads a folder."""
     return (
         f"SafeAILab/EAGLE loads this folder by EaModel.from_pretrained(use_eagle3={use_eagle3}, "
         "base_model_path=<the target>, ea_model_path=<this folder>)."
@@ -188,15 +188,15 @@ def _config(saved: Saved, target: Target) -> dict[str, Any]:
 
 
 def draft_length(settings: Mapping[str, Any]) -> int:
-    """Draft length for serving: the trained depth, and at least 3 (as in vLLM's examples)."""
+    """Draft length for serving: the trained depth, at least 3 (as in vLLM's examples)."""
     return max(3, int(settings["depth"]))
 
 
-def _knows(config: Mapping[str, Any]) -> bool:
+def _is_eagle(config: Mapping[str, Any]) -> bool:
     name = architecture(config)
     if "format" in config or "speculators_config" in config or "draft_vocab_size" in config:
         return False
-    # The config of the authors' files is that of a Llama with one layer.
+    # The authors' files have the config of a Llama with one layer.
     plain = name == "LlamaForCausalLM" and config.get("num_hidden_layers") == 1
     return plain or name in ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 
@@ -205,20 +205,20 @@ def _read(layout: Layout, target: Target) -> Saved:
     config = layout.config
     tensors = {k.removeprefix("model."): v for k, v in layout.tensors.items() if "rotary_emb" not in k}
     if "fc.weight" not in tensors:
-        raise UserError("a language model of one layer, no EAGLE (it has no fc.weight)")
+        raise UserError("a language model with one layer, no EAGLE (it has no fc.weight)")
     check_target(config, tensors, target)
     if config.get("num_hidden_layers", 1) != 1:
         raise UserError(f"it has {config['num_hidden_layers']} layers; EAGLE has 1 here")
     layers = {k: v for k, v in tensors.items() if k not in SHARED}
     weights = {k.replace(LAYER, "layer.", 1): v for k, v in join_projections(layers).items()}
-    check_tensor_names(set(weights), OWN, ("fc.bias",))
+    check_tensor_names(set(weights), REQUIRED, ("fc.bias",))
     if "fc.bias" in weights and not weights["fc.bias"].any():  # SGLang's, of a drafter without a bias
         del weights["fc.bias"]
     bias = "fc.bias" in weights
-    return Saved("eagle", sizes(config, tensors, LAYER) | UNTOLD | {"bias": bias}, weights)
+    return Saved("eagle", sizes(config, tensors, LAYER) | TRAINING_SETTINGS | {"bias": bias}, weights)
 
 
 VLLM = Format(_to_vllm, _check_vllm, draft_length)
 SGLANG = Format(_to_sglang, _check_sglang, draft_length)
 AUTHORS = Format(_to_authors, _check_authors)
-READER = Reader("EAGLE", _knows, _read)
+READER = Reader("EAGLE", _is_eagle, _read)

@@ -1,10 +1,10 @@
 """EAGLE-3: export to vLLM, SGLang and SafeAILab's code, import of their and of SpecForge's files.
 
-After `llama_eagle3.py` of both engines: `midlayer.*` is the first layer; `d2t` holds offsets,
-target id - draft id, for a reduced draft vocabulary only. Layer ids at the top level are vLLM's, inputs
-of layers as ours; those in `eagle_config` are SGLang's and SpecForge's, outputs of layers: ours minus 1.
-Without ids both use [2, n / 2, n - 3] in our numbering, as SafeAILab's `modeling_llama_kv.py` does always.
-The embedding is the target's, and in SafeAILab's files alone.
+Follows `llama_eagle3.py` of both engines. `midlayer.*` is the first layer. `d2t` holds offsets,
+target id - draft id, for a reduced draft vocabulary only. Layer ids at the top level (vLLM) number inputs
+of layers, as ours; ids in `eagle_config` (SGLang, SpecForge) number outputs of layers: ours minus 1.
+Without ids both use [2, n / 2, n - 3] in our numbering, as SafeAILab's `modeling_llama_kv.py` always does.
+The embedding is the target's; only SafeAILab's files contain it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from drafters.export.llama_config import (
 )
 from drafters.export.shapes import check_taps, default_taps, read_vocab_maps, sort_taps, taps_of, vocab_maps
 
-FIRST = "midlayer."
+FIRST_LAYER = "midlayer."
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER = ("qkv_proj", "o_proj", "post_attention_layernorm", "input_layernorm", "gate_up_proj", "down_proj")
 SHARED = ("embed_tokens.weight", "d2t", "t2d")
-AUTHORS_TARGETS = ("LlamaForCausalLM", "Qwen3ForCausalLM")  # whose classes there hand on the three taps
+AUTHORS_TARGETS = ("LlamaForCausalLM", "Qwen3ForCausalLM")  # their classes there return the three taps
 
 
 def _check_vllm(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
@@ -59,12 +59,12 @@ def _check_sglang(settings: Mapping[str, Any], target: Target) -> Iterator[Refus
     yield from check_taps(settings["taps"], target, lowest=1, least=2)
     yield from check_sinks(settings)
     if settings.get("window") == 1:
-        yield Refusal("SGLang's windows hold a token beside the newest", {"window": 2})
+        yield Refusal("SGLang's windows hold at least one token before the newest", {"window": 2})
     if settings["norm_before_residual"]:
-        yield Refusal("SGLang passes over norm_before_residual", {"norm_before_residual": False})
+        yield Refusal("SGLang ignores norm_before_residual", {"norm_before_residual": False})
     if settings["layers"] > 1:
         yield Refusal(
-            f"{settings['layers']} layers, whose norms SGLang names otherwise, and older versions read one",
+            f"{settings['layers']} layers, and SGLang names their norms differently; older versions read one",
             {"layers": 1},
         )
 
@@ -77,39 +77,39 @@ def _to_vllm(saved: Saved, target: Target) -> Layout:
 def _to_sglang(saved: Saved, target: Target) -> Layout:
     """Files of `LlamaForCausalLMEagle3`; the same as vLLM's."""
     serve = serve_sglang("EAGLE3", draft_length(saved.settings))
-    if (window := saved.settings.get("window")) is not None:  # a setting of the server, without the newest
+    if (window := saved.settings.get("window")) is not None:  # SGLang excludes the newest
         serve += f" --speculative-draft-window-size {window - 1}"
     return _layout(saved, target, serve)
 
 
 def _check_authors(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from check_authors(settings, target, AUTHORS_TARGETS)
-    yield from _departures(settings, target)
+    yield from _check_ignored(settings, target)
 
 
-def _departures(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
-    """What the authors' code passes over without an error: it loads with `strict=False`."""
+def _check_ignored(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    """Settings that the authors' code ignores without an error, since it loads with `strict=False`."""
     for name in SWITCHES:
         if settings[name]:
             yield Refusal(f"the authors' code has no {name}", {name: False})
     if settings["layers"] > 1:
-        yield Refusal(f"{settings['layers']} layers, of which the authors' code has one", {"layers": 1})
+        yield Refusal(f"{settings['layers']} layers, and the authors' code has one", {"layers": 1})
     taps, fixed = settings["taps"], default_taps(len(target.layers))
     if fixed != sorted(set(fixed)):
         yield Refusal(f"the authors' taps {fixed} are not three layers of this target")
     elif set(taps) != set(fixed) or len(taps) != len(fixed):
-        yield Refusal(f"drafter.taps={list(taps)}: the authors' are {fixed} always", {"taps": fixed})
+        yield Refusal(f"drafter.taps={list(taps)}: the authors' code always reads {fixed}", {"taps": fixed})
 
 
 def _note(settings: Mapping[str, Any], target: Target) -> str:
-    """What is said beside files for engines, which the authors' code loads as well."""
-    departures = [*_departures(settings, target), *no_window(settings, "the authors' code")]
+    """Warning for files of engines that the authors' code would load and misread; "" if it would not."""
+    departures = [*_check_ignored(settings, target), *no_window(settings, "the authors' code")]
     reasons = [refusal.reason for refusal in departures]
     if not reasons:
         return ""
     return (
         "SafeAILab's own EAGLE code would load these files without an error and draft wrongly: "
-        f"{'; '.join(reasons)}. to=authors says what to train with for it."
+        f"{'; '.join(reasons)}. to=authors names the settings that it supports."
     )
 
 
@@ -117,7 +117,7 @@ def _layout(saved: Saved, target: Target, command: str) -> Layout:
     saved, taps = sort_taps(saved)
     settings, weights = saved.settings, without_confidence(saved)
     ids = weights.pop("d2t", None)
-    tensors = {_theirs(k): v for k, v in split_projections(weights, settings).items()} | vocab_maps(
+    tensors = {_exported_name(k): v for k, v in split_projections(weights, settings).items()} | vocab_maps(
         ids, target.vocab_size
     )
     config = config_of(settings, settings["layers"], target, tensors["fc.weight"].dtype)
@@ -135,8 +135,8 @@ def _layout(saved: Saved, target: Target, command: str) -> Layout:
 def _to_authors(saved: Saved, target: Target) -> Layout:
     """Files of `EaModel` (SafeAILab).
 
-    `target_hidden_size` lets its loader take the embedding from these files. Without it, it looks for an
-    index beside the target's weights, which a target in one file does not have.
+    With `target_hidden_size` its loader reads the embedding from these files. Without it, the loader
+    requires an index of the target's weights, which a target in one file does not have.
     """
     layout = _layout(saved, target, "")
     config = {name: value for name, value in authors_config(layout.config).items() if name not in SWITCHES}
@@ -144,13 +144,13 @@ def _to_authors(saved: Saved, target: Target) -> Layout:
     return Layout(config, with_embedding(layout.tensors, target), note=authors_call(use_eagle3=True))
 
 
-def _theirs(name: str) -> str:
+def _exported_name(name: str) -> str:
     if name == "hidden_norm.weight":
-        return FIRST + name
-    return name.replace("layers.0.", FIRST, 1)
+        return FIRST_LAYER + name
+    return name.replace("layers.0.", FIRST_LAYER, 1)
 
 
-def _knows(config: Mapping[str, Any]) -> bool:
+def _is_eagle3(config: Mapping[str, Any]) -> bool:
     name = architecture(config)
     if "format" in config or "speculators_config" in config or "speculators_model_type" in config:
         return False
@@ -160,10 +160,10 @@ def _knows(config: Mapping[str, Any]) -> bool:
 def _read(layout: Layout, target: Target) -> Saved:
     config, more = layout.config, layout.config.get("eagle_config") or {}
     names = ((k.removeprefix("model."), v) for k, v in layout.tensors.items() if "rotary_emb" not in k)
-    tensors = {k.replace(FIRST, "layers.0.", 1): v for k, v in names}
+    tensors = {k.replace(FIRST_LAYER, "layers.0.", 1): v for k, v in names}
     check_target(config, tensors, target)
     if more.get("use_aux_hidden_state") is False:
-        raise UserError("it reads the target's last hidden state alone, which no EAGLE-3 here does")
+        raise UserError("it reads only the target's last hidden state, which no EAGLE-3 here does")
     layers, taps = config.get("num_hidden_layers", 1), _taps(config, more, target)
     switches = {name: bool(config.get(name, more.get(name, False))) for name in SWITCHES}
     weights = join_projections({k: v for k, v in tensors.items() if k not in SHARED})
@@ -173,7 +173,7 @@ def _read(layout: Layout, target: Target) -> Saved:
         weights["lm_head.weight"] = (target.head.weight * target.head.scale).cpu()
     if layers > len(weights):  # an untrusted number must not become a loop count
         raise UserError(f"num_hidden_layers is {layers}, for {len(weights)} tensors")
-    check_tensor_names(set(weights), _own(layers, len(taps), switches))
+    check_tensor_names(set(weights), _weight_names(layers, len(taps), switches))
     read_vocab_maps(tensors, weights, target.vocab_size)
     settings = sizes(config, tensors, "layers.0.") | switches
     settings |= {"vocab_size": target.vocab_size, "taps": taps, "layers": layers}
@@ -188,8 +188,8 @@ def _taps(config: Mapping[str, Any], more: Mapping[str, Any], target: Target) ->
     return taps_of(outputs or default_taps(len(target.layers)), target)
 
 
-def _own(layers: int, taps: int, switches: Mapping[str, bool]) -> set[str]:
-    """Names of weights in our drafter."""
+def _weight_names(layers: int, taps: int, switches: Mapping[str, bool]) -> set[str]:
+    """Names of the weights of our drafter."""
     names = {"fc.weight", "hidden_norm.weight", "norm.weight", "lm_head.weight"}
     names |= {f"layers.{i}.{part}.weight" for i in range(layers) for part in LAYER}
     if switches["norm_before_fc"]:
@@ -202,4 +202,4 @@ def _own(layers: int, taps: int, switches: Mapping[str, bool]) -> set[str]:
 VLLM = Format(_to_vllm, _check_vllm, draft_length)
 SGLANG = Format(_to_sglang, _check_sglang, draft_length)
 AUTHORS = Format(_to_authors, _check_authors)
-READER = Reader("EAGLE-3", _knows, _read)
+READER = Reader("EAGLE-3", _is_eagle3, _read)

@@ -1,7 +1,7 @@
 """Tables of export formats by program and drafter, and of readers of other programs' formats.
 
-`check` decides whether a program can serve a drafter, from its settings and its target: before training,
-at the end of a run and within `write_layout` alike.
+`check` decides from settings and target whether a program can serve a drafter. It runs before training, at
+the end of a run and in `write_layout`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from drafters.export import speculators_write as speculators
 from drafters.export.layout import Format, Layout, Reader, Refusal, Saved
 from drafters.registry import nested
 
-ROUNDS = 4  # of changes to settings, one of which may lead to another refusal
-NATIVE = "native"  # our own format, which every drafter has
-GGUF = "gguf"  # llama.cpp's, by its converter
-OF_TWO = ("cascade", "union")  # made of two drafters, the first of which is served alone
-LEFT_OUT = (
-    "left out: the second drafter of the {} ({}), which the scores are with; engines look up n-grams "
+ROUNDS = 4  # of changes to settings: a change may cause another refusal
+NATIVE = "native"  # our own format; every drafter has it
+GGUF = "gguf"  # llama.cpp's format, written by its converter
+OF_TWO = ("cascade", "union")  # made of two drafters; only the first is served
+NOT_EXPORTED = (
+    "not exported: the second drafter of the {} ({}), which the scores include; engines look up n-grams "
     "themselves"
 )
 
@@ -68,7 +68,7 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
         "medusa2": hf_model.TUNED,
     },
 }
-# The first reader that knows a config reads it; the most general come last.
+# The first reader that recognises a config is used; the most general come last.
 READERS: Sequence[Reader] = (
     medusa_mlp.MEDUSA_READER,
     medusa_mlp.MLP_READER,
@@ -82,11 +82,11 @@ READERS: Sequence[Reader] = (
 
 
 class Instead(NamedTuple):
-    """What is said where a program has no format for a drafter.
+    """Alternative to a drafter that a program has no format for.
 
     Attributes:
-        reason: why there is none, or what the program has of its own.
-        drafter: one that may be trained in its place; "": none.
+        reason: why there is no format, or the program's own method.
+        drafter: short name of a drafter to train instead; "": none.
         settings: of that drafter, as far as its check reads them.
     """
 
@@ -96,7 +96,7 @@ class Instead(NamedTuple):
 
 
 DIFFUSION = Instead(
-    "it departs from DFlash, which has one (the newest feature in every position, a vector for each mask, "
+    "it differs from DFlash, which has one (the newest feature in every position, a vector for each mask, "
     "norms of the taps)",
     "dflash",
     {"taps": [1]},
@@ -106,7 +106,7 @@ INSTEAD: Mapping[tuple[str, str], Instead] = {
         (program, "boosted"): Instead("no program drafts with two models; export either checkpoint by itself")
         for program in FORMATS
     },
-    ("vllm", "lstm"): Instead("ArcticInference, which has one, is a plugin with files of its own", "mlp"),
+    ("vllm", "lstm"): Instead("ArcticInference, which has one, is a plugin with its own file format", "mlp"),
     ("vllm", "ngram"): Instead(
         """it has prompt lookup of its own: --speculative-config '{"method": "ngram", """
         """"num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'"""
@@ -117,7 +117,7 @@ INSTEAD: Mapping[tuple[str, str], Instead] = {
     ),
     ("sglang", "ngram"): Instead("it has one of its own: --speculative-algorithm NGRAM"),
     ("authors", "medusa2"): Instead(
-        "its heads go with the target that it has tuned, which to=hf writes, and not with the one it names"
+        "its heads need the tuned target, which to=hf writes, and the files would name the original one"
     ),
     ("gguf", "ngram"): Instead("llama.cpp has lookups of its own: --spec-type ngram-simple"),
     **{(program, "diffusion"): DIFFUSION for program in ("vllm", "sglang", "speculators", "gguf")},
@@ -131,19 +131,19 @@ def accepting(drafter: str, settings: Mapping[str, Any], target: Target) -> list
 
 
 def check_format(drafter: str, to: str) -> None:
-    """Check that a program has a format for a kind of drafter, before more of it is known.
+    """Check that a program has a format for a kind of drafter, before its settings are known.
 
     Raises:
         UserError: it has none.
     """
-    if drafter not in OF_TWO and drafter not in FORMATS[to]:  # of two, the settings say what is served
+    if drafter not in OF_TWO and drafter not in FORMATS[to]:  # else settings decide
         known = INSTEAD.get((to, drafter))
         reason = f"; {known.reason}" if known else ""
         raise UserError(f"{_no_format(drafter, to)}{reason}; to={NATIVE} takes every drafter")
 
 
 def check(drafter: str, settings: Mapping[str, Any], target: Target, to: str) -> None:
-    """Check that a program can serve a drafter, without its weights.
+    """Check that a program can serve a drafter, without reading weights.
 
     Args:
         drafter: short name.
@@ -152,12 +152,12 @@ def check(drafter: str, settings: Mapping[str, Any], target: Target, to: str) ->
         to: program.
 
     Raises:
-        UserError: it cannot. Settings and programs that the message suggests pass this check.
+        UserError: it cannot. All settings and programs that the message suggests pass this check.
     """
     drafter, settings = served(drafter, settings)
     if drafter not in FORMATS[to]:
         known = INSTEAD.get((to, drafter), Instead(""))
-        ways, own = [], bool(known.reason) and not known.drafter  # a method of the engine itself
+        ways, own = [], bool(known.reason) and not known.drafter  # the engine has its own method
         if known.drafter and not _refusals(known.drafter, known.settings, target, to):
             ways = [f"train drafter={known.drafter}"]
         reasons = [_no_format(drafter, to), *([known.reason] if known.reason else [])]
@@ -174,14 +174,14 @@ def check(drafter: str, settings: Mapping[str, Any], target: Target, to: str) ->
 
 
 def served_length(drafter: str, settings: Mapping[str, Any], to: str) -> int | None:
-    """Tokens of the drafts that a program is asked for by the command of an export; None: it serves none."""
+    """Draft length in the serving command of an export; None: the program does not serve the drafter."""
     drafter, settings = served(drafter, settings)
     found = FORMATS.get(to, {}).get(drafter)
     return found.length(settings) if found and found.length else None
 
 
 def served(drafter: str, settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Short name and settings of what a program is given: of two drafters, the first if it is `OF_TWO`."""
+    """Short name and settings of the exported drafter: for `OF_TWO`, the first of the two."""
     parts = {name: (part, options) for name, part, options in nested(settings)}
     return parts["first"] if drafter in OF_TWO else (drafter, settings)
 
@@ -195,7 +195,7 @@ def _refusals(drafter: str, settings: Mapping[str, Any], target: Target, to: str
 
 
 def _trained_otherwise(drafter: str, settings: Mapping[str, Any], target: Target, to: str) -> list[str]:
-    """The settings to train with, if a drafter of them passes."""
+    """Advice to train with other settings; empty if no change of settings passes the check."""
     changes: dict[str, Any] = {}
     for _ in range(ROUNDS):
         refusals = _refusals(drafter, {**settings, **changes}, target, to)
@@ -211,7 +211,7 @@ def _trained_otherwise(drafter: str, settings: Mapping[str, Any], target: Target
 
 
 def _text(value: Any) -> str:
-    """A value as the command line takes it."""
+    """A value in the command line's syntax."""
     if isinstance(value, list):
         return f"[{','.join(map(_text, value))}]"
     if value is None:
@@ -223,10 +223,10 @@ def write_layout(saved: Saved, target: Target, to: str) -> Layout:
     """Convert a drafter to another program's format.
 
     Raises:
-        UserError: see `check`; weights that were not trained yet, or that the format cannot express.
+        UserError: see `check`; weights that are untrained, or that the format cannot express.
     """
     check(saved.drafter, saved.settings, target, to)
-    if not _has_vocabulary(saved.drafter, to):  # all tokens were trained, and the engine drafts any
+    if not _has_vocabulary(saved.drafter, to):  # the engine drafts any token
         saved = saved._replace(weights={name: w for name, w in saved.weights.items() if name != "d2t"})
     if saved.drafter not in OF_TWO:
         return FORMATS[to][saved.drafter].write(saved, target)
@@ -234,12 +234,12 @@ def write_layout(saved: Saved, target: Target, to: str) -> Layout:
     stem = "first."
     weights = {name.removeprefix(stem): w for name, w in saved.weights.items() if name.startswith(stem)}
     layout = write_layout(Saved(kind, settings, weights, saved.confidence), target, to)
-    left_out = LEFT_OUT.format(saved.drafter, saved.settings["second"]["drafter"])
-    return layout._replace(note="\n\n".join(filter(None, [layout.note, left_out])))
+    not_exported = NOT_EXPORTED.format(saved.drafter, saved.settings["second"]["drafter"])
+    return layout._replace(note="\n\n".join(filter(None, [layout.note, not_exported])))
 
 
 def _has_vocabulary(drafter: str, to: str) -> bool:
-    """Whether the program's format can name the tokens that a drafter may propose."""
+    """Whether the program's format can restrict the tokens that a drafter proposes."""
     return drafter in ("eagle3", "p_eagle", "dspark") or FORMATS[to].get(drafter) is eagle.SGLANG
 
 

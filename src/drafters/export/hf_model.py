@@ -20,15 +20,15 @@ from drafters.families.tuned_target import Lora
 from drafters.hub import download
 
 STEM = "model."  # prefix of the model's weights in a drafter
-TOKENS = 5  # draft length for serving, the maximum of decode=auto
+TOKENS = 5  # draft length for serving: the maximum of decode=auto
 PLAIN = "A plain Hugging Face model, adapters merged; in transformers it is an assistant_model of generate()."
 ENGINES = " For an engine write it with to=vllm or to=sglang, which give it the target's vocabulary size."
 OWN_TOKENIZER = (
     "A plain Hugging Face model with its own tokenizer, adapters merged; in transformers it is an "
     "assistant_model of generate(), with tokenizer= of the target and assistant_tokenizer= of this folder."
 )
-MASKED = "A plain Hugging Face model, adapters merged; no engine drafts with one that fills in masks."
-MERGED = "The tuned target: its heads, which are exported apart, fit this folder alone."
+MASKED = "A plain Hugging Face model, adapters merged; no engine drafts with a masked language model."
+MERGED = "The tuned target. Its heads are exported separately and fit only this target."
 
 
 def _check_nothing(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
@@ -37,21 +37,21 @@ def _check_nothing(settings: Mapping[str, Any], target: Target) -> Iterator[Refu
 
 
 def _check_vocabulary(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
-    """Engines require the target's vocabulary size; shapes alone are tried, on torch's meta device."""
+    """Check that the model can be resized to the target's vocabulary size, on torch's meta device."""
     if settings.get("tokenizer_bytes"):
         yield Refusal(
-            "its draft model has a tokenizer of its own (drafter.vocabulary=map), and this format gives an "
-            "engine the target's"
+            "its draft model has its own tokenizer (drafter.vocabulary=map), and this format uses the "
+            "target's"
         )
         return
     config, size = dict(settings["config"]), target.vocab_size
     model = _empty(config)
     try:
-        _filled(config, model.state_dict(), size)
+        _model_with(config, model.state_dict(), size)
     except RuntimeError:
         yield Refusal(
             f"a {type(model).__name__} has its vocabulary in more than an embedding and a head, and cannot "
-            f"be given the target's {size} ids"
+            f"be resized to the target's {size} ids"
         )
 
 
@@ -78,7 +78,7 @@ def _with_tokenizer(saved: Saved) -> Layout:
     return Layout(config, {}, files=content, model=model, note=OWN_TOKENIZER)
 
 
-def _fills(saved: Saved, target: Target) -> Layout:
+def _masked(saved: Saved, target: Target) -> Layout:
     """A masked language model, unchanged."""
     layout = _folder(_model(saved), target)._replace(note=MASKED)
     return layout._replace(config=layout.config | {"mask_token_id": saved.settings["mask_token"]})
@@ -108,12 +108,12 @@ def _model(saved: Saved, size: int | None = None) -> PreTrainedModel:
     """The drafter's model with its weights, optionally resized to another vocabulary size."""
     assert not saved.settings["lora"], "loading has merged it"
     weights = {n.removeprefix(STEM): w for n, w in saved.weights.items() if n.startswith(STEM)}
-    model = _filled(dict(saved.settings["config"]), weights, size)
+    model = _model_with(dict(saved.settings["config"]), weights, size)
     model.tie_weights()
     return model.eval()
 
 
-def _filled(config: dict[str, Any], weights: dict[str, Tensor], size: int | None) -> Any:
+def _model_with(config: dict[str, Any], weights: dict[str, Tensor], size: int | None) -> Any:
     """A model with these weights, resized to another vocabulary size.
 
     Raises:
@@ -138,8 +138,8 @@ def _empty(config: dict[str, Any]) -> Any:
 def _resized(model: Any, weights: dict[str, Tensor], size: int) -> dict[str, Tensor]:
     """Embedding and head resized to another number of ids; additional ids are padding.
 
-    The embedding of a new id is that of the last one, as in `lm.DraftLM`, and its logit the mean of all
-    logits, which is never the largest. If the head is tied, both are the mean.
+    A new id gets the embedding of the last one, as in `lm.DraftLM`, and the mean of all logits, which is
+    never the largest. If the head is tied, both are the mean.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head.weight is embedding.weight
@@ -168,20 +168,20 @@ def _folder(model: Any, target: Target) -> Layout:
 
 
 def config_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The `config.json` of a draft model of these settings, with the model's own vocabulary size."""
+    """The `config.json` of a draft model with these settings and the model's own vocabulary size."""
     return _config(_empty(dict(settings["config"])))
 
 
 def _config(model: Any) -> dict[str, Any]:
     config = portable_config(json.loads(model.config.to_json_string()))
     config |= {"architectures": [type(model).__name__], "torch_dtype": str(model.dtype).split(".")[1]}
-    return config | _older(config)
+    return config | _transformers_4_rope(config)
 
 
-def _older(config: dict[str, Any]) -> dict[str, Any]:
-    """Rope settings by the names of transformers 4, which would silently use its defaults."""
+def _transformers_4_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """Rope settings under the names of transformers 4, which silently ignores the newer names."""
     rope = config.get("rope_parameters") or {}
-    if "rope_theta" not in rope:  # none, or several by layer type, with names that depend on the family
+    if "rope_theta" not in rope:  # none, or one per layer type under names that depend on the family
         return {}
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     plain = scaling.get("rope_type", "default") == "default"
@@ -192,7 +192,7 @@ def target_files(target: Target, *more: str) -> dict[str, bytes]:
     """The target's tokenizer files, unchanged; none for a target without path or hub id.
 
     Args:
-        target: whose files.
+        target: a loaded target.
         more: names of further files.
 
     Raises:
@@ -210,7 +210,7 @@ def target_files(target: Target, *more: str) -> dict[str, bytes]:
 
 
 HF = Format(_hf, _check_nothing)
-FILLS = Format(_fills, _check_nothing)
+FILLS = Format(_masked, _check_nothing)
 TUNED = Format(_tuned, _check_nothing)
 VLLM = Format(_vllm, _check_vocabulary, lambda _: TOKENS)
 SGLANG = Format(_sglang, _check_vocabulary, lambda _: TOKENS)

@@ -1,4 +1,4 @@
-"""A drafter on file, in our format and in another program's, and the commands that serve it."""
+"""A drafter's settings and weights, its files in another program's format, and serving commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Saved(NamedTuple):
         drafter: short name, as in `registry.KNOWN`.
         settings: arguments of its constructor.
         weights: by the drafter's names.
-        confidence: whether it has a confidence head, which engines read of a DSpark alone.
+        confidence: whether it has a confidence head; engines read only a DSpark's.
     """
 
     drafter: str
@@ -41,14 +41,14 @@ class Layout(NamedTuple):
     Attributes:
         config: content of `config.json`.
         tensors: content of `model.safetensors`.
-        serve: shell command that serves it, as a template with `{target}` and `{drafter}`; other braces
+        serve: shell command that serves it, a template with `{target}` and `{drafter}`; other braces
             are doubled.
         note: further information for users.
         files: other files of the folder, by name.
-        torch_file: name of a `torch.save` file of the tensors, in place of `model.safetensors`, for a program
-            that reads nothing else. It holds tensors alone: `weights_only` reads it.
-        model: a transformers model in place of `tensors`, which is saved by `save_pretrained`.
-        finish: turns the written folder into what the program loads.
+        torch_file: name of a `torch.save` file of the tensors, written instead of `model.safetensors` for a
+            program that reads no other. `torch.load` reads it with `weights_only`.
+        model: a transformers model, saved by `save_pretrained` instead of `tensors`.
+        finish: converts the written folder into the program's files.
     """
 
     config: dict[str, Any]
@@ -61,7 +61,7 @@ class Layout(NamedTuple):
     finish: Callable[[Path], None] | None = None
 
     def command(self, target: str, drafter: str) -> str:
-        """Shell command that serves it, with names quoted; "" if nothing serves it."""
+        """Shell command that serves the drafter, with names quoted; "" if no program serves it."""
         plain = {"target": target, "drafter": drafter}
         quoted = {name: json.dumps(value, ensure_ascii=False)[1:-1] for name, value in plain.items()}
         # Word by word, since a name may be part of a word, such as a JSON object.
@@ -73,7 +73,7 @@ class Layout(NamedTuple):
     def write(self, folder: Path) -> None:
         """Write the files into an existing folder."""
         if self.torch_file:
-            # Heads that are one tensor are in the file once.
+            # Not cloned: torch.save stores a tensor that several heads share once.
             tensors = {name: value.detach().contiguous() for name, value in self.tensors.items()}
             torch.save(tensors, folder / self.torch_file)
         elif self.model is None:
@@ -96,8 +96,8 @@ class Refusal(NamedTuple):
     """One reason why a program cannot serve a drafter.
 
     Attributes:
-        reason: for a message.
-        train: settings of a new drafter to which it does not apply; empty if there are none.
+        reason: part of an error message.
+        train: settings to train with to avoid it; empty if there are none.
     """
 
     reason: str
@@ -108,10 +108,10 @@ class Format(NamedTuple):
     """A program's format for one kind of drafter.
 
     Attributes:
-        write: converts the drafter; raises UserError only for what depends on trained values.
-        check: why the program cannot serve a drafter of these settings, which are those of
-            `Saved.settings`, for this target; no value of a weight is read.
-        length: tokens of the drafts that its command asks for, by the settings; None: nothing serves it.
+        write: converts the drafter; raises UserError only for causes that depend on trained values.
+        check: yields the reasons why the program cannot serve a drafter with these `Saved.settings` for
+            this target; reads no weights.
+        length: draft length of the serving command, from the settings; None: no program serves it.
     """
 
     write: Callable[[Saved, Target], Layout]
@@ -124,7 +124,7 @@ class Reader(NamedTuple):
 
     Attributes:
         name: of the format, for messages.
-        knows: whether a `config.json` is of this format.
+        knows: whether a `config.json` is in this format.
         read: converts the files; raises UserError for another target's or an unsupported drafter.
     """
 
@@ -133,12 +133,12 @@ class Reader(NamedTuple):
     read: Callable[[Layout, Target], Saved]
 
 
-# Parts of `DecoderLayer` that are inside a submodule in Llama.
+# Part of `DecoderLayer` -> its parent module in Llama.
 PARENTS = {"o_proj": "self_attn", "q_norm": "self_attn", "k_norm": "self_attn", "down_proj": "mlp"}
 
 
 def split_projections(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Weights of `DecoderLayer`s by Llama's names, with separate q, k, v and gate, up projections."""
+    """Weights of `DecoderLayer`s under Llama's names, with separate q, k, v and gate, up projections."""
     tensors: dict[str, Tensor] = {}
     queries, keys = (settings[name] * settings["head_dim"] for name in ("heads", "kv_heads"))
     for name, weight in weights.items():
@@ -179,7 +179,7 @@ def join_projections(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def trained_depth(settings: Mapping[str, Any]) -> int:
-    """Draft length of a drafter that has one model for each depth, or one block."""
+    """Draft length of a drafter with one head per depth, or with one block."""
     return int(settings["depth"])
 
 
@@ -194,7 +194,7 @@ def serve_vllm(method: str, tokens: int) -> str:
 def serve_sglang(algorithm: str, tokens: int) -> str:
     """SGLang server command for an algorithm with chains of `tokens` tokens.
 
-    Chains can be compared with a scorecard by `foredraft verify-served`.
+    `foredraft verify-served` can compare chains with a scorecard.
     """
     return (
         f"{_sglang(algorithm)} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "

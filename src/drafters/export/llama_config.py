@@ -1,4 +1,4 @@
-"""Flat `config.json` files of Llama-like drafters."""
+"""Write and read flat `config.json` files of Llama-like drafters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def architecture(config: Mapping[str, Any]) -> str:
 def config_of(settings: Mapping[str, Any], layers: int, target: Target, dtype: torch.dtype) -> dict[str, Any]:
     """A LlamaConfig with a drafter's sizes and its target's vocabulary, context length and special tokens.
 
-    Rope settings are included twice: as `rope_parameters`, and for readers before transformers 5.
+    Rope settings are written twice: as `rope_parameters`, and for readers older than transformers 5.
     """
     longest = getattr(target.config, "max_position_embeddings", None) or target.max_positions
     return {
@@ -55,28 +55,28 @@ def config_of(settings: Mapping[str, Any], layers: int, target: Target, dtype: t
 
 
 def _window(settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """A window as transformers counts it: a query sees its own key and the `sliding_window` - 1 before it."""
+    """Window in transformers' terms: a query sees its own key and the `sliding_window` - 1 before it."""
     if (window := settings.get("window")) is None:
         return {}
     return {"sliding_window": window, "layer_types": [SLIDING] * layers, "use_sliding_window": True}
 
 
 def window_of(config: Mapping[str, Any]) -> int | None:
-    """The inverse; without `layer_types` engines pass over `sliding_window`.
+    """Window of a config; engines ignore `sliding_window` without `layer_types`.
 
     Raises:
-        UserError: layers of which some see a window and others the whole text, or a window of no size.
+        UserError: only some of the layers have a window, or its size is invalid.
     """
     kinds = config.get("layer_types") or ()
     if SLIDING not in kinds:
         return None
     if set(kinds) != {SLIDING}:
         raise UserError(
-            "some of its layers see a window and others the whole text (layer_types); ours see the same"
+            "some of its layers see a window and others the whole text (layer_types); ours are alike"
         )
     window = config.get("sliding_window")
     if type(window) is not int or window < 1:
-        raise UserError(f"its layers see a window, and its sliding_window is {window!r}")
+        raise UserError(f"its layers have a window, but its sliding_window is {window!r}")
     return window
 
 
@@ -93,28 +93,28 @@ def _positions(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str) -> dict[str, Any]:
-    """The inverse: the `LayerShape` part of a drafter's settings.
+    """The inverse of `config_of`: the `LayerShape` part of a drafter's settings.
 
     Args:
-        config: of the file.
+        config: content of the file.
         tensors: by Llama's names.
         layer: name prefix of the first decoder layer.
 
     Raises:
-        UserError: rope scaling that depends on the length of the text.
+        UserError: rope scaling that depends on the text's length.
     """
     heads, rope = (
         config["num_attention_heads"],
         config.get("rope_parameters") or config.get("rope_scaling") or {},
     )
     if (scaled := rope.get("rope_type", rope.get("type", "default"))) not in ("default", "mrope", *SCALINGS):
-        raise UserError(f"its rotary positions are scaled ({scaled}), as ours cannot be")
+        raise UserError(f"its rotary positions are scaled ({scaled}), which drafters here do not support")
     theta, rope = rope_settings(dict(config))
     shape = LayerShape(
         hidden_size=config["hidden_size"],
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
-        # Some files have a `head_dim` that their own readers ignore.
+        # Not from the config: some files have a `head_dim` that their own readers ignore.
         head_dim=len(tensors[f"{layer}self_attn.q_proj.weight"]) // heads,
         intermediate_size=config["intermediate_size"],
         eps=float(config.get("rms_norm_eps", 1e-6)),
@@ -138,11 +138,11 @@ def check_target(config: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise UserError(f"hidden_act is {act}; drafters here have silu")
     if "embed_tokens.weight" in tensors and not _same(tensors["embed_tokens.weight"], target.embed):
-        raise UserError("its embedding is not the target's, which drafters here share: another target's?")
+        raise UserError("its embedding is not the target's, which drafters here share; use its own target")
 
 
 def _same(weight: Tensor, embed: nn.Module) -> bool:
-    """Whether an embedding is the target's up to rounding."""
+    """Whether an embedding equals the target's up to rounding, in a sample of rows."""
     ours = embed.weight
     assert isinstance(ours, Tensor)
     if ours.shape != weight.shape:
@@ -153,38 +153,38 @@ def _same(weight: Tensor, embed: nn.Module) -> bool:
 
 
 def check_embedding(target: Target) -> Iterator[Refusal]:
-    """Engines share the target's embedding table with a drafter, without a scale."""
+    """Refuse a target with scaled embeddings: engines share the table with a drafter without the scale."""
     if getattr(target.embed, "embed_scale", 1.0) != 1.0:
         kind = type(target.embed).__name__
         yield Refusal(f"the target scales its embeddings ({kind}), which no engine does for a drafter")
 
 
 def check_head(target: Target) -> Iterator[Refusal]:
-    """Engines share the target's head with a drafter, without a bias."""
+    """Refuse a bias of the target's head: engines share the head with a drafter without the bias."""
     if target.head.bias is not None:
         yield Refusal("the target's head has a bias, which no engine adds for a drafter")
 
 
 def check_window(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
-    """Engines keep no sinks, and in vLLM a drafter without a window gets the target's."""
+    """Refuse sinks, and no window if the target has one: vLLM gives a drafter the target's window."""
     yield from check_sinks(settings)
     config = target.config
     theirs = getattr(config, "sliding_window", None)
-    uniform = set(getattr(config, "layer_types", None) or ()) <= {SLIDING}  # as vLLM 0.32 asks
+    uniform = set(getattr(config, "layer_types", None) or ()) <= {SLIDING}  # condition of vLLM 0.32
     if settings.get("window") is None and theirs and uniform and theirs < (target.max_positions or 2**31):
         yield Refusal(f"vLLM gives a drafter without a window the target's, of {theirs}", {"window": theirs})
 
 
 def no_window(settings: Mapping[str, Any], program: str) -> Iterator[Refusal]:
-    """A program whose drafters see the whole text."""
+    """Refuse a window, for a program without windows for drafters."""
     if settings.get("window") is not None:
-        yield Refusal(f"{program} has no window of a drafter", {"window": None, "sinks": 0})
+        yield Refusal(f"{program} has no window for a drafter", {"window": None, "sinks": 0})
 
 
 def check_sinks(settings: Mapping[str, Any]) -> Iterator[Refusal]:
-    """No engine keeps the first places of a text in a drafter's window."""
+    """Refuse attention sinks, which no engine has for a drafter."""
     if settings.get("sinks"):
-        yield Refusal("engines drop the first places of a text behind a drafter's window", {"sinks": 0})
+        yield Refusal("engines keep no attention sinks for a drafter with a window", {"sinks": 0})
 
 
 def check_size(name: str, expected: Any, actual: Any) -> None:
@@ -198,7 +198,7 @@ def check_size(name: str, expected: Any, actual: Any) -> None:
 
 
 def check_tensor_names(names: Iterable[str], required: Iterable[str], optional: Iterable[str] = ()) -> None:
-    """Check that all required tensors exist, and no others than required and optional ones.
+    """Check that all required tensors exist, and that all others are optional.
 
     Raises:
         UserError: number and first name of missing or unknown tensors.

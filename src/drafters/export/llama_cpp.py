@@ -1,9 +1,9 @@
 """EAGLE-3, DFlash and draft models as GGUF files, converted by llama.cpp's own `convert_hf_to_gguf.py`.
 
-After llama.cpp b11434 (`conversion/`, `src/models/eagle3.cpp`, `src/models/dflash.cpp`): the converter reads
-the folders that vLLM reads. An EAGLE-3 is one layer that reads three layers of the target, whose ids in
-`eagle_aux_hidden_state_layer_ids` mean inputs, as ours do. Tokenizer and layer count come from the target's
-folder, whose tokenizer the converter has to know.
+Follows llama.cpp b11434 (`conversion/`, `src/models/eagle3.cpp`, `src/models/dflash.cpp`). The converter
+reads vLLM's folders. An EAGLE-3 is one layer that reads three layers of the target; their ids in
+`eagle_aux_hidden_state_layer_ids` number inputs, as ours do. Tokenizer and layer count come from the target's
+folder, and the converter must know the tokenizer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DRAFTER = "drafter.gguf"
 TAPS = 3  # of an EAGLE-3 in llama.cpp
 CONFIG = FILES[0]
 TYPES = {"float16": "f16", "bfloat16": "bf16"}  # --outtype; any other dtype becomes f32
-NOTE = f"TARGET.gguf is the target: the file that was given as target=, or {SCRIPT} makes one of its folder."
+NOTE = f"TARGET.gguf is the target: the file passed as target=, or its folder converted by {SCRIPT}."
 
 
 def _check_eagle3(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
@@ -44,22 +44,22 @@ def _check_eagle3(settings: Mapping[str, Any], target: Target) -> Iterator[Refus
         yield Refusal(f"{settings['layers']} layers, and llama.cpp reads one", {"layers": 1})
     if settings["fc_norm"]:
         yield Refusal(
-            "llama.cpp has no fc_norm, a norm for each tap; its norm_before_fc is one for all",
+            "llama.cpp has no fc_norm (a norm per tap); its norm_before_fc is one norm for all taps",
             {"fc_norm": False, "norm_before_fc": True},
         )
     yield from no_window(settings, "llama.cpp's EAGLE-3")
     if settings["norm_output"]:
-        yield Refusal("llama.cpp feeds back what is before the final norm", {"norm_output": False})
+        yield Refusal("llama.cpp feeds back the state before the final norm", {"norm_output": False})
     if (settings.get("rope") or {}).get("partial_rotary_factor", 1.0) != 1.0:
-        yield Refusal("its converter rotates the whole of every head, and the target's positions a part")
+        yield Refusal("its converter rotates whole heads, and the target's positions rotate a part of each")
 
 
 def _check_dflash(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from _check_target(target)
     yield from dflash.VLLM.check(settings, target)
     if settings.get("window") is not None or settings.get("causal"):
-        unlike = "a window or a causal block, which llama.cpp's DFlash was not shown to read as ours does"
-        yield Refusal(unlike, {"window": None, "sinks": 0, "causal": False})
+        reason = "a window or a causal block, untested with llama.cpp's DFlash"
+        yield Refusal(reason, {"window": None, "sinks": 0, "causal": False})
     if (settings.get("rope") or {}).get("rope_type") == "llama3":
         yield Refusal("its converter writes no llama3 scaling of positions for a DFlash")
 
@@ -78,20 +78,20 @@ def _check_target(target: Target) -> Iterator[Refusal]:
 
 
 def _eagle3(saved: Saved, target: Target) -> Layout:
-    return _served(eagle3.VLLM.write(saved, target), "draft-eagle3", draft_length(saved.settings))
+    return _with_command(eagle3.VLLM.write(saved, target), "draft-eagle3", draft_length(saved.settings))
 
 
 def _dflash(saved: Saved, target: Target) -> Layout:
-    """All positions of the block: in a shorter one llama.cpp's masks would see fewer others."""
-    return _served(dflash.VLLM.write(saved, target), "draft-dflash", saved.settings["depth"])
+    """All positions of the block, since the masks of a shorter block would see fewer others."""
+    return _with_command(dflash.VLLM.write(saved, target), "draft-dflash", saved.settings["depth"])
 
 
 def _lm(saved: Saved, target: Target) -> Layout:
     """A draft model with the target's vocabulary size."""
-    return _served(hf_model.VLLM.write(saved, target), "draft-simple", hf_model.TOKENS)
+    return _with_command(hf_model.VLLM.write(saved, target), "draft-simple", hf_model.TOKENS)
 
 
-def _served(layout: Layout, kind: str, tokens: int) -> Layout:
+def _with_command(layout: Layout, kind: str, tokens: int) -> Layout:
     serve = (
         f"llama-server -m TARGET.gguf -md {{drafter}}/{DRAFTER} --spec-type {kind} "
         f"--spec-draft-n-max {tokens}"
@@ -115,20 +115,20 @@ def check_folder(llama_cpp: str | None) -> Path:
     """
     if not llama_cpp:
         raise UserError(
-            f"to=gguf: llama.cpp's own {SCRIPT} converts; name its source folder by "
+            f"to=gguf needs llama.cpp's {SCRIPT}; name llama.cpp's source folder by "
             f"export.llama_cpp=<folder> (foredraft export: llama_cpp=) or {VARIABLE}"
         )
     script = Path(llama_cpp).expanduser() / SCRIPT
     if not script.is_file():
         raise UserError(
-            f"llama_cpp={llama_cpp}: no {SCRIPT} there; give the source folder of llama.cpp (git clone "
+            f"llama_cpp={llama_cpp}: no {SCRIPT} there; pass the source folder of llama.cpp (git clone "
             "https://github.com/ggml-org/llama.cpp)"
         )
     return script.absolute()
 
 
 def check_tokenizer(drafter: str, settings: Mapping[str, Any], target: Target, script: Path) -> None:
-    """Have the converter write the target's vocabulary alone, which takes some seconds.
+    """Check that the converter knows the target's tokenizer, by converting only the vocabulary (seconds).
 
     Args:
         drafter: short name.
@@ -137,7 +137,7 @@ def check_tokenizer(drafter: str, settings: Mapping[str, Any], target: Target, s
         script: from `check_folder`.
 
     Raises:
-        UserError: it does not know the tokenizer or the model's class, or a package is missing.
+        UserError: an unknown tokenizer or model class, or a missing package.
     """
     with tempfile.TemporaryDirectory() as folder:
         _write_target(target, Path(folder))
@@ -147,7 +147,7 @@ def check_tokenizer(drafter: str, settings: Mapping[str, Any], target: Target, s
 
 
 def converting(layout: Layout, target: Target, script: Path) -> Layout:
-    """The layout, whose folder is converted when it is written.
+    """A layout that is converted to GGUF when it is written.
 
     Args:
         layout: of one of this module's formats.
@@ -158,14 +158,14 @@ def converting(layout: Layout, target: Target, script: Path) -> Layout:
 
 
 def _convert(layout: Layout, target: Target, script: Path, folder: Path) -> None:
-    """Put `drafter.gguf` in the place of the weights and the tokenizer; config.json stays."""
-    given = [path for path in folder.iterdir() if path.name != CONFIG]
+    """Replace weights and tokenizer by `drafter.gguf`; config.json stays."""
+    converted = [path for path in folder.iterdir() if path.name != CONFIG]
     dtype = str(layout.model.dtype).removeprefix("torch.") if layout.model else dtype_of(layout.tensors)
     with tempfile.TemporaryDirectory() as target_folder:
         _write_target(target, Path(target_folder))
         words = ["--outtype", TYPES.get(dtype, "f32"), "--target-model-dir", target_folder]
         _run([*_command(script, folder, folder / DRAFTER), *words])
-    for path in given:
+    for path in converted:
         path.unlink()
 
 
@@ -174,7 +174,7 @@ def _command(script: Path, folder: Path, out: Path) -> list[str]:
 
 
 def _write_target(target: Target, folder: Path) -> None:
-    """What the converter reads of a target: its configuration and tokenizer."""
+    """Write the target's files that the converter reads: configuration and tokenizer."""
     for name, content in hf_model.target_files(target, CONFIG).items():
         (folder / name).write_bytes(content)
 
@@ -192,11 +192,11 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _failure(text: str) -> str:
-    """What went wrong, in one line, from what the converter wrote."""
+    """Cause of a failure in one line, from the converter's stderr."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if package := re.search(r"No module named '([\w.]+)'", lines[-1] if lines else ""):
         return (
-            f"llama.cpp's {SCRIPT} needs the package {package[1]}, which {sys.executable} has not; "
+            f"llama.cpp's {SCRIPT} needs the package {package[1]}, which {sys.executable} lacks; "
             f"pip install {package[1]}, or 'foredraft[gguf]' for all"
         )
     if "pre-tokenizer was not recognized" in text:

@@ -15,19 +15,19 @@ from drafters.export.layout import Format, Layout, Reader, Refusal, Saved, serve
 from drafters.export.llama_config import check_head, check_size, check_tensor_names
 from drafters.export.shapes import check_path, dtype_of, target_path
 
-NO_MLP = (
-    "No newer vLLM than 0.9.2 runs an MLP speculator: the engine that did, V0, has lost speculative "
-    "decoding since (vLLM pull request 21152), and V1 refuses the method (issue 47825)."
+MLP_NOTE = (
+    "vLLM 0.9.2 is the last version that runs an MLP speculator: later ones removed speculative decoding "
+    "from the V0 engine (vLLM pull request 21152), and V1 refuses the method (issue 47825)."
 )
-MOVED = (
-    "drafter=medusa2 has tuned the target, and its heads fit that one alone: write it with to=hf, and serve "
-    "that folder in the place of TUNED_TARGET."
+TUNED_NOTE = (
+    "drafter=medusa2 has tuned the target, and its heads fit only the tuned one: export it with to=hf, and "
+    "replace TUNED_TARGET by that folder."
 )
 LAYER = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")  # FasterDecoding's names
 HEAD = re.compile(r"(\d+)\.(\d+)\.weight")
-AUTHORS_FILE = "medusa_lm_head.pt"  # all versions of FasterDecoding's loader ask for it, and for no other
+AUTHORS_FILE = "medusa_lm_head.pt"  # the only file that FasterDecoding's loader reads, in all versions
 AUTHORS_TARGETS = ("LlamaForCausalLM", "MistralForCausalLM")
-AUTHORS_HEADS = 5  # that its versions from 1.0 on build, with any config.json
+AUTHORS_HEADS = 5  # versions from 1.0 on build this many, with any config.json
 
 
 # -- Medusa ----------------------------------------------------------------------------------------
@@ -40,11 +40,10 @@ def _check_medusa(settings: Mapping[str, Any], target: Target) -> Iterator[Refus
 
 
 def _medusa(saved: Saved, target: Target) -> Layout:
-    """For vLLM's `medusa`, whose layers and heads have the same names as ours.
+    """Files for vLLM's `medusa`, with the same names of layers and heads as ours.
 
-    Its heads are linear without bias, followed by a scale. It has no soft cap, which does not change
-    the most likely tokens that it drafts. A shared head has to be in the file, since its loader does
-    not share the target's.
+    Its heads are linear without bias, followed by a scale. It has no soft cap, but drafts the most likely
+    tokens, which a cap does not change. Its loader does not share the target's head, so the file has it.
     """
     settings = saved.settings
     tensors = {n: w for n, w in saved.weights.items() if n.startswith(("blocks.", "lm_heads."))}
@@ -67,9 +66,9 @@ def _medusa(saved: Saved, target: Target) -> Layout:
 
 
 def _medusa2(saved: Saved, target: Target) -> Layout:
-    """The heads; `hf_model.tuned` exports the tuned target."""
+    """The heads; `hf_model.TUNED` exports the tuned target."""
     layout = _medusa(saved, target)
-    return layout._replace(serve=layout.serve.replace("{target}", "TUNED_TARGET"), note=MOVED)
+    return layout._replace(serve=layout.serve.replace("{target}", "TUNED_TARGET"), note=TUNED_NOTE)
 
 
 def _check_authors(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
@@ -77,12 +76,12 @@ def _check_authors(settings: Mapping[str, Any], target: Target) -> Iterator[Refu
     yield from check_path(target)
     if (name := type(target.model).__name__) not in AUTHORS_TARGETS:
         known = " and ".join(AUTHORS_TARGETS)
-        yield Refusal(f"the target is a {name}, and the authors' code has {known} alone")
+        yield Refusal(f"the target is a {name}, and the authors' code supports only {known}")
     if (kind := settings["token_info"]) != "none":
         yield Refusal(f"the authors' Medusa has no token_info={kind}", {"token_info": "none"})
-    if settings["layers"] > 1:  # a list of one block, repeated
+    if settings["layers"] > 1:  # it repeats one block
         yield Refusal(
-            f"{settings['layers']} layers of a head, which are one and the same in the authors' code",
+            f"{settings['layers']} layers per head, which share their weights in the authors' code",
             {"layers": 1},
         )
 
@@ -90,7 +89,7 @@ def _check_authors(settings: Mapping[str, Any], target: Target) -> Iterator[Refu
 def _to_authors(saved: Saved, target: Target) -> Layout:
     """Files of `MedusaModel` (FasterDecoding): heads as a `torch.save` file, and the name of the target.
 
-    A layer has a bias there, and every depth a head of its own, which no scale follows.
+    Layers have a bias, and every depth has its own head, without a scale.
     """
     settings, weights, tensors = saved.settings, saved.weights, {}
     shared = (target.head.weight.detach() * target.head.scale).cpu()
@@ -100,7 +99,7 @@ def _to_authors(saved: Saved, target: Target) -> Layout:
         head = weights[f"lm_heads.{i}.weight"] * target.head.scale if settings["own_head"] else shared
         tensors |= {f"{i}.0.linear.weight": weight, f"{i}.0.linear.bias": bias, f"{i}.1.weight": head}
     config = {
-        "model_type": "medusa",  # else AutoConfig guesses from the name of the folder
+        "model_type": "medusa",  # otherwise AutoConfig guesses it from the folder's name
         "medusa_num_heads": settings["depth"],
         "medusa_num_layers": 1,
         "base_model_name_or_path": target_path(target),
@@ -113,39 +112,39 @@ def _authors_note(depth: int) -> str:
     note = "FasterDecoding/Medusa loads this folder by MedusaModel.from_pretrained(<this folder>)."
     if depth == AUTHORS_HEADS:
         return note
-    fewer = f"those beyond the {depth} of this drafter are random, so give medusa_choices no longer path"
-    more = f"{AUTHORS_HEADS} of the {depth} of this drafter are used"
-    built = f"From version 1.0 on it builds {AUTHORS_HEADS} heads whatever config.json says"
+    fewer = f"heads beyond this drafter's {depth} are random, so use no longer path in medusa_choices"
+    more = f"it uses {AUTHORS_HEADS} of this drafter's {depth}"
+    built = f"From version 1.0 on it builds {AUTHORS_HEADS} heads for any config.json"
     return f"{note} {built}: {fewer if depth < AUTHORS_HEADS else more}."
 
 
 def read_medusa(layout: Layout, target: Target) -> Saved:
     """Read Medusa in vLLM's or FasterDecoding's format.
 
-    Numbers of heads and layers are taken from the tensors: published configs have smaller ones.
+    Numbers of heads and layers come from the tensors, since published configs have smaller ones.
 
     Raises:
-        UserError: another target's, a reduced vocabulary, or missing or unknown tensors.
+        UserError: another target, a reduced vocabulary, or missing or unknown tensors.
     """
     if target.head.bias is not None:
-        raise UserError("this target's head has a bias, which no head of that Medusa has")
+        raise UserError("this target's head has a bias, and this Medusa's heads have none")
     config = layout.config
     tensors = dict(_renamed(re.sub(r"^medusa_heads?\.", "", n), w) for n, w in layout.tensors.items())
     if "token_map" in tensors:
         raise UserError(
-            f"its heads know {len(tensors['token_map'])} tokens (token_map), and drafter=medusa knows all"
+            f"its heads cover {len(tensors['token_map'])} tokens (token_map), and drafter=medusa covers all"
         )
     numbers = [re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.weight", name) for name in tensors]
     depth = 1 + max((int(n[1]) for n in numbers if n), default=-1)
     layers = 1 + max((int(n[2]) for n in numbers if n), default=-1)
     biases = [name for name in tensors if name.endswith(".bias")]
-    if not any(tensors[name].any() for name in biases):  # the authors' layers have one, be it of zeros
+    if not any(tensors[name].any() for name in biases):  # the authors' layers always have one, possibly zeros
         tensors = {name: weight for name, weight in tensors.items() if name not in biases}
         biases = []
     bias = bool(biases)
     if depth * layers > len(tensors):  # an untrusted number must not become a loop count
         raise UserError(
-            f"tensors are missing: {depth} x {layers} layers by their names, {len(tensors)} there"
+            f"tensors are missing: their names ask for {depth} x {layers} layers, {len(tensors)} are there"
         )
     depths, layer_ids = range(depth), range(layers)
     parts = ("weight", "bias") if bias else ("weight",)
@@ -157,9 +156,9 @@ def read_medusa(layout: Layout, target: Target) -> Saved:
         heads = []
     check_tensor_names(tensors, [*blocks, *heads])
     head_weights = {f"lm_heads.{i}.weight": tensors[heads[i % len(heads)]] for i in depths} if heads else {}
-    _made_for(target, tensors["blocks.0.layers.0.weight"].shape[0], [len(w) for w in head_weights.values()])
+    _check_size(target, tensors["blocks.0.layers.0.weight"].shape[0], [len(w) for w in head_weights.values()])
     head_weights = _scaled(head_weights, config.get("logit_scale", 1.0) / target.head.scale)
-    if config.get("original_lm_head") and _shared(head_weights, target):
+    if config.get("original_lm_head") and _is_target_head(head_weights, target):
         head_weights = {}
     weights = {name: tensors[name] for name in blocks} | head_weights
     settings = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "depth": depth}
@@ -168,7 +167,7 @@ def read_medusa(layout: Layout, target: Target) -> Saved:
 
 
 def _renamed(name: str, weight: Tensor) -> tuple[str, Tensor]:
-    """A tensor by vLLM's name, which is also ours."""
+    """A tensor under vLLM's and our name."""
     if match := LAYER.fullmatch(name):
         return f"blocks.{match[1]}.layers.{match[2]}.{match[3]}", weight
     if match := HEAD.fullmatch(name):
@@ -177,12 +176,12 @@ def _renamed(name: str, weight: Tensor) -> tuple[str, Tensor]:
 
 
 def _scaled(heads: dict[str, Tensor], ratio: float) -> dict[str, Tensor]:
-    """Heads times `ratio`, since the target's scale is applied after every head here."""
+    """Heads times `ratio`, to compensate for the target's scale, which follows every head here."""
     return heads if ratio == 1 else {name: weight * ratio for name, weight in heads.items()}
 
 
-def _shared(heads: Mapping[str, Tensor], target: Target) -> bool:
-    """Whether the shared head is the target's."""
+def _is_target_head(heads: Mapping[str, Tensor], target: Target) -> bool:
+    """Whether the shared head equals the target's."""
     head = target.head.weight
     return torch.equal(next(iter(heads.values())).to(head), head)
 
@@ -196,11 +195,11 @@ def _check_mlp(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]
 
 
 def _mlp(saved: Saved, target: Target) -> Layout:
-    """For vLLM's `mlp_speculator`; tied weights are stored once, by the name of the first depth."""
+    """Files for vLLM's `mlp_speculator`; tied weights are stored once, under the name of the first depth."""
     del target
     settings, depth = saved.settings, saved.settings["depth"]
     tied = settings["tie_weights"] and depth > 1  # vLLM asserts that tied weights have several depths
-    names = _names_of_mlp(depth, tied)
+    names = _mlp_names(depth, tied)
     config = {
         "model_type": "mlp_speculator",
         "architectures": ["MLPSpeculatorPreTrainedModel"],
@@ -215,24 +214,24 @@ def _mlp(saved: Saved, target: Target) -> Layout:
         "torch_dtype": dtype_of(saved.weights),
     }
     command = "VLLM_USE_V1=0 " + serve_vllm("mlp_speculator", depth)
-    return Layout(config, {name: saved.weights[name] for name in names}, command, NO_MLP)
+    return Layout(config, {name: saved.weights[name] for name in names}, command, MLP_NOTE)
 
 
 def read_mlp(layout: Layout, target: Target) -> Saved:
-    """Read the MLP speculator in vLLM's format, in which IBM publishes it.
+    """Read the MLP speculator in the format of vLLM and IBM.
 
     Raises:
-        UserError: another target's, or tensors that are missing or unknown.
+        UserError: another target, or missing or unknown tensors.
     """
     config = layout.config
     tensors = {name.removeprefix("speculator."): weight for name, weight in layout.tensors.items()}
     depth, tied = config["n_predict"], bool(config.get("tie_weights", config.get("tie_wts", False)))
     if not (isinstance(depth, int) and 0 < depth <= len(tensors)):
         raise UserError(f"config.json: n_predict={depth!r} for {len(tensors)} tensors")
-    names = _names_of_mlp(depth, tied)
-    # Some files repeat tied weights by the names of all depths.
-    check_tensor_names(tensors, names, _names_of_mlp(depth, False))
-    _made_for(target, config["emb_dim"], [len(w) for n, w in tensors.items() if n.startswith("head.")])
+    names = _mlp_names(depth, tied)
+    # Some files repeat tied weights under the names of all depths.
+    check_tensor_names(tensors, names, _mlp_names(depth, False))
+    _check_size(target, config["emb_dim"], [len(w) for n, w in tensors.items() if n.startswith("head.")])
     settings = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "depth": depth}
     settings |= {"inner_size": len(tensors["ln.0.weight"]), "tie_weights": tied}
     if settings["inner_size"] != (config.get("inner_dim") or config["emb_dim"]):
@@ -242,7 +241,7 @@ def read_mlp(layout: Layout, target: Target) -> Saved:
     return Saved("mlp", settings, {name: tensors[name] for name in names})
 
 
-def _names_of_mlp(depth: int, tied: bool) -> list[str]:
+def _mlp_names(depth: int, tied: bool) -> list[str]:
     parts = ("emb.{}.weight", "head.{}.weight", "ln.{}.weight", "ln.{}.bias")
     names = [part.format(i) for part in parts for i in range(1 if tied else depth)]
     return names + [f"proj.{i}.weight" for i in range(min(depth, 2) if tied else depth)]
@@ -251,7 +250,7 @@ def _names_of_mlp(depth: int, tied: bool) -> list[str]:
 # -- both ------------------------------------------------------------------------------------------
 
 
-def _made_for(target: Target, hidden: int, rows: Iterable[int]) -> None:
+def _check_size(target: Target, hidden: int, rows: Iterable[int]) -> None:
     check_size("hidden size", target.hidden_size, hidden)
     for count in rows:
         check_size("vocabulary", target.vocab_size, count)

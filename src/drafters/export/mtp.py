@@ -1,11 +1,11 @@
 """MTP: export to vLLM, and import of the same files or of a target's own head.
 
-After vLLM 0.32: with `"method": "mtp"` and a `"model"`, the head is read from that folder and not from the
-target's; embedding and output head are the target's and in no file. The head's class follows from
+Follows vLLM 0.32. With `"method": "mtp"` and a `"model"`, the head is read from that folder instead of the
+target's; embedding and output head are the target's and in no file. The head's class comes from
 `architectures` of the folder, its sizes from the configuration of the *served target*, and its number of
-layers from `num_nextn_predict_layers` there, which `--hf-overrides` adds. `MiMoForCausalLM` names a dense
-layer of Llama's kind with biases of q, k, v (`mimo_mtp.py`); it takes the hidden state that the target's
-class returns, after the final norm but for MiMo itself. So a new head serves a target of any class.
+layers from `num_nextn_predict_layers` there, which `--hf-overrides` adds. `MiMoForCausalLM` is a dense Llama
+layer with biases of q, k, v (`mimo_mtp.py`). It reads the hidden state that the target's class returns: after
+the final norm, except in MiMo. So a new head serves a target of any class.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from drafters.layers.decoder_layer import LayerShape
 
 LAYERS = "num_nextn_predict_layers"
 COUNTS = (LAYERS, "mtp_num_hidden_layers")
-AS_MIMO = ("", "mimo")  # families written as MiMo's
-SERVED = ("qwen",)  # others whose classes may be dense
+AS_MIMO = ("", "mimo")  # families that are written as MiMo's
+SERVED = ("qwen",)  # other families with dense classes
 SIZES = ("hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size", "eps")
 
 
@@ -58,33 +58,31 @@ def _check(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
         served = mimo_arrangement(target)
     elif settings["family"] not in SERVED:
         yield Refusal(
-            "vLLM's MTP layers of these names have experts or latent attention, and this one has neither"
+            "vLLM's MTP layers with these names have experts or latent attention, and this one has neither"
         )
         return
     if served is None:
-        yield Refusal(f"vLLM's order of inputs is not known for an MTP of {target.config.model_type!r}")
+        yield Refusal(f"vLLM's order of inputs is unknown for an MTP of {target.config.model_type!r}")
         return
     for name, value in served._asdict().items():
         if settings[name] != value:
-            said = (
-                f"drafter.{name}={str(settings[name]).lower()}, which vLLM's MTP of this target has otherwise"
+            reason = (
+                f"drafter.{name}={str(settings[name]).lower()}, which differs from vLLM's MTP of this target"
             )
-            yield Refusal(said, {name: value})
+            yield Refusal(reason, {name: value})
 
 
 def _check_layer(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
-    """The engine builds the layer of MiMo's MTP by the served target's configuration."""
+    """Check that vLLM builds this layer from the served target's configuration, as MiMo's MTP."""
     if target.model.config is not target.config:
         yield Refusal(
-            "vLLM's MTP of MiMo reads a flat configuration, and the target's text has one of its own"
+            "vLLM's MTP of MiMo reads a flat configuration, and the target has a nested one for text"
         )
     shape = asdict(LayerShape.of(target))
-    if others := [name for name in SIZES if settings[name] != shape[name]]:
-        yield Refusal(f"vLLM gives the MTP layer the target's sizes, and its {others[0]} is another")
+    if different := [name for name in SIZES if settings[name] != shape[name]]:
+        yield Refusal(f"vLLM gives the MTP layer the target's sizes, and its {different[0]} is another")
     if settings["heads"] * settings["head_dim"] != settings["hidden_size"]:
-        yield Refusal(
-            "vLLM's MTP layer has heads of hidden_size / heads, and the target's are of another size"
-        )
+        yield Refusal("vLLM's MTP layer has heads of size hidden_size / heads, and the target's differ")
     if (act := getattr(target.config, "hidden_act", "silu")) != "silu":
         yield Refusal(f"vLLM gives the MTP layer the target's hidden_act, {act}, and ours has silu")
     for name in ("qk_norm", "gate", "zero_centred"):
@@ -93,7 +91,7 @@ def _check_layer(settings: Mapping[str, Any], target: Target) -> Iterator[Refusa
 
 
 def _to_vllm(saved: Saved, target: Target) -> Layout:
-    """Files of `MiMoMTP`, or of the class of the target's own head."""
+    """Files of `MiMoMTP`, or of the class of the target's own MTP head."""
     weights = {n: w for n, w in without_confidence(saved).items() if n != "target_scale"}
     tensors = native(weights, saved.settings, len(target.layers))
     serve = serve_vllm("mtp", draft_length(saved.settings))
@@ -103,7 +101,7 @@ def _to_vllm(saved: Saved, target: Target) -> Layout:
         return Layout(config | {"architectures": [architecture_of(target)]}, tensors, serve)
     layer = next(name for name in tensors if name.endswith(f"{PRODUCTS['qkv_proj'][0]}.weight"))
     stem = layer.removesuffix(f"{PRODUCTS['qkv_proj'][0]}.weight")
-    for part in PRODUCTS["qkv_proj"]:  # MiMo's have biases that would stay uninitialised
+    for part in PRODUCTS["qkv_proj"]:  # vLLM would leave missing biases uninitialised
         tensors.setdefault(f"{stem}{part}.bias", torch.zeros_like(tensors[f"{stem}{part}.weight"][:, 0]))
     config = config_of(saved.settings, len(target.layers), target, weights["fc.weight"].dtype)
     config |= {"architectures": [MIMO], "model_type": "qwen2", LAYERS: 1}
@@ -113,7 +111,7 @@ def _to_vllm(saved: Saved, target: Target) -> Layout:
     return Layout(config, tensors, serve)
 
 
-def _knows(config: Mapping[str, Any]) -> bool:
+def _has_mtp_head(config: Mapping[str, Any]) -> bool:
     text = config.get("text_config")
     parts = [config, text if isinstance(text, dict) else {}]
     return "format" not in config and any(part.get(name) for part in parts for name in COUNTS)
@@ -133,13 +131,13 @@ def _read(layout: Layout, target: Target) -> Saved:
         arrangement = mimo_arrangement(target)
     if arrangement is None:
         raise UserError(
-            f"the order of its inputs is not known for {target.config.model_type!r}; "
-            "train drafter=mtp drafter.path=<the folder>, which scores them"
+            f"the order of its inputs is unknown for {target.config.model_type!r}; "
+            "train drafter=mtp drafter.path=<the folder>, which compares all orders"
         )
     norm = final_norm(target)
     weights = dict(head.weights)
     if arrangement.before_norm:
-        assert norm is not None  # MiMo's
+        assert norm is not None  # for MiMo
         weights["target_scale"] = norm.scale.to(weights["fc.weight"])
     settings |= arrangement._asdict() | {"family": head.family, "depth": 1}
     settings["zero_centred"] = norm is not None and norm.zero_centred
@@ -147,10 +145,10 @@ def _read(layout: Layout, target: Target) -> Saved:
 
 
 def sizes_of(config: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of the layer: positions and norms from the configuration, all else from the tensors."""
+    """Sizes of the layer: positions and norms from the config, all others from the tensors."""
     rows = torch.empty(found["heads"] * found["head_dim"], 0)
     return sizes(config, {"self_attn.q_proj.weight": rows}, "") | dict(found)
 
 
 VLLM = Format(_to_vllm, _check, draft_length)
-READER = Reader("MTP", _knows, _read)
+READER = Reader("MTP", _has_mtp_head, _read)

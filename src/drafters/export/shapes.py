@@ -25,10 +25,10 @@ def layer_config(saved: Saved, target: Target, kind: str) -> dict[str, Any]:
 def layer_settings(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target, kinds: Sequence[str]
 ) -> dict[str, Any]:
-    """The inverse: arguments of our constructors.
+    """The inverse of `layer_config`: arguments of our constructors.
 
     Args:
-        config: as transformers writes it.
+        config: transformers config of the layers.
         tensors: by their names on file.
         target: of the drafter.
         kinds: supported values of `model_type`.
@@ -39,16 +39,16 @@ def layer_settings(
     check_target(config, {}, target)
     kind = config.get("model_type", "llama")
     if kind not in kinds:
-        raise UserError(f"its layers are of model_type {kind!r}; read here are {' and '.join(kinds)}")
+        raise UserError(f"its layers are of model_type {kind!r}; supported are {' and '.join(kinds)}")
     for name in ("attention_bias", "mlp_bias"):
         if config.get(name):
-            raise UserError(f"its layers have biases ({name}), which ours have not")
+            raise UserError(f"its layers have biases ({name}), and ours have none")
     more = {"vocab_size": target.vocab_size, "layers": config["num_hidden_layers"]}
     return sizes(config, tensors, "layers.0.") | more
 
 
 def sort_taps(saved: Saved) -> tuple[Saved, list[int]]:
-    """Sort the taps and reorder the weights that read them: engines collect taps in order of layers."""
+    """Sort the taps and reorder the weights that read them, since engines collect taps in layer order."""
     settings, weights = saved.settings, dict(saved.weights)
     ids, size = [int(tap) for tap in settings["taps"]], settings["hidden_size"]
     order = sorted(range(len(ids)), key=lambda i: ids[i])
@@ -64,26 +64,26 @@ def sort_taps(saved: Saved) -> tuple[Saved, list[int]]:
 def check_taps(
     taps: Sequence[Tap], target: Target, lowest: int = 0, least: int = 1, exactly: int | None = None
 ) -> Iterator[Refusal]:
-    """Engines pass drafters the inputs of different layers.
+    """Check that a program can collect the taps; engines collect inputs of different layers.
 
     Args:
         taps: of the drafter.
         target: of the drafter.
-        lowest: layer id that the program can tap.
-        least: number of taps that it needs.
-        exactly: number of taps that it reads; None: any from `least`.
+        lowest: lowest layer id that the program can tap.
+        least: minimum number of taps.
+        exactly: required number of taps; None: any from `least` on.
     """
     reasons = []
     if LAST in taps:
-        reasons.append("engines hand drafters no value from behind the final norm (last)")
+        reasons.append("engines pass drafters no value from after the final norm (last)")
     if len(set(taps)) < len(taps):
-        reasons.append("one is there twice, which engines collect once")
+        reasons.append("one is listed twice, and engines collect it once")
     if any(tap != LAST and int(tap) < lowest for tap in taps):
-        reasons.append("layers are named by their outputs there, and tap 0 is the embedding")
+        reasons.append("the program numbers outputs of layers, and tap 0 is the embedding")
     if len(taps) < least:
-        reasons.append("a single tap is as wide as a fed-back feature, for which fc is left out there")
+        reasons.append("the program skips fc for a single tap, which is as wide as a fed-back feature")
     if exactly and len(taps) != exactly:
-        reasons.append(f"exactly {exactly} layers are read there")
+        reasons.append(f"the program reads exactly {exactly} layers")
     if reasons:
         least = exactly or least
         nearest = _nearest_taps(taps, len(target.layers), lowest, least)
@@ -94,7 +94,7 @@ def check_taps(
 
 
 def _nearest_taps(taps: Sequence[Tap], n: int, lowest: int, least: int) -> list[int]:
-    """The configured taps that a program can collect, and others where they are too few."""
+    """The configured taps that a program can collect, with more if they are too few."""
     layers = range(lowest, n)
     kept = {tap for tap in taps if tap in layers} | ({n - 1} if LAST in taps else set())
     for tap in (n - 1, n // 2, *layers):
@@ -112,26 +112,26 @@ def taps_of(ids: Sequence[int], target: Target) -> list[int]:
     n = len(target.layers)
     if not ids or not all(0 <= i < n for i in ids):
         raise UserError(
-            f"it reads the values entering layers {list(ids)}, and the target's go from 0 to {n - 1}"
+            f"it reads the values entering layers {list(ids)}, and the target has layers 0 to {n - 1}"
         )
     return list(ids)
 
 
 def check_path(target: Target) -> Iterator[Refusal]:
-    """Speculators' layout names the target."""
+    """Refuse a target without path or hub id, for files that name it."""
     if not target.model.name_or_path:
         yield Refusal("the files name the target, and this one was built in memory, without a path or hub id")
 
 
 def target_path(target: Target) -> str:
-    """Path or hub id by which other programs load the target."""
+    """Path or hub id for other programs to load the target."""
     name = target.model.name_or_path
     assert name  # see `check_path`
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def dtype_of(tensors: Mapping[str, Tensor]) -> str:
-    """Dtype of the weights by its name in transformers."""
+    """Name of the weights' dtype in transformers."""
     return str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch.")
 
 
@@ -152,7 +152,7 @@ def same_rows(theirs: Tensor, ours: Tensor, but: int | None = None) -> bool:
 
 
 def default_taps(n: int) -> list[int]:
-    """The engines' default taps of EAGLE-3 for a target of n layers."""
+    """The engines' default taps of EAGLE-3 for a target with n layers."""
     return [2, n // 2, n - 3]
 
 
@@ -162,25 +162,25 @@ def vocab_maps(ids: Tensor | None, size: int) -> dict[str, Tensor]:
     Engines have these parameters only for a reduced vocabulary, and vLLM 0.32 refuses unknown tensors.
 
     Args:
-        ids: (V',) the target's ids of draft ids, ascending; None: all of them.
+        ids: (V',) target id of each draft id, ascending; None: all.
         size: V of the target.
 
     Returns:
         `d2t` (V',) offsets to add to draft ids, `t2d` (V,) whether a target id has a draft id.
 
     Raises:
-        UserError: the vocabulary has not been fitted yet.
+        UserError: the vocabulary is not fitted yet.
     """
     if ids is None or len(ids) == size:
         return {}
     if (ids < 0).any():
-        raise UserError("its draft vocabulary has not been counted; export a checkpoint of training")
+        raise UserError("its draft vocabulary has not been counted; export a trained checkpoint")
     in_draft = torch.zeros(size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
     return {"d2t": ids - torch.arange(len(ids), device=ids.device), "t2d": in_draft}
 
 
 def read_vocab_maps(tensors: Mapping[str, Tensor], weights: dict[str, Tensor], size: int) -> None:
-    """The inverse: sort the head by ids, and add the ids to `weights` if the vocabulary is reduced.
+    """The inverse of `vocab_maps`: sort the head by ids, and add the ids of a reduced one to `weights`.
 
     Raises:
         UserError: a reduced vocabulary with missing or invalid maps.
@@ -188,14 +188,14 @@ def read_vocab_maps(tensors: Mapping[str, Tensor], weights: dict[str, Tensor], s
     count = len(weights["lm_head.weight"])
     if "d2t" not in tensors:
         if count < size:
-            raise UserError(f"its head knows {count} of {size} tokens, and d2t, which tells them, is missing")
+            raise UserError(f"its head has {count} of {size} tokens, and d2t, which maps them, is missing")
         return
     if len(tensors["d2t"]) != count:
-        raise UserError(f"d2t tells {len(tensors['d2t'])} tokens, its head knows {count}")
+        raise UserError(f"d2t has {len(tensors['d2t'])} tokens, and its head {count}")
     ids, order = (tensors["d2t"].long() + torch.arange(count)).sort()
     consistent = "t2d" not in tensors or tensors["t2d"].nonzero()[:, 0].equal(ids)
     if ids[0] < 0 or ids[-1] >= size or not bool((ids.diff() > 0).all()) or not consistent:
-        raise UserError("d2t is no list of offsets from draft id to target id, or not what t2d says")
+        raise UserError("d2t does not hold offsets from draft ids to target ids, or contradicts t2d")
     weights["lm_head.weight"] = weights["lm_head.weight"][order]
     if count < size:
         weights["d2t"] = ids

@@ -30,7 +30,7 @@ def eagle3(layout: Layout, target: Target) -> Saved:
     """An `Eagle3DraftModel`."""
     settings, weights = _eagle3(layout, target)
     if not _shares_embedding(layout.tensors, target):
-        raise UserError("its embedding is its own; ours shares the target's")
+        raise UserError("it has its own embedding; ours shares the target's")
     settings["norm_output"] = layout.config.get("norm_output", False)
     return Saved("eagle3", settings, weights)
 
@@ -42,7 +42,7 @@ def p_eagle(layout: Layout, target: Target) -> Saved:
     token = config["mask_token_id"]
     table = tensors.get("embed_tokens.weight", embedding_of(target))
     if not _shares_embedding(tensors, target, token):
-        raise UserError("its embedding was trained; ours shares the target's, but for the mask's row")
+        raise UserError("its embedding was trained; ours shares the target's, except for the mask's row")
     taps = weights.pop("mask_hidden").flatten().unflatten(0, (len(settings["taps"]), -1)).float()  # (L, D)
     eps, fc = settings["eps"], weights["fc.weight"].float()
     if settings["fc_norm"]:
@@ -59,9 +59,9 @@ def dflash(layout: Layout, target: Target) -> Saved:
     """A `DFlashDraftModel`."""
     config = layout.config
     if config.get("sample_from_anchor"):
-        raise UserError("its root predicts a token as well (sample_from_anchor), which ours does not")
+        raise UserError("its root predicts a token (sample_from_anchor), and ours does not")
     ids, layers = config["aux_hidden_state_layer_ids"], config["transformer_layer_config"]
-    # vLLM takes blocks for bidirectional where the files say nothing, speculators those with a window not.
+    # By default, blocks are bidirectional in vLLM; in speculators, blocks with a window are causal.
     windowed = window_of(layers) is not None
     causal = windowed and not config.get("sliding_window_non_causal", False)
     return dflash_block(layout, target, layers, ids, config["mask_token_id"], causal)
@@ -90,9 +90,9 @@ def dspark_block(
     """
     config, tensors = layout.config, dict(layout.tensors)
     if (kind := config.get("markov_head_type", "vanilla")) != "vanilla":
-        raise UserError(f"its markov_head_type is {kind!r}; read is 'vanilla', as in vLLM and llama.cpp")
+        raise UserError(f"its markov_head_type is {kind!r}; only 'vanilla' is read, as in vLLM and llama.cpp")
     if (rank := config["markov_rank"]) < 1:
-        raise UserError(f"its markov_rank is {rank}; a DSpark has a bias of the previous token")
+        raise UserError(f"its markov_rank is {rank}; a DSpark needs at least 1")
     rows = {"lm_head.weight": tensors.pop("markov_head.markov_w2.weight")}
     read_vocab_maps(tensors, rows, target.vocab_size)
     weights = {
@@ -104,26 +104,26 @@ def dspark_block(
         head = {"lm_head.weight": tensors.pop("lm_head.weight")}
         read_vocab_maps(tensors, head, target.vocab_size)
         if not same_rows(head["lm_head.weight"], target.head.weight[ids]):
-            raise UserError("its lm_head.weight is its own; ours shares the target's")
+            raise UserError("it has its own lm_head.weight; ours shares the target's")
     weight, bias = (tensors.pop(f"confidence_head.proj.{part}", None) for part in ("weight", "bias"))
-    confident = bool(config.get("enable_confidence_head")) and weight is not None
-    if confident and weight is not None:
-        # One that reads the hidden state alone is one whose weights of the token's row are 0.
+    has_confidence = bool(config.get("enable_confidence_head")) and weight is not None
+    if has_confidence and weight is not None:
+        # A head that reads only the hidden state gets weights of 0 for the token's row.
         weights["confidence.weight"] = F.pad(weight[0], (0, target.hidden_size + rank - weight.shape[1]))
         weights["confidence.bias"] = weight.new_zeros(1) if bias is None else bias
     plain = Layout({**config, "draft_vocab_size": None}, tensors)
     _, settings, block = dflash_block(plain, target, layers, taps, token, causal=False)[:3]
     settings = dict(settings)
     if settings["window"] is not None:
-        raise UserError("its layers see a window; a DSpark of ours sees the whole text")
-    del settings["causal"]  # of DFlash's blocks alone
+        raise UserError("its layers have a window; a DSpark here sees the whole text")
+    del settings["causal"]  # only DFlash has it
     more = {
         "depth": config["block_size"] - (not anchor),
         "draft_vocab_size": None if ids is None else len(ids),
         "markov_rank": rank,
         "sample_from_anchor": anchor,
     }
-    return Saved("dspark", {**settings, **more}, block | weights, confident)
+    return Saved("dspark", {**settings, **more}, block | weights, has_confidence)
 
 
 def dflash_block(
@@ -142,18 +142,20 @@ def dflash_block(
         layers: config of its decoder layers.
         ids: taps, as layer ids.
         token: id of the mask token.
-        causal: whether a place of a block sees none after it.
+        causal: whether a position of a block sees none after it.
     """
     config, tensors = layout.config, dict(layout.tensors)
     sizes = layer_settings(layers, tensors, target, ("qwen3",))
     if config.get("draft_vocab_size") not in (None, target.vocab_size):
-        raise UserError(f"it drafts {config['draft_vocab_size']} tokens of the target's; ours draft all")
+        raise UserError(
+            f"it drafts {config['draft_vocab_size']} tokens of the target's vocabulary; ours drafts all"
+        )
     tables = {"embed_tokens.weight": embedding_of(target), "lm_head.weight": target.head.weight}
     for name, table in tables.items():
         if name in tensors and not same_rows(tensors.pop(name), table):
-            raise UserError(f"its {name} is its own; ours shares the target's")
+            raise UserError(f"it has its own {name}; ours shares the target's")
     if not 0 <= token < target.vocab_size:
-        raise UserError(f"its mask is token {token}, and the target has the ids 0 to {target.vocab_size - 1}")
+        raise UserError(f"its mask is token {token}, and the target has ids 0 to {target.vocab_size - 1}")
     for name in ("d2t", "t2d"):
         tensors.pop(name, None)
     weights = join_projections(tensors)
@@ -168,7 +170,7 @@ KINDS: Mapping[str, Read] = {"eagle3": eagle3, "peagle": p_eagle, "dflash": dfla
 def _read(layout: Layout, target: Target) -> Saved:
     kind = layout.config["speculators_model_type"]
     if kind not in KINDS:
-        raise UserError(f"speculators_model_type {kind!r} has no drafter here; read are {', '.join(KINDS)}")
+        raise UserError(f"speculators_model_type {kind!r} has no drafter here; known are {', '.join(KINDS)}")
     return KINDS[kind](layout, target)
 
 

@@ -1,7 +1,7 @@
-"""Export to the format of vLLM's `speculators`, which names its target: `vllm serve <drafter>` is enough.
+"""Export to the format of vLLM's `speculators`. It names the target, so `vllm serve <drafter>` serves both.
 
-After speculators 0.9.0 (`models/*/config.py`, `models/*/core.py`) and vLLM's reader
-(`transformers_utils/configs/speculators`). Not for SGLang, which silently skips its tensors.
+Follows speculators 0.9.0 (`models/*/config.py`, `models/*/core.py`) and vLLM's reader
+(`transformers_utils/configs/speculators`). SGLang silently skips its tensors.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ def _check_p_eagle(settings: Mapping[str, Any], target: Target) -> Iterator[Refu
     yield from _check(settings, target)
     norms = [name for name in ("norm_before_fc", "fc_norm") if settings[name]]
     if norms and len(settings["taps"]) == 1:
-        yield Refusal(f"no input of a single tap's {norms[0]} gives the masks", dict.fromkeys(norms, False))
+        yield Refusal(f"{norms[0]} of a single tap cannot produce the masks", dict.fromkeys(norms, False))
 
 
 def _check_dflash(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from _check(settings, target)
     yield from check_head(target)
     if settings.get("causal") and settings.get("window") is None:
-        yield Refusal("speculators' blocks are bidirectional without a window", {"causal": False})
+        yield Refusal("speculators' blocks without a window are bidirectional", {"causal": False})
 
 
 def _eagle3(saved: Saved, target: Target) -> Layout:
     """EAGLE-3: `Eagle3DraftModel`.
 
-    Includes the target's embedding: vLLM shares it in any case, but speculators 0.9.0 computes with zeros
-    if it is missing (`load_verifier_weights` looks for NaN, which transformers 5 does not leave).
+    Includes the target's embedding: vLLM shares it in any case, but speculators 0.9.0 uses zeros if it is
+    missing (`load_verifier_weights` looks for NaN, which transformers 5 does not leave).
     """
     saved, ids = sort_taps(saved)
     tensors = _eagle3_tensors(saved) | {"embed_tokens.weight": _table(saved, target)}
@@ -86,8 +86,8 @@ def _eagle3(saved: Saved, target: Target) -> Layout:
 def _p_eagle(saved: Saved, target: Target) -> Layout:
     """P-EAGLE: `PEagleDraftModel`, which stores its masks differently.
 
-    The mask in place of a token is the row of an unused token in its own copy of the target's embedding.
-    The mask in place of a feature is an input of `fc`, found by `invert_fusion`.
+    The mask for tokens is the row of an unused token in its copy of the target's embedding. The mask for
+    features is an input of `fc`, found by `invert_fusion`.
     """
     saved, ids = sort_taps(saved)
     settings, weights = saved.settings, saved.weights
@@ -102,7 +102,7 @@ def _p_eagle(saved: Saved, target: Target) -> Layout:
     if mask_taps is None:
         norm = "norm_before_fc" if settings["norm_before_fc"] else "fc_norm"
         raise UserError(
-            "to=speculators: no input of fc and its norms gives this checkpoint's masks; train with "
+            "to=speculators: no input of fc and its norms produces this checkpoint's masks; train with "
             f"drafter.{norm}=false, or set to=native"
         )
     tensors = _eagle3_tensors(saved._replace(weights={k: v for k, v in weights.items() if k not in MASKS}))
@@ -125,14 +125,14 @@ def _dflash(saved: Saved, target: Target) -> Layout:
         "draft_vocab_size": target.vocab_size,
         "mask_token_id": settings["mask_id"],
         "sample_from_anchor": False,
-        "sliding_window_non_causal": not settings.get("causal", False),  # vLLM reads it without a window, too
+        "sliding_window_non_causal": not settings.get("causal", False),  # vLLM also reads it without a window
         "transformer_layer_config": block_config(saved, target),
     }
     return _layout("dflash", "DFlashDraftModel", config, block_tensors(saved), saved, target)
 
 
 def _dspark(saved: Saved, target: Target) -> Layout:
-    """DSpark: `DSparkDraftModel`, with the target's rows of a reduced draft vocabulary as its head."""
+    """DSpark: `DSparkDraftModel`; the head of a reduced draft vocabulary is rows of the target's."""
     saved, ids = sort_taps(saved)
     config = {
         "aux_hidden_state_layer_ids": ids,
@@ -140,8 +140,8 @@ def _dspark(saved: Saved, target: Target) -> Layout:
         "sliding_window_non_causal": True,
         "transformer_layer_config": block_config(saved, target),
     }
-    whole = config | dspark_config(saved, target)
-    return _layout("dspark", "DSparkDraftModel", whole, dspark_tensors(saved, target), saved, target)
+    full_config = config | dspark_config(saved, target)
+    return _layout("dspark", "DSparkDraftModel", full_config, dspark_tensors(saved, target), saved, target)
 
 
 def block_config(saved: Saved, target: Target) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def block_tensors(saved: Saved) -> dict[str, Tensor]:
 
 
 def dspark_config(saved: Saved, target: Target) -> dict[str, Any]:
-    """What DSpark's configs have beyond DFlash's, in all programs."""
+    """Config keys that DSpark adds to DFlash's in all programs."""
     settings = saved.settings
     return {
         "block_size": settings["depth"] + (not settings["sample_from_anchor"]),
@@ -188,7 +188,7 @@ def dspark_tensors(saved: Saved, target: Target) -> dict[str, Tensor]:
 
 
 def _table(saved: Saved, target: Target) -> Tensor:
-    """(V, D) a copy of the target's embedding."""
+    """Copy of the target's (V, D) embedding."""
     return embedding_of(target).to("cpu", saved.weights["fc.weight"].dtype, copy=True)
 
 
@@ -202,7 +202,7 @@ def _eagle3_tensors(saved: Saved) -> dict[str, Tensor]:
 def _eagle3_config(saved: Saved, ids: list[int], target: Target) -> dict[str, Any]:
     settings = saved.settings
     layers = layer_config(saved, target, "llama")
-    if len(ids) != VLLM_TAPS:  # vLLM's reader does not count the ids
+    if len(ids) != VLLM_TAPS:  # vLLM's reader assumes three
         layers["num_aux_hidden_states"] = len(ids)
     return {name: settings[name] for name in NORMS} | {
         "draft_vocab_size": settings["draft_vocab_size"],
@@ -234,7 +234,7 @@ def _layout(
         ),
     }
     # No `model_type`: with one, vLLM would load the folder as a model.
-    whole = config | {
+    full_config = config | {
         "architectures": [architecture],
         "dtype": dtype_of(tensors),
         "speculators_model_type": kind,
@@ -247,14 +247,14 @@ def _layout(
         },
         "tie_word_embeddings": False,
     }
-    return Layout(whole, tensors, SERVE)
+    return Layout(full_config, tensors, SERVE)
 
 
 def invert_fusion(feature: Tensor, fc: Tensor, norms: list[Tensor], eps: float) -> Tensor | None:
     """Find a vector m with fc(norms(m)) = feature.
 
-    With u = norms(m) / weights this is a linear system with the constraint that the part of u of each
-    norm lies on a sphere. Newton's method on the radii, within the solutions of the system.
+    With u = norms(m) / weights this is a linear system, and each norm's part of u lies on a sphere. Solved
+    by Newton's method on the radii, within the solutions of the system.
 
     Args:
         feature: (D,).
@@ -282,16 +282,16 @@ def invert_fusion(feature: Tensor, fc: Tensor, norms: list[Tensor], eps: float) 
     base = least(feature[:, None])
     if not norms:
         return base[:, 0]
-    dice = torch.Generator().manual_seed(0)
-    u = base + free(torch.randn(len(base), 1, generator=dice, dtype=torch.float64))
+    generator = torch.Generator().manual_seed(0)
+    u = base + free(torch.randn(len(base), 1, generator=generator, dtype=torch.float64))
     radius = 1 / (1 + eps)  # mean square of an RMS norm's output, for an input with mean square 1
     for _ in range(STEPS):
         parts = u[:, 0].split([len(norm) for norm in norms])
-        off = torch.stack([part.square().mean() - radius for part in parts])  # (norms,)
-        if off.abs().max() < CLOSE:
+        deviation = torch.stack([part.square().mean() - radius for part in parts])  # (norms,)
+        if deviation.abs().max() < CLOSE:
             return u[:, 0] * (1 + eps) ** 0.5
         slopes = free(torch.block_diag(*[2 * part[:, None] / len(part) for part in parts]))  # (L * D, norms)
-        step = slopes @ torch.linalg.lstsq(slopes.T @ slopes, off[:, None]).solution
+        step = slopes @ torch.linalg.lstsq(slopes.T @ slopes, deviation[:, None]).solution
         u = u - step * min(1.0, float(u.norm() / (2 * step.norm() + 1e-30)))
     return None
 

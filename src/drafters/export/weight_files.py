@@ -17,7 +17,7 @@ from drafters.hub.untrusted_files import check_link, header, read_json
 WHOLE = ("model.safetensors", "medusa_lm_head.safetensors")
 INDEX = "model.safetensors.index.json"
 TORCH = ("medusa_lm_head.pt", "pytorch_model.bin")
-PATTERNS = (*WHOLE, INDEX, "model-*-of-*.safetensors", *TORCH)  # of files that may be downloaded
+PATTERNS = (*WHOLE, INDEX, "model-*-of-*.safetensors", *TORCH)  # allowed downloads
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -34,7 +34,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     for name in TORCH:
         if (folder / name).is_file():
             return _saved_by_torch(folder / name)
-    raise UserError(f"no weights there; known are {', '.join((*WHOLE, INDEX, *TORCH))}")
+    raise UserError(f"no weights there; known files are {', '.join((*WHOLE, INDEX, *TORCH))}")
 
 
 def _parts(folder: Path) -> dict[str, Tensor]:
@@ -56,16 +56,16 @@ def _saved_by_torch(path: Path) -> dict[str, Tensor]:
     try:
         with ZipFile(path) as archive:
             packed = any(part.compress_type for part in archive.infolist())
-        # Many public drafters exist in this format only. `weights_only` refuses anything but tensors.
+        # Many public drafters exist only in this format. `weights_only` allows only tensors.
         state_dict: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251
     except Exception:  # an invalid file may fail anywhere in the reader
-        raise UserError(f"{path.name}: not a file of tensors alone; convert it to safetensors") from None
-    if packed or not (isinstance(state_dict, dict) and all(map(_is_whole, state_dict.values()))):
+        raise UserError(f"{path.name}: damaged, or not only tensors; convert it to safetensors") from None
+    if packed or not (isinstance(state_dict, dict) and all(map(_is_dense, state_dict.values()))):
         raise UserError(f"{path.name}: not a state dict; convert it to safetensors")
     return state_dict
 
 
-def _is_whole(value: Any) -> bool:
-    """Whether a value is a dense tensor with full storage: an expanded view may claim a huge size."""
+def _is_dense(value: Any) -> bool:
+    """Whether a value is a dense CPU tensor with full storage; an expanded view may claim a huge size."""
     plain = isinstance(value, Tensor) and value.layout is torch.strided and value.device.type == "cpu"
     return plain and value.untyped_storage().nbytes() >= value.numel() * value.itemsize

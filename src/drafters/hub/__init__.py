@@ -1,1 +1,1 @@
-"""Files from and to the Hub, and opening untrusted ones."""
+"""Download from and upload to the Hub; open untrusted files."""

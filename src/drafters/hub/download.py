@@ -1,4 +1,4 @@
-"""Download files of a drafter from the Hub, with one-line errors."""
+"""Download a drafter's files from the Hub, with one-line errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOTES = ("scorecard.json", "recipe.json")
 
 
 def snapshot(source: str, revision: str | None, files: Sequence[str]) -> Path:
-    """Download the files that exist of a repository; returns the folder in huggingface_hub's cache.
+    """Download the `files` that a repository has; returns the folder in huggingface_hub's cache.
 
     Raises:
         UserError: no such repository, or no access.
@@ -31,21 +31,21 @@ def snapshot(source: str, revision: str | None, files: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=list(files)))
     except GatedRepoError:
-        why = "gated: accept its terms on the Hub, and log in with `hf auth login`"
+        reason = "gated: accept its terms on the Hub, and log in with `hf auth login`"
     except RevisionNotFoundError:
-        why = f"it has no revision {revision!r}"
+        reason = f"it has no revision {revision!r}"
     except RepositoryNotFoundError:
-        why = "none of that name, or a private one that this login (`hf auth whoami`) may not read"
+        reason = "no such repository, or a private one that this login (`hf auth whoami`) may not read"
     except HFValidationError:
-        why = "an id is owner/name"
+        reason = "an id is owner/name"
     except LocalEntryNotFoundError:
-        raise RemoteError(f"{source}: the Hub cannot be reached, and nothing was fetched before") from None
+        raise RemoteError(f"{source}: the Hub cannot be reached, and the cache has no copy") from None
     except HfHubHTTPError as error:
-        why = f"it answers {error.response.status_code}"
+        reason = f"it answers {error.response.status_code}"
     except OSError as error:
         if error.errno is not None and error.filename is not None:
             raise  # an error of the local disk
-        why = brief(error)
-    except Exception as error:  # the client's HTTP library, and its exceptions, depend on the version
+        reason = brief(error)
+    except Exception as error:  # the client's HTTP library and its exceptions depend on the version
         raise RemoteError(f"{source}: the connection was cut off ({type(error).__name__})") from None
-    raise UserError(f"{source}: no such folder, and not to be had from the hub ({why})")
+    raise UserError(f"{source}: no such folder, and not available from the Hub ({reason})")

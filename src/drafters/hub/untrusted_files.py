@@ -1,4 +1,4 @@
-"""Open untrusted files: limits on size and nesting, no links out of the folder."""
+"""Open untrusted files, with limits on size and nesting and without links out of the folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decode.errors import UserError
 
-JSON_BYTES = 4 * 2**20  # limit for a JSON file; ours have up to 100 kB
+JSON_BYTES = 4 * 2**20  # limit for a JSON file; ours have at most 100 kB
 HEADER_BYTES = 16 * 2**20  # limit for a safetensors header: about 100,000 tensors
 DEEPEST = 40  # limit for nested lists and objects
 KINDS = {"F64": "float", "F32": "float", "F16": "float", "BF16": "float", "BOOL": "bool"}
@@ -42,27 +42,26 @@ def in_hub_cache(folder: Path) -> bool:
 
 
 def check_link(path: Path) -> Path:
-    """The path of a checkpoint file, if it is not a link to somewhere else.
+    """Check that a checkpoint file is no link out of its folder; returns its path.
 
     Raises:
-        UserError: a link out of the folder, by which an untrusted folder could choose what is read or
-            uploaded from this machine.
+        UserError: a link out of the folder, which could make this machine read or upload other files.
     """
-    folder, where = path.parent.resolve(), path.resolve()
+    folder, location = path.parent.resolve(), path.resolve()
     homes = [folder, folder.parent.parent / "blobs"] if in_hub_cache(folder) else [folder]
-    if path.is_symlink() and where.parent not in homes:
-        raise UserError(f"{path}: a link to a file outside its folder; copy the file itself there")
+    if path.is_symlink() and location.parent not in homes:
+        raise UserError(f"{path}: a link to a file outside its folder; replace it by a copy of the file")
     return path
 
 
 def check_file(path: Path) -> Path:
-    """The path of a checkpoint file, see `check_link`, if reading it waits for nobody.
+    """Check with `check_link`, and that the path is a regular file; returns the path.
 
     Raises:
-        UserError: a link out of the folder, or a pipe.
+        UserError: a link out of the folder, or a folder, pipe or device.
     """
     if check_link(path).exists() and not path.is_file():
-        raise UserError(f"{path}: no file; download or export the checkpoint again")
+        raise UserError(f"{path}: no regular file; download or export the checkpoint again")
     return path
 
 
@@ -70,43 +69,43 @@ def read_json(path: Path) -> Any:
     """Read a JSON file.
 
     Raises:
-        UserError: a link to elsewhere, or too large.
+        UserError: a link out of the folder, or too large.
         ValueError: invalid JSON, a duplicate key, NaN or infinity, or nested too deeply.
     """
     if (size := check_file(path).stat().st_size) > JSON_BYTES:
-        raise UserError(f"{path}: {size} bytes; no drafter's file has more than {JSON_BYTES}")
+        raise UserError(f"{path}: {size} bytes; a drafter's file has at most {JSON_BYTES}")
     try:
-        value = json.loads(path.read_text(), object_pairs_hook=_once, parse_constant=_no_number)
+        value = json.loads(path.read_text(), object_pairs_hook=_unique_keys, parse_constant=_no_number)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     _check_depth(value, DEEPEST)
     return value
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
-        raise ValueError("a key twice")
+        raise ValueError("a duplicate key")
     return mapping
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
-def _check_depth(value: Any, left: int) -> None:
-    if not left:
+def _check_depth(value: Any, levels: int) -> None:
+    if not levels:
         raise ValueError("nested too deeply")
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_depth(part, left - 1)
+        _check_depth(part, levels - 1)
 
 
 def header(path: Path) -> dict[str, Shape]:
     """Shapes in the header of a safetensors file, without reading tensors.
 
     Raises:
-        UserError: a link to elsewhere, a header that is too large, an unsupported dtype.
-        OSError, SafetensorError: no such file, or a header that does not match the contents.
+        UserError: a link out of the folder, a header that is too large, or an unsupported dtype.
+        OSError, SafetensorError: no such file, or a header that contradicts the contents.
     """
     with check_file(path).open("rb") as file:
         if (size := int.from_bytes(file.read(8), "little")) > HEADER_BYTES:

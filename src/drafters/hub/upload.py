@@ -12,7 +12,7 @@ from huggingface_hub.utils import disable_progress_bars
 from decode.errors import RemoteError, UserError
 from drafters.hub.untrusted_files import brief, check_link, is_hub_id
 
-# Files that we write; those missing from the folder are deleted in the repository, as of an older drafter.
+# Files that we write; the upload deletes the repository's copies of files missing from the folder.
 OURS = (
     "config.json",
     "model.safetensors",
@@ -27,7 +27,7 @@ LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
 
 
 def check_repo(repo: str) -> None:
-    """Check the name of a repository before anything is computed for the upload.
+    """Check the name of a repository, before work for the upload begins.
 
     Raises:
         UserError: it is not owner/name.
@@ -37,7 +37,7 @@ def check_repo(repo: str) -> None:
 
 
 def logged_in() -> bool:
-    """Whether there is a token, valid or not."""
+    """Whether a token exists, valid or not."""
     return bool(get_token())
 
 
@@ -51,10 +51,10 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def plan(folder: Path, repo: str, private: bool) -> str:
-    """Description of what an upload would do."""
+    """Description of an upload."""
     lines = [f"  {path.name}  {path.stat().st_size:,} bytes" for path in files_of(folder)]
     kind = "private" if private else "public"
-    where = f"{constants.ENDPOINT}/{repo} ({kind}, if it has to be made), in one commit"
+    where = f"{constants.ENDPOINT}/{repo} ({kind}, if it has to be created), in one commit"
     return "\n".join([f"would upload to {where}:", *lines])
 
 
@@ -79,8 +79,8 @@ def upload(folder: Path, repo: str, private: bool = True) -> str:
         raise UserError(f"push_to={repo}: no token of the Hub is known here; {LOGIN}")
     api = HfApi()
     disable_progress_bars()
-    _asked(repo, api.create_repo, repo, private=private, exist_ok=True)
-    commit = _asked(
+    _call(repo, api.create_repo, repo, private=private, exist_ok=True)
+    commit = _call(
         repo,
         api.upload_folder,
         repo_id=repo,
@@ -92,8 +92,8 @@ def upload(folder: Path, repo: str, private: bool = True) -> str:
     return str(commit.commit_url)
 
 
-def _asked(repo: str, call: Any, *arguments: Any, **options: Any) -> Any:
-    """Call the client; failures become one-line errors that contain nothing of the request."""
+def _call(repo: str, call: Any, *arguments: Any, **options: Any) -> Any:
+    """Call the client; failures become one-line errors without contents of the request."""
     try:
         return call(*arguments, **options)
     except HfHubHTTPError as error:
@@ -110,8 +110,8 @@ def _asked(repo: str, call: Any, *arguments: Any, **options: Any) -> Any:
         raise RemoteError(f"push_to={repo}: the Hub answers {code}; nothing was committed") from None
     except ValueError as error:  # invalid front matter of the model card, or an invalid name
         raise UserError(f"push_to={repo}: {brief(error)}") from None
-    except Exception as error:  # the client's HTTP library, and its exceptions, depend on the version
+    except Exception as error:  # the client's HTTP library and its exceptions depend on the version
         raise RemoteError(
-            f"push_to={repo}: no connection, or it was cut off ({type(error).__name__}); what is committed "
-            "is all or nothing, and the same command tries again"
+            f"push_to={repo}: no connection, or it was cut off ({type(error).__name__}); the commit "
+            "is all or nothing, so repeat the command"
         ) from None

@@ -19,7 +19,7 @@ TABLE_BYTES = 2**26  # limit for a table of token shares; 4,096 tokens of 768 en
 
 
 class TokenShares(NamedTuple):
-    """A product of token and feature, the token's part of which is looked up."""
+    """Linear map of (token, feature), with the token's share looked up in a table."""
 
     table: Tensor  # (V, P)
     weight: nn.Parameter  # (P, D) of the feature
@@ -30,10 +30,10 @@ class TokenShares(NamedTuple):
 
 
 class SharesCache:
-    """Token shares of a drafter, made when it decodes; made again when a weight has changed."""
+    """Cache of a drafter's token shares, computed while it decodes and again after a weight changed."""
 
     def __init__(self) -> None:
-        self._made: tuple[tuple[object, ...], TokenShares] | None = None
+        self._cached: tuple[tuple[object, ...], TokenShares] | None = None
 
     def of(
         self,
@@ -42,11 +42,11 @@ class SharesCache:
         size: int,
         make: Callable[[Tensor], tuple[Tensor, Tensor]],
     ) -> TokenShares | None:
-        """The shares; None while weights train, outside inference mode, or where a table is large or far.
+        """The shares; None in training, outside inference mode, or if the table is large or elsewhere.
 
         Args:
-            target: its embedding is shared.
-            weights: those of the drafter that they are made from.
+            target: shares its embedding.
+            weights: the drafter's weights that the shares depend on.
             size: P.
             make: (V, D) embeddings of all tokens -> table and weight.
         """
@@ -54,16 +54,16 @@ class SharesCache:
         sources = [embed.weight, *weights]
         count, dtype, device = len(embed.weight), weights[0].dtype, embed.weight.device
         large = count * size * dtype.itemsize > TABLE_BYTES
-        # The embedding of an offloaded target is elsewhere, or on no device at all.
+        # An offloaded target's embedding is on another device, or on none.
         if large or device != weights[0].device or not all(map(may_copy, sources)):
             return None
         key = tuple((w.device, w.dtype, *weight_state(w)) for w in sources)
-        if self._made is None or self._made[0] != key:
-            with torch.inference_mode(False), torch.no_grad():  # a copy is read like any other weight
+        if self._cached is None or self._cached[0] != key:
+            with torch.inference_mode(False), torch.no_grad():  # not as inference tensors
                 embedded: Tensor = embed(torch.arange(count, device=device))
                 table, weight = make(embedded.to(dtype))
-                self._made = key, TokenShares(table, nn.Parameter(weight.contiguous(), requires_grad=False))
-        return self._made[1]
+                self._cached = key, TokenShares(table, nn.Parameter(weight.contiguous(), requires_grad=False))
+        return self._cached[1]
 
 
 def run_after(
@@ -83,11 +83,11 @@ def run_after(
         stack: the layers.
         rotary: positions.
         x: residual of the first layer.
-        block: (B, n, m) or (1, n, m) bool, which of the m newest slots each new slot sees: these n, and
-            before them m - n scratch slots of earlier calls; or m, if n is 1 and it sees all.
+        block: (B, n, m) or (1, n, m) bool, the visible ones of the m newest slots for each new slot: m - n
+            scratch slots of earlier calls, then these n; or m, if n is 1 and all are visible.
         offsets: number of positions between the settled slots and each new one, broadcast to (B, n).
         qkv: (B, n, P) of the first layer; None: its product with the normalised x.
-        first: number of the first of these layers in the store.
+        first: index of the first layer in the store.
     """
     new, newest = (1, block) if isinstance(block, int) else block.shape[1:]
     store.begin(new, newest - new)

@@ -1,4 +1,4 @@
-"""Layers that several drafters share: rotary positions, a Llama decoder layer, attention."""
+"""Modules that drafters share: rotary positions, Llama decoder layer, attention masks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from drafters.layers.rope import frequencies, rope_settings
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a decoder layer, its rotary positions and what of the text it sees; flat keys of `settings`
-    in config.json.
+    """Sizes, rotary positions and window of a decoder layer; flat keys of `settings` in config.json.
 
     Args:
         hidden_size: D, of the target.
@@ -31,11 +30,11 @@ class LayerShape:
         eps: of the RMS norms.
         rope_theta: base of the rotary wavelengths.
         rope: scaling of the rotary positions, see `drafters.layers.rope`; None: no scaling.
-        window: W, a query at place t sees the keys at i with t - W < i <= t; None: all up to t.
-        sinks: S, it also sees those at i < S (StreamingLLM, arXiv:2309.17453).
+        window: W, a query at position t sees the keys at i with t - W < i <= t; None: all up to t.
+        sinks: S, it also sees the keys at i < S (StreamingLLM, arXiv:2309.17453).
 
     Raises:
-        UserError: a window without its own place, or sinks that change nothing.
+        UserError: a window below 1, negative sinks, or sinks without a window.
     """
 
     hidden_size: int
@@ -56,8 +55,8 @@ class LayerShape:
             raise UserError(f"drafter.sinks={self.sinks}: give at least 0")
         if self.sinks and self.window is None:
             raise UserError(
-                f"drafter.sinks={self.sinks}: without drafter.window all places are seen already; "
-                "set drafter.window, or leave it 0"
+                f"drafter.sinks={self.sinks}: without drafter.window a drafter sees all positions; "
+                "set drafter.window, or leave sinks 0"
             )
 
     @classmethod
@@ -141,7 +140,7 @@ class DecoderLayer(nn.Module):
         self.window, self.sinks = shape.window, shape.sinks
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.input_layernorm = RMSNorm(hidden_size, eps=eps) if input_norm else nn.Identity()
-        # q, k, v are one product, and gate, up another: at draft sizes a call costs more than its work.
+        # q, k, v are one product, and gate, up another: in small layers the overhead of calls dominates.
         self.qkv_proj = Linear(inputs * hidden_size, (heads + 2 * kv_heads) * head_dim, bias=False)
         self.q_norm = RMSNorm(head_dim, eps=eps) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_dim, eps=eps) if qk_norm else nn.Identity()
@@ -159,7 +158,7 @@ class DecoderLayer(nn.Module):
     def split(self, qkv: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(..., n) of `qkv_proj` -> queries (..., heads, dim), keys and values (..., kv_heads, dim).
 
-        Input from the key and value rows only gives zero query heads.
+        Input with only the key and value rows gives zero query heads.
         """
         rows = qkv.unflatten(-1, (-1, self.head_dim))  # (..., heads + 2 * kv_heads, dim)
         heads = rows.shape[-2] - 2 * self.kv_heads
@@ -183,7 +182,7 @@ class DecoderLayer(nn.Module):
 
 
 def level_visibility(reach: Tensor | None, parent: Tensor, scratch: int) -> Tensor | None:
-    """`tree_visibility`, without a mask as long as levels are single nodes, of which each sees all before it.
+    """`tree_visibility`, or None (causal) as long as all levels are single nodes.
 
     Args:
         reach: mask of the level above; None: causal.
@@ -198,7 +197,7 @@ def level_visibility(reach: Tensor | None, parent: Tensor, scratch: int) -> Tens
 
 
 def tree_visibility(reach: Tensor, parent: Tensor) -> Tensor:
-    """Attention mask of a new tree level: each entry sees itself and everything its parent sees.
+    """Attention mask of a new tree level: each entry sees itself and all that its parent sees.
 
     Args:
         reach: (B, W, m) bool, mask of the level above over the scratch slots.

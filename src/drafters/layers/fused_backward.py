@@ -1,6 +1,6 @@
 """RMS norm, SwiGLU and rotation with hand-written backward passes.
 
-They need fewer passes over memory than autograd (fewer kernels on a GPU) and save fewer tensors.
+They need fewer passes over memory (fewer kernels on a GPU) than autograd, and save fewer tensors.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Zhang & Sennrich, arXiv:1910.07467."""
+    """RMS norm over the last dimension (Zhang & Sennrich, arXiv:1910.07467)."""
     weight = weight.to(x.dtype)  # under autocast the input is bf16 and the weight fp32
-    # torch's own is one kernel on a GPU, and wide inside where its input is narrow.
+    # torch's own is one kernel on a GPU, and computes 16-bit input in fp32.
     if x.device.type != "cpu" or x.dtype.itemsize < 4 or not torch.is_grad_enabled():
         return few_rows_norm(x, weight, eps)
     return _RMSNorm.apply(x, weight, eps)
@@ -68,30 +68,30 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate_up)
 
 
-def _turn(x: Tensor, angles: Tensor, sign: int) -> Tensor:
-    # In halves: building the `rotate_half` tensor first costs several times as much.
+def _rotate_by(x: Tensor, angles: Tensor, sign: int) -> Tensor:
+    # In halves: building the `rotate_half` tensor is several times slower.
     cosine, sine = angles[..., 0, :, :], angles[..., 1, :, :]
     half = x.shape[-1] // 2
-    turned = x * cosine
-    turned[..., :half].addcmul_(x[..., half:], sine[..., :half], value=-sign)
-    turned[..., half:].addcmul_(x[..., :half], sine[..., half:], value=sign)
-    return turned
+    rotated = x * cosine
+    rotated[..., :half].addcmul_(x[..., half:], sine[..., :half], value=-sign)
+    rotated[..., half:].addcmul_(x[..., :half], sine[..., half:], value=sign)
+    return rotated
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, angles: Tensor) -> Tensor:
         ctx.save_for_backward(angles)
-        return _turn(x, angles, 1)
+        return _rotate_by(x, angles, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _turn(grad, *ctx.saved_tensors, sign=-1), None  # the transpose of a rotation is its inverse
+        return _rotate_by(grad, *ctx.saved_tensors, sign=-1), None  # a rotation's transpose is its inverse
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate the first n elements of (..., heads, dim) by (..., 2, 1, n) cosines and sines."""
-    turning = angles.shape[-1]
-    if turning < x.shape[-1]:
-        return torch.cat([rotate(x[..., :turning], angles), x[..., turning:]], -1)
-    return _Rotate.apply(x, angles) if torch.is_grad_enabled() else _turn(x, angles, 1)
+    rotary_dim = angles.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        return torch.cat([rotate(x[..., :rotary_dim], angles), x[..., rotary_dim:]], -1)
+    return _Rotate.apply(x, angles) if torch.is_grad_enabled() else _rotate_by(x, angles, 1)

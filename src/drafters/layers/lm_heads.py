@@ -14,7 +14,7 @@ from decode.model.head import Head
 
 
 class ResBlock(nn.Module):
-    """Layers x + SiLU(W x + b); W and b are initialised to 0, so that a new block is the identity."""
+    """Layers x + SiLU(W x + b), with W and b initialised to 0, so that a new block is the identity."""
 
     def __init__(self, hidden_size: int, layers: int, bias: bool = False) -> None:
         super().__init__()
@@ -49,10 +49,10 @@ class PerDepthHeads(nn.ModuleList):
 
     @torch.no_grad()
     def copy_head(self, head: Head) -> None:
-        """Copy a head into every depth's."""
+        """Copy a head's weight into the head of every depth."""
         for weight in self.parameters():
             weight.copy_(head.weight)
 
     def head_for(self, depth: int, head: Head) -> Head:
-        """The head of `depth`, with the scale, bias and soft cap of the target's."""
+        """Head of `depth`, from 1, with the scale, bias and soft cap of `head`, the target's."""
         return replace(head, weight=self.get_parameter(f"{depth - 1}.weight")) if self else head

@@ -1,4 +1,4 @@
-"""Rotary position settings of a target: base, scaling for long contexts, share of a head that is rotated."""
+"""Rotary position settings of a target: base, scaling for long contexts, rotated share of a head."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from decode.errors import UserError
 
 DEFAULT_THETA = 10_000.0
-SCALINGS = ("linear", "llama3", "yarn")  # their angles do not depend on the length of the text
+SCALINGS = ("linear", "llama3", "yarn")  # their angles do not depend on the text's length
 IGNORED = ("rope_theta", "type", "mrope_section")  # not scaling settings; text has one position per token
 
 
 def rope_settings(config: Any) -> tuple[float, dict[str, Any] | None]:
     """Base of the wavelengths and scaling settings (None without scaling) of a target's positions.
 
-    If layer types have different positions, those of full attention. Scaling that depends on the text's
-    length is left out, with a warning: a drafter that is trained without it needs none.
+    If layer types differ, the settings of full attention. Scaling that depends on the text's length is
+    omitted with a warning: a drafter that is trained without it needs none.
 
     Args:
         config: a target's transformers 5 config, or the dictionary of a `config.json` of any version.
@@ -33,13 +33,13 @@ def rope_settings(config: Any) -> tuple[float, dict[str, Any] | None]:
     rope = {k: v for k, v in parameters.items() if k not in IGNORED and v is not None}
     kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
     if kind in SCALINGS:
-        if kind == "yarn" and "factor" not in rope:  # DeepSeek's
+        if kind == "yarn" and "factor" not in rope:  # in DeepSeek's configs
             rope["factor"] = (
                 _get(config, "max_position_embeddings") / rope["original_max_position_embeddings"]
             )
         return theta, rope
     if kind not in ("default", "mrope"):
-        warnings.warn(f"the drafter's positions are not scaled as the target's are ({kind})", stacklevel=2)
+        warnings.warn(f"the drafter omits the scaling of the target's positions ({kind})", stacklevel=2)
     return theta, None if part == 1.0 else {"rope_type": "default", "partial_rotary_factor": part}
 
 
@@ -81,8 +81,8 @@ def frequencies(dim: int, theta: float, rope: Mapping[str, Any] | None, like: Te
     except UserError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
-        what = (str(error).splitlines() or [type(error).__name__])[-1].strip()
-        raise UserError(f"drafter.rope={rope}: {what}") from None
+        message = (str(error).splitlines() or [type(error).__name__])[-1].strip()
+        raise UserError(f"drafter.rope={rope}: {message}") from None
 
 
 def _frequencies(dim: int, theta: float, rope: Mapping[str, Any], like: Tensor) -> tuple[Tensor, float]:

@@ -1,4 +1,4 @@
-"""Keys and values of the text that a drafter has read, of which a window keeps the newest alone."""
+"""Keys and values of the text that a drafter has read; with a window, only the newest are kept."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ CAPACITY = 256  # slots to begin with
 class TextStore(RowStore):
     """A `RowStore` for a drafter's layers, which share one window W and S sinks.
 
-    Slots hold the text's first S places and its newest; what no later query sees is dropped once there are
-    more than twice as many, so that a settled token costs a constant number of copies. Behind the sinks,
-    slots and places differ by a constant per row, so distances between slots are those between places.
+    Slots hold the text's first S positions and its newest. Slots that no later query sees are dropped in
+    bulk, once there are more than 2 (W + S), so the copies per settled token are constant. After the
+    sinks, slots and positions differ by a constant per row, so distances between both are equal.
 
     Args:
         stack: the layers.
         rows: B.
 
     Attributes:
-        dropped: places per row whose slots were dropped.
+        dropped: number of dropped positions per row.
     """
 
     def __init__(self, stack: Sequence[DecoderLayer], rows: int) -> None:
         super().__init__(layers=len(stack), rows=rows, capacity=CAPACITY)
         self._window, self._sinks = stack[0].window, stack[0].sinks
         self.dropped = RowInts([0] * rows)
-        self._offsets: Tensor | None = None  # (m,) places of the unsettled slots after the settled ones
+        self._offsets: Tensor | None = None  # (m,) positions of the unsettled slots after the settled ones
 
     @property
     @override
     def read(self) -> RowInts:
-        """Places per row that are settled: the next one's position."""
+        """Number of settled positions per row, which is the next position."""
         return self.lengths.plus(self.dropped) if any(self.dropped) else self.lengths
 
     @property
@@ -61,14 +61,14 @@ class TextStore(RowStore):
             self._drop(self._sinks + self._window - 1)
 
     def _drop(self, most: int) -> None:
-        """Keep the first S and the newest of each row, `most` slots in all."""
+        """Keep the first S and the newest slots of each row, `most` in all."""
         assert self._data is not None
         device, self.capacity = self._data.device, max(CAPACITY, 2 * (most + 1))
-        self.dropped.on(device)  # so that sums with it are made on the device
+        self.dropped.on(device)  # so that sums with it are computed on the device
         dropped = RowInts([max(0, length - most) for length in self.lengths])
         kept = torch.arange(most, device=device)
         index = kept + dropped.on(device)[:, None] * (kept >= self._sinks)  # (B, most)
-        # A copy, so that the memory of a long prompt is given back.
+        # A copy, to free the memory of a long prompt.
         old, rows = self._data, torch.arange(len(self.lengths), device=device)[:, None]
         self._data = self._all = old.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
         self._data[:, :, :, :most] = old[:, :, rows, index.clamp_max(old.shape[3] - 1)]
@@ -87,14 +87,14 @@ class TextStore(RowStore):
         self.dropped = self.dropped.joined(other.dropped)
 
     def mask(self, block: Tensor | int, offsets: Tensor | int, device: torch.device) -> Tensor | None:
-        """(B or 1, 1, n, width) of the new slots, which follow m - n scratch slots of earlier passes.
+        """(B or 1, 1, n, width) attention mask of new slots after m - n scratch slots of earlier passes.
 
-        None where a slot sees all of them, which costs less.
+        None, which is faster, if all slots are visible.
 
         Args:
-            block: (B, n, m) or (1, n, m) bool, which of the m newest slots each new slot sees; or m, if n
-                is 1 and it sees all.
-            offsets: (n,), or one number for all: places between the settled slots and each new one.
+            block: (B, n, m) or (1, n, m) bool, the visible ones of the m newest slots for each new slot;
+                or m, if n is 1 and all are visible.
+            offsets: (n,), or one number for all: positions between the settled slots and each new one.
             device: of the mask.
         """
         new, newest = (1, block) if isinstance(block, int) else block.shape[1:]

@@ -1,9 +1,9 @@
 """Unroll of decoder layers over their own output, computed for supervised anchors only.
 
-This is the training-time test of EAGLE-3 (arXiv:2503.01840): the step of depth j reads the output of depth
-j - 1; an anchor sees the keys and values of depth 1 up to itself, and its own of every depth since. Rows are
+This is the training-time test of EAGLE-3 (arXiv:2503.01840). The step of depth j reads the output of depth
+j - 1. An anchor sees the keys and values of depth 1 up to itself, and its own of every later depth. Rows are
 flat: at depth 1 all N positions up to the last anchor of their text, (N, D); later the M anchors that are
-still supervised, (M, D). `unroll_attention` has the attention, `AnchorIndex` the positions.
+still supervised, (M, D). `unroll_attention` computes the attention, `AnchorIndex` the positions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FirstLayerInput(NamedTuple):
     """Input of the first layer: qkv = weight x + rest.
 
     Attributes:
-        residual: (n, D) that the layer's output is added to.
+        residual: (n, D) residual stream, which the layer adds its output to.
         x: (n, D) input of the q, k, v projection.
         rest: (n, P) precomputed summand of the projection, or None.
     """
@@ -41,30 +41,30 @@ class AnchorIndex:
     Args:
         loss_mask: (B, T) bool.
         depth: maximum depth.
-        sample: anchors per text, on average, that go on to depth 2 and deeper; 0: all.
+        sample: average number of anchors per text at depth 2 and deeper; 0: all.
         seed: of the sample.
 
     Attributes:
         anchors: for each depth with any supervised anchor, their flat indices b * T + t, (M,).
-        share: what an anchor of depth 2 and deeper stands for; 1 without a sample.
+        share: number of anchors that each sampled one represents at depth 2 and deeper; 1 without a sample.
         places: (N,) flat indices of all positions up to the last anchor of their text.
-        text: (N,) index into `places` of the first position of the same text.
+        text: (N,) index into `places` of the text's first position.
         longest: upper bound on positions.
     """
 
     def __init__(self, loss_mask: Tensor, depth: int, sample: int = 0, seed: int = 0) -> None:
         mask = loss_mask.cpu()
-        alive = [supervised_anchors(mask, d) for d in range(1, depth + 1)]
+        supervised = [supervised_anchors(mask, d) for d in range(1, depth + 1)]
         self.share = 1.0
-        first = alive[0].flatten().nonzero()[:, 0]
+        first = supervised[0].flatten().nonzero()[:, 0]
         if sample and len(first) > sample * len(mask):
             chosen = sample_anchors(first, sample * len(mask), seed)
             self.share = len(first) / len(chosen)
             kept = torch.zeros(mask.numel(), dtype=torch.bool)
             kept[chosen] = True
-            alive[1:] = [a & kept.view_as(a) for a in alive[1:]]
-        self.anchors = [a.flatten().nonzero()[:, 0] for a in alive if a.any()]
-        needed = alive[0].flip(1).cumsum(1).flip(1) > 0  # (B, T): an anchor follows, or is here
+            supervised[1:] = [a & kept.view_as(a) for a in supervised[1:]]
+        self.anchors = [a.flatten().nonzero()[:, 0] for a in supervised if a.any()]
+        needed = supervised[0].flip(1).cumsum(1).flip(1) > 0  # (B, T): an anchor is here or follows
         self.places = needed.flatten().nonzero()[:, 0]
         sizes = needed.sum(1)
         self.longest = mask.shape[1] + depth
@@ -76,7 +76,7 @@ class AnchorIndex:
 
 
 def finished(layer: DecoderLayer, x: Tensor, attended: Tensor, checkpointing: bool) -> Tensor:
-    """What follows a layer's attention; with `checkpointing` the backward pass computes it again."""
+    """Output of a layer, given its attention; with `checkpointing` recomputed in the backward pass."""
     if checkpointing:
         return checkpoint(layer.finish, x, attended, use_reentrant=False, preserve_rng_state=False)
     return layer.finish(x, attended)
@@ -87,12 +87,12 @@ class LayerUnroll:
 
     Args:
         stack: the layers.
-        weights: q, k, v projection of each layer. The caller slices them once, so that all depths
+        weights: q, k, v projection of each layer, sliced once by the caller, so that all depths
             accumulate into one gradient.
         rotary: positions.
         index: positions and anchors.
         device: of the rows.
-        checkpointing: recompute what follows attention in the backward pass. Keys and values are
+        checkpointing: recompute the part after attention in the backward pass. Keys and values are
             stored, since later depths read them.
     """
 
@@ -112,7 +112,7 @@ class LayerUnroll:
         self._values: list[list[Tensor]] = [[] for _ in stack]
 
     def switch_layers(self, stack: Sequence[DecoderLayer], weights: Sequence[Tensor], detach: bool) -> None:
-        """Continue with other layers on the keys and values so far; `detach`: whose gradient ends there."""
+        """Continue with other layers on the keys and values so far; `detach` stops their gradients."""
         self._stack, self._weights = stack, weights
         if detach:
             self._keys = [[k.detach() for k in of_layer] for of_layer in self._keys]
@@ -130,18 +130,18 @@ class LayerUnroll:
         return torch.searchsorted(before, anchors).to(self._device)
 
     def _visibility(self, depth: int, query_slots: Tensor, like: Tensor) -> Visibility:
-        """Keys that queries see; `query_slots` (M,) are their rows in the first step, on the host."""
+        """Keys that queries see; `query_slots` (M,) are the queries' rows in the first step, on the host."""
         anchors, layer = self._index.anchors[depth - 1], self._stack[0]
         later_slots = [torch.searchsorted(self._index.anchors[d - 1], anchors) for d in self._later(depth)]
         text, sinks = self._index.text[query_slots], layer.sinks
-        # At depth j, a query stands j - 1 places after its anchor.
+        # At depth j, a query is j - 1 positions after its anchor.
         oldest = oldest_keys(query_slots, text, layer.window, sinks, depth - 1)
         blocks = query_blocks(query_slots, text, layer.heads, like, oldest, sinks)
         places = [place.to(self._device) for place in (query_slots, *later_slots)]
         return Visibility(places, blocks, None if oldest is None else oldest.to(self._device), sinks)
 
     def _later(self, depth: int) -> range:
-        """The later depths whose keys a query at `depth` sees: those within its window."""
+        """Depths after the first with keys in the window of a query at `depth`."""
         window = self._stack[0].window
         return range(2 if window is None else max(2, depth - window + 1), depth + 1)
 
@@ -163,7 +163,7 @@ class LayerUnroll:
         for i, (layer, weight) in enumerate(zip(self._stack, self._weights, strict=True)):
             if i:
                 y, rest = layer.input_layernorm(x), None
-            # At depth 1 all positions give keys and values, but only anchors need the last layer's output.
+            # At depth 1 all positions have keys and values, but only anchors need the last layer's output.
             anchors_only = depth == 1 and i + 1 == len(self._weights) and len(anchors) < len(x)
             if anchors_only:
                 query_rows = anchors.to(self._device)

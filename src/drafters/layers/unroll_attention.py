@@ -1,4 +1,4 @@
-"""Attention of an unroll, in blocks of queries: memory is linear in the text's length."""
+"""Attention of an unroll in blocks of queries, with memory linear in the text's length."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SCORE_BYTES = {
     "cpu": 2**20,
     "cuda": 2**27,
 }  # bytes of one block of attention weights; on a CPU it should fit L2
-MIN_QUERIES = 32  # of a block: with fewer, a product is bound by reading the keys
+MIN_QUERIES = 32  # per block: with fewer, reading the keys dominates
 
 
 class Block(NamedTuple):
-    """A block of queries of one text, and the first step's keys that it sees."""
+    """A block of queries of one text, and the keys of the first step that it sees."""
 
     first: int  # queries [first, last)
     last: int
@@ -25,15 +25,15 @@ class Block(NamedTuple):
     end: int
     full: int  # keys before this one are visible to all queries of the block
     text: int  # first key of the text
-    sinks: int = 0  # keys [text, text + sinks), too, all of them before `begin`
+    sinks: int = 0  # also keys [text, text + sinks), all before `begin`
 
     @property
     def seen(self) -> int:
-        """Number of the keys."""
+        """Number of visible keys."""
         return self.sinks + self.end - self.begin
 
     def keys(self, device: torch.device) -> Tensor:
-        """(seen,) the keys."""
+        """(seen,) indices of the visible keys."""
         window = torch.arange(self.begin, self.end, device=device)
         first = torch.arange(self.text, self.text + self.sinks, device=device)
         return torch.cat([first, window]) if self.sinks else window
@@ -43,12 +43,12 @@ class Visibility(NamedTuple):
     """Keys that the queries of one unroll step see.
 
     Attributes:
-        places: (M,) key rows for the first step and each later one. In the first step, the last key
-            that a query sees; in a later step the only one, its own anchor's.
+        places: (M,) key rows for the first step and each later one: the last visible key of the first
+            step, and the only visible key of a later step, its own anchor's.
         blocks: from `query_blocks`.
-        oldest: (M,) the first key of the first step that a query sees, but for sinks; None: its text's.
-        sinks: number of first keys of a text that are seen beside those from `oldest` on.
-        later: (M, steps - 1) bool, whether a query sees its key of a later step; None: it does.
+        oldest: (M,) first visible key of the first step, except for sinks; None: the text's first.
+        sinks: number of first keys of a text that are visible in addition to the keys from `oldest` on.
+        later: (M, steps - 1) bool, whether a query sees its key of a later step; None: all do.
     """
 
     places: Sequence[Tensor]
@@ -66,7 +66,7 @@ def oldest_keys(
     Args:
         place: (M,) the last key that each query may see.
         text: (M,) the first key of each query's text.
-        window: W, a query sees the key of its own position and the W - 1 before it; None: no window.
+        window: W, a query sees the key at its position and the W - 1 before; None: no window.
         sinks: see `Visibility`.
         ahead: number of positions between a query and its last key, (M,) or one for all.
     """
@@ -98,7 +98,7 @@ def query_blocks(
         stop = start + count
         if oldest is None:
             size = max(MIN_QUERIES, budget // (last_keys[stop - 1] + 1 - begin))
-        else:  # as many queries q as q (q + reach) scores fit
+        else:  # largest q with q (q + reach) scores in the budget
             reach = int((place - oldest)[start:stop].max()) + 1 + sinks
             size = max(MIN_QUERIES, (math.isqrt(reach * reach + 4 * budget) - reach) // 2)
         for first in range(start, stop, size):
@@ -119,7 +119,7 @@ def query_blocks(
 class _Attention(torch.autograd.Function):
     """Softmax attention over the first step's keys and one key of each later step.
 
-    Attention weights of a block are held in one buffer and recomputed in the backward pass.
+    Attention weights of a block use one buffer, and are recomputed in the backward pass.
     """
 
     @staticmethod
@@ -173,12 +173,12 @@ class _Attention(torch.autograd.Function):
 class _Heads:
     """Inputs laid out per key head: G key heads, Q = M queries x query heads of one key head.
 
-    Iterating yields one block after the other; each overwrites the buffers of the one before.
+    Iteration yields the blocks; each overwrites the buffers of the previous one.
 
     Attributes:
         queries: (G, Q, dim), scaled.
-        keys: (G, N, dim) of the first step; `values` alike.
-        later_keys: for each later step, each query's key, (G, M, 1, dim); `later_values` alike.
+        keys: (G, N, dim) of the first step; `values` likewise.
+        later_keys: for each later step, each query's key, (G, M, 1, dim); `later_values` likewise.
         later_scores: (G, Q, steps) scores of the later keys.
     """
 
@@ -186,7 +186,7 @@ class _Heads:
         steps = len(keys_values) // 2
         keys, values = keys_values[:steps], keys_values[steps:]
         self.visibility, self.scale, self.kv_heads = visibility, q.shape[-1] ** -0.5, keys[0].shape[1]
-        self.group_size = q.shape[1] // self.kv_heads  # query heads of a key head
+        self.group_size = q.shape[1] // self.kv_heads  # query heads per key head
         self._sizes = [len(k) for k in keys[1:]]
         self.queries = self.by_head(q) * self.scale
         self.keys, self.values = (t[0].transpose(0, 1).contiguous() for t in (keys, values))
@@ -196,7 +196,7 @@ class _Heads:
         if visibility.later is not None:
             self.split_group(self.later_scores).masked_fill_(~visibility.later[:, None], -torch.inf)
         most = max((b.last - b.first) * (b.seen + steps - 1) for b in visibility.blocks)
-        # Allocated once: fresh memory costs as much as a pass over it.
+        # Allocated once: a new allocation costs as much as a pass over the memory.
         self.buffers = q.new_empty(2, self.kv_heads * self.group_size * most)
 
     def __iter__(self) -> Iterator[_Part]:
@@ -216,11 +216,11 @@ class _Heads:
         return x.index_select(0, self.visibility.places[1 + i]).transpose(0, 1)[:, :, None]
 
     def split_group(self, x: Tensor) -> Tensor:
-        """(G, Q, ...) -> (G, M, query heads of a key head, ...), a view."""
+        """(G, Q, ...) -> (G, M, query heads per key head, ...), a view."""
         return x.unflatten(1, (-1, self.group_size))
 
     def scatter_later(self, grad: Tensor, i: int) -> Tensor:
-        """Backward of `_gather_later`: gradients of queries that read the same key are summed."""
+        """Backward of `_gather_later`: sums the gradients of queries that read the same key."""
         rows = self.split_group(grad).sum(2).transpose(0, 1)  # (M, G, dim)
         whole = rows.new_zeros(self._sizes[i], *rows.shape[1:])
         return whole.index_add_(0, self.visibility.places[1 + i], rows)
@@ -231,7 +231,7 @@ class _Heads:
         return torch.stack(products, -1) if products else x.new_empty(*x.shape[:2], 0)
 
     def _mask(self, block: Block) -> Tensor | None:
-        """(queries, 1, n) mask to add to scores of the last n keys, all others being seen; None: no mask."""
+        """(queries, 1, n) additive mask of the last n keys; all others are visible; None: no mask."""
         if block.full == block.end:
             return None
         queries, (places, _, oldest, sinks, _) = slice(block.first, block.last), self.visibility
@@ -292,14 +292,14 @@ def attend_unrolled(
 ) -> Tensor:
     """Attention of a step of an unroll (EAGLE-3's training-time test, arXiv:2503.01840).
 
-    A query belongs to an anchor. It sees the keys of the first step up to its anchor, or those in its
-    window and the sinks, and its own anchor's key of every later step. Only supervised anchors have
-    queries; texts are concatenated, so there is no padding, and no (T, T) or (T, T + k) tensor exists.
+    A query belongs to an anchor. It sees the keys of the first step up to its anchor (with a window: in
+    it, and the sinks), and its anchor's key of every later step. Only supervised anchors have queries, and
+    texts are concatenated, so there is no padding, and no (T, T) or (T, T + k) tensor exists.
 
     Args:
         q: (M, heads, dim).
         keys: of the first step (N, kv_heads, dim), then of the later ones (M', kv_heads, dim).
-        values: alike.
+        values: likewise.
         visibility: keys that each query sees.
 
     Returns:

@@ -70,7 +70,7 @@ def test_a_drafter_without_a_target_and_a_folder_in_use_are_refused(made, tmp_pa
         save_pretrained(drafter, tmp_path / "new")
     assert not list(tmp_path.iterdir())
     (tmp_path / "mine").write_text("keep")
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         save_pretrained(drafter, tmp_path, target)
     with pytest.raises(UserError, match="mine is a file"):
         save_pretrained(drafter, tmp_path / "mine" / "new", target)
@@ -118,7 +118,7 @@ def test_the_target_that_a_checkpoint_names_is_loaded_if_it_is_still_that_one(tm
     words = json.loads((where / "tokenizer.json").read_text())
     words["model"]["vocab"] |= {"a": words["model"]["vocab"]["b"], "b": words["model"]["vocab"]["a"]}
     (where / "tokenizer.json").write_text(json.dumps(words))
-    with pytest.raises(UserError, match=r"tokenizer of .* is another by now"):
+    with pytest.raises(UserError, match=r"tokenizer of .* has changed"):
         from_pretrained(folder)
     assert same(from_pretrained(folder, target), drafter)  # whoever passes it knows it
     checkpoint_io.tokenizer_hash.cache_clear()
@@ -140,7 +140,7 @@ def test_what_is_pushed_comes_back_bit_for_bit(made, fake_hub, monkeypatch):
         from_pretrained(REPO, target)
     monkeypatch.setenv("HF_TOKEN", fake_hub.token)
     assert same(from_pretrained(REPO, target), drafter)
-    with pytest.raises(UserError, match=r"it has no revision|none of that name"):
+    with pytest.raises(UserError, match=r"it has no revision|no such repository"):
         from_pretrained("me/nothing", target)
 
 
@@ -206,7 +206,7 @@ def test_without_a_network_one_line_says_so(made, fake_hub, monkeypatch):
     with pytest.raises(RemoteError, match="cut off"):
         from_pretrained(REPO, target)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(RemoteError, match="cannot be reached, and nothing was fetched before"):
+    with pytest.raises(RemoteError, match="cannot be reached, and the cache has no copy"):
         from_pretrained(REPO, target)
     assert same(from_pretrained("me/known", target), drafter)
 
@@ -287,7 +287,7 @@ def test_commands_refuse_in_one_line(bench, fake_hub, tmp_path):
     broken = exported(*push)
     assert (broken.code, broken.err.count("\n")) == (1, 1)
     (tmp_path / "out" / "config.json").unlink()  # whatever this folder is now
-    exported(*push).refused("no drafter's")
+    exported(*push).refused("a drafter's file has at most")
     bench.train("seed=32", "export.push_to=nobody").refused("push_to=nobody")
 
 

@@ -112,7 +112,7 @@ def test_a_file_that_is_cut_off_while_it_is_open_is_one_line(name):
     store = Datastore.open(key, 30)
     assert store.next_tokens((1,)) == {2: SAMPLE}
     os.truncate(datastore_folder(key) / name, 100)
-    with pytest.raises(UserError, match=f"{name}: cut off while it was read"):
+    with pytest.raises(UserError, match=f"{name}: truncated while in use"):
         store.next_tokens((2,))
 
 

@@ -42,7 +42,7 @@ def case(name, options, change=lambda target: None, layers=8, window=None, rope=
 REFUSED = {
     "taps of a small target": case("eagle3", {"taps": [2, LAST]}, layers=4),
     "only the head's input": case("eagle3", {"taps": [LAST]}),
-    "the head's input": case("eagle3", {"taps": [1, LAST]}, vllm="behind the final norm"),
+    "the head's input": case("eagle3", {"taps": [1, LAST]}, vllm="after the final norm"),
     "the head's input of three": case(
         "eagle3", EAGLE3 | {"taps": [2, 4, LAST]}, speculators="final norm", gguf="final norm", authors="taps"
     ),
@@ -53,7 +53,7 @@ REFUSED = {
     "a single tap": case("eagle3", {"taps": [3]}, sglang="a single tap"),
     "two taps": case("eagle3", EAGLE3 | {"taps": [2, 5]}, gguf="exactly 3 layers"),
     "four taps": case("eagle3", EAGLE3 | {"taps": [1, 2, 4, 7]}, gguf="exactly 3 layers"),
-    "other taps": case("eagle3", EAGLE3 | {"taps": [3, 1]}, authors=r"are \[2, 4, 5\] always"),
+    "other taps": case("eagle3", EAGLE3 | {"taps": [3, 1]}, authors=r"always reads \[2, 4, 5\]"),
     "two layers of one tap": case("eagle3", {"taps": [0], "layers": 2}),
     "two layers": case(
         "eagle3", EAGLE3 | {"layers": 2}, sglang="2 layers", authors="2 layers", gguf="2 layers"
@@ -80,7 +80,7 @@ REFUSED = {
     "eagle3 of yarn": case(
         "eagle3", EAGLE3, rope={"rope_type": "yarn", "factor": 4.0}, authors="yarn, base 10000"
     ),
-    "eagle3 of a part": case("eagle3", EAGLE3, rope=PARTIAL, authors="a part of each", gguf="whole of every"),
+    "eagle3 of a part": case("eagle3", EAGLE3, rope=PARTIAL, authors="a part of each", gguf="whole heads"),
     "p_eagle": case("p_eagle", {"taps": [1, LAST], "fc_norm": False}),
     "p_eagle of one tap": case("p_eagle", {"taps": [3, 3]}),
     "p_eagle of one tap behind a norm": case("p_eagle", {"taps": [3]}),
@@ -93,7 +93,7 @@ REFUSED = {
     "dflash of a head with a bias": case("dflash", {"taps": [2, 4]}, biased),
     "dflash of a window": case("dflash", {"taps": [2, 4]}, window=6, vllm="drafter.window=6"),
     "dflash with sinks": case(
-        "dflash", {"taps": [2, 4], "window": 8, "sinks": 2}, vllm="first places", sglang="first places"
+        "dflash", {"taps": [2, 4], "window": 8, "sinks": 2}, vllm="attention sinks", sglang="attention sinks"
     ),
     "a causal dflash": case("dflash", {"taps": [2, 4], "causal": True}, speculators="drafter.causal=false"),
     "dflash of llama3": case(
@@ -111,7 +111,7 @@ REFUSED = {
     "eagle of a head with a bias": case("eagle", {"bias": False}, biased, sglang="head has a bias"),
     "eagle of a window": case("eagle", {}, window=6, vllm="drafter.window=6"),
     "eagle with sinks": case(
-        "eagle", {"window": 8, "sinks": 1}, sglang="when it drafts; .*drafter.window=null"
+        "eagle", {"window": 8, "sinks": 1}, sglang="reads the text; .*drafter.window=null"
     ),
     "eagle of another base": case(
         "eagle", {}, rope={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5}, authors="base 100000"
@@ -119,11 +119,11 @@ REFUSED = {
     "medusa": case(
         "medusa", {"token_info": "gated"}, sglang="no format", vllm="no token_info", authors="token_info"
     ),
-    "medusa of two layers": case("medusa", {"layers": 2}, authors="2 layers of a head"),
+    "medusa of two layers": case("medusa", {"layers": 2}, authors="2 layers per head"),
     "medusa of a head with a bias": case("medusa", {"token_info": "gated"}, biased, vllm="head has a bias"),
     "medusa of Gemma": case("medusa", {}, scaled),
     "medusa without a target's name": case("medusa", {}, nameless, authors="built in memory"),
-    "medusa2": case("medusa2", {}, authors="the target that it has tuned"),
+    "medusa2": case("medusa2", {}, authors="the tuned target"),
     "hydra": case("hydra", {}, vllm="no engine takes this drafter"),
     "lstm": case("lstm", {}, vllm="ArcticInference"),
     "bigram": case("bigram", {}, vllm="no engine takes this drafter"),

@@ -238,7 +238,7 @@ DAMAGED = [
     ("medusa", "blocks.99999999.layers.99999999.weight", torch.zeros(1), "tensors are missing"),
     ("medusa", f"blocks.{'9' * 5000}.layers.0.weight", torch.zeros(1), "damaged checkpoint"),
     ("medusa", "model.layers.0.x", torch.zeros(1), "1 tensors have no place"),
-    ("medusa", "token_map", torch.zeros(7), "its heads know 7 tokens"),
+    ("medusa", "token_map", torch.zeros(7), "its heads cover 7 tokens"),
     ("mlp", "ln.0.bias", None, "1 tensors are missing, ln.0.bias"),
     ("mlp", "ln0.weight", torch.zeros(1), "no place in such a drafter, ln0.weight"),
     ("mlp", "n_predict", 10**9, "n_predict=1000000000"),

@@ -156,8 +156,8 @@ def test_confidence_head_without_the_bias_or_switched_off(drafter, target, tmp_p
 
 REFUSED = {
     "a gated bias": (lambda c, t: c.update(markov_head_type="gated"), "markov_head_type is 'gated'"),
-    "no bias": (lambda c, t: c.update(markov_rank=0), "its markov_rank is 0; a DSpark has a bias"),
-    "a head of its own": (lambda c, t: t["lm_head.weight"].add_(1), "lm_head.weight is its own"),
+    "no bias": (lambda c, t: c.update(markov_rank=0), "its markov_rank is 0; a DSpark needs"),
+    "a head of its own": (lambda c, t: t["lm_head.weight"].add_(1), "it has its own lm_head.weight"),
     "half of the bias": (lambda c, t: t.pop("markov_head.markov_w1.weight"), "damaged checkpoint"),
     "another rank": (lambda c, t: c.update(markov_rank=4), "info.emb.weight"),
 }

@@ -86,7 +86,7 @@ def test_long_answers_are_compared_at_a_few_places(tiny_target, monkeypatch):
     monkeypatch.setattr(sublayer_search, "TEXTS", 2)
     texts = [Text([1, 2, 0] * 5, mask) for mask in ([1] * 15, [0] * 15, [0] * 12 + [1] * 3, [1] * 15)]
     assert Agreement(tiny_target(), texts).places == 4 + 3
-    with pytest.raises(UserError, match="there is no answer to search on"):
+    with pytest.raises(UserError, match="the search needs answers"):
         Agreement(tiny_target(), [Text([1, 2], [1, 0])])
 
 

@@ -180,7 +180,7 @@ def test_export_is_the_firsts_with_a_note(tiny_target, make_drafter):
     whole, first = (formats.write_layout(one, target, "vllm") for one in saved)
     assert whole.config == first.config
     assert same(whole.tensors, first.tensors)
-    assert "left out: the second drafter" in whole.note
+    assert "not exported: the second drafter" in whole.note
     with pytest.raises(UserError, match="hf has no format for drafter 'eagle'"):
         formats.write_layout(checkpoint_io.as_saved(union), target, "hf")
 

@@ -343,7 +343,7 @@ def test_export_is_the_firsts(target, make_drafter, tmp_path):
     saved = map(checkpoint_io.as_saved, (loaded, drafter.first))
     whole, first = (formats.write_layout(one, target, "hf") for one in saved)
     assert same(whole.tensors, first.tensors)
-    assert "left out: the second drafter" in whole.note
+    assert "not exported: the second drafter" in whole.note
 
 
 # -- whole runs ----------------------------------------------------------------------------------------
