@@ -55,7 +55,7 @@ def model_card(facts: Facts) -> str:
         UserError: a damaged recipe.
     """
     try:
-        parts = [_front(facts), _what(facts), _score(facts.score), _recipe(facts.recipe), _serve(facts)]
+        parts = [_front(facts), _about(facts), _score(facts.score), _recipe(facts.recipe), _serve(facts)]
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         where = facts.origin.folder or "this drafter"
         raise UserError(f"{where}: its recipe is damaged ({_line(repr(error))})") from None
@@ -71,7 +71,7 @@ def _front(facts: Facts) -> str:
     return "\n".join(lines)
 
 
-def _what(facts: Facts) -> str:
+def _about(facts: Facts) -> str:
     drafter, origin = facts.drafter, facts.origin
     module = sys.modules[type(drafter).__module__].__doc__ or ""
     target = portable(origin).name or "(not named)"
@@ -151,7 +151,7 @@ def _score(score: Scorecard | None) -> str:
             f"{drift.kl:.2g} nats a token, the likeliest token the same at "
             f"{100 * drift.top1_agreement:.1f} %.",
         ]
-    return "\n".join(["## Score", "", *_grid(rows), "", *notes, "", _audit(score.audit), ""])
+    return "\n".join(["## Score", "", *_table(rows), "", *notes, "", _audit(score.audit), ""])
 
 
 def _row(row: Row) -> list[str]:
@@ -187,7 +187,7 @@ def _audit(audit: Audit | None) -> str:
     return f"{text}."
 
 
-def _grid(rows: Sequence[Sequence[str]]) -> list[str]:
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     lines = [f"| {' | '.join(_line(cell) for cell in row)} |" for row in rows]
     return [lines[0], f"|{'---|' * len(rows[0])}", *lines[1:]]
 

@@ -106,5 +106,5 @@ def draft_parallel_chains(
         owners.append(torch.where(twin == index, level * count + 1 + index, -1))
     token = torch.cat(tokens, 1)
     levels, sampled = tuple(q.shape[1] for q in q_levels), torch.ones_like(token, dtype=torch.bool)
-    laws = DraftProbs(torch.cat(q_levels, 1), torch.cat(owners, 1), levels, sampled, count, replacement=True)
-    return Draft(token, torch.cat(parents, 1), plan.depth, laws)
+    dist = DraftProbs(torch.cat(q_levels, 1), torch.cat(owners, 1), levels, sampled, count, replacement=True)
+    return Draft(token, torch.cat(parents, 1), plan.depth, dist)

@@ -1,1 +1,1 @@
-"""Drafters in the files of other programs, and back: rename rules and configs, nothing else."""
+"""Convert drafters to and from other programs' files: tensor names and configs."""

@@ -226,7 +226,7 @@ def write_layout(saved: Saved, target: Target, to: str) -> Layout:
         UserError: see `check`; weights that are untrained, or that the format cannot express.
     """
     check(saved.drafter, saved.settings, target, to)
-    if not _has_vocabulary(saved.drafter, to):  # the engine drafts any token
+    if not _has_vocabulary(saved.drafter, to):  # all tokens are trained, and the engine drafts any
         saved = saved._replace(weights={name: w for name, w in saved.weights.items() if name != "d2t"})
     if saved.drafter not in OF_TWO:
         return FORMATS[to][saved.drafter].write(saved, target)

@@ -166,7 +166,7 @@ def check_head(target: Target) -> Iterator[Refusal]:
 
 
 def check_window(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
-    """Refuse sinks, and no window if the target has one: vLLM gives a drafter the target's window."""
+    """Refuse sinks, and a missing window if the target has one, which vLLM would apply."""
     yield from check_sinks(settings)
     config = target.config
     theirs = getattr(config, "sliding_window", None)

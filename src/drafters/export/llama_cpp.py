@@ -82,7 +82,7 @@ def _eagle3(saved: Saved, target: Target) -> Layout:
 
 
 def _dflash(saved: Saved, target: Target) -> Layout:
-    """All positions of the block, since the masks of a shorter block would see fewer others."""
+    """All positions of the block, since in a shorter one the masks would see fewer masks."""
     return _with_command(dflash.VLLM.write(saved, target), "draft-dflash", saved.settings["depth"])
 
 

@@ -104,7 +104,7 @@ def _nearest_taps(taps: Sequence[Tap], n: int, lowest: int, least: int) -> list[
 
 
 def taps_of(ids: Sequence[int], target: Target) -> list[int]:
-    """Layer ids as taps.
+    """Check layer ids and return them as taps.
 
     Raises:
         UserError: a layer that the target does not have.

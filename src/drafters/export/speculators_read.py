@@ -27,7 +27,7 @@ Read = Callable[[Layout, Target], Saved]
 
 
 def eagle3(layout: Layout, target: Target) -> Saved:
-    """An `Eagle3DraftModel`."""
+    """Convert an `Eagle3DraftModel`."""
     settings, weights = _eagle3(layout, target)
     if not _shares_embedding(layout.tensors, target):
         raise UserError("it has its own embedding; ours shares the target's")
@@ -36,7 +36,7 @@ def eagle3(layout: Layout, target: Target) -> Saved:
 
 
 def p_eagle(layout: Layout, target: Target) -> Saved:
-    """A `PEagleDraftModel`."""
+    """Convert a `PEagleDraftModel`."""
     config, tensors = layout.config, layout.tensors
     settings, weights = _eagle3(layout, target)
     token = config["mask_token_id"]
@@ -56,7 +56,7 @@ def p_eagle(layout: Layout, target: Target) -> Saved:
 
 
 def dflash(layout: Layout, target: Target) -> Saved:
-    """A `DFlashDraftModel`."""
+    """Convert a `DFlashDraftModel`."""
     config = layout.config
     if config.get("sample_from_anchor"):
         raise UserError("its root predicts a token (sample_from_anchor), and ours does not")
@@ -68,7 +68,7 @@ def dflash(layout: Layout, target: Target) -> Saved:
 
 
 def dspark(layout: Layout, target: Target) -> Saved:
-    """A `DSparkDraftModel`."""
+    """Convert a `DSparkDraftModel`."""
     config = layout.config
     taps, layers = config["aux_hidden_state_layer_ids"], config["transformer_layer_config"]
     anchor = config.get("sample_from_anchor", False)  # default as in vLLM and llama.cpp
@@ -147,9 +147,7 @@ def dflash_block(
     config, tensors = layout.config, dict(layout.tensors)
     sizes = layer_settings(layers, tensors, target, ("qwen3",))
     if config.get("draft_vocab_size") not in (None, target.vocab_size):
-        raise UserError(
-            f"it drafts {config['draft_vocab_size']} tokens of the target's vocabulary; ours drafts all"
-        )
+        raise UserError(f"it drafts {config['draft_vocab_size']} tokens of the target; ours drafts all")
     tables = {"embed_tokens.weight": embedding_of(target), "lm_head.weight": target.head.weight}
     for name, table in tables.items():
         if name in tensors and not same_rows(tensors.pop(name), table):

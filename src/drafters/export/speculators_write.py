@@ -132,7 +132,7 @@ def _dflash(saved: Saved, target: Target) -> Layout:
 
 
 def _dspark(saved: Saved, target: Target) -> Layout:
-    """DSpark: `DSparkDraftModel`; the head of a reduced draft vocabulary is rows of the target's."""
+    """DSpark: `DSparkDraftModel`; for a reduced draft vocabulary with the target's rows as head."""
     saved, ids = sort_taps(saved)
     config = {
         "aux_hidden_state_layer_ids": ids,
