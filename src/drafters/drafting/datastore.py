@@ -121,7 +121,7 @@ class Datastore:
                 "drafter.store=<its texts> builds it again"
             ) from None
         if size != vocab_size:
-            raise UserError(f"{folder}: made for a vocabulary of {size}, and the target has {vocab_size}")
+            raise UserError(f"{folder}: its texts are tokens of a vocabulary of {size}, not of {vocab_size}")
         return opened
 
     def _next_tokens(self, ngram: tuple[int, ...]) -> dict[int, int]:

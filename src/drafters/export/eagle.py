@@ -117,7 +117,7 @@ def _check_authors(settings: Mapping[str, Any], target: Target) -> Iterator[Refu
     yield from check_head(target)
     count, each, size = settings["heads"], settings["head_dim"], settings["hidden_size"]
     if count * each != size:
-        yield Refusal(f"{count} heads of {each} must be {size} wide together in the authors' EAGLE-1")
+        yield Refusal(f"{count} heads of {each} are not {size} together, as the authors' EAGLE-1 needs")
 
 
 def _to_vllm(saved: Saved, target: Target) -> Layout:

@@ -59,7 +59,7 @@ def _saved_by_torch(path: Path) -> dict[str, Tensor]:
         # Many public drafters exist only in this format. `weights_only` allows only tensors.
         state_dict: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251
     except Exception:  # an invalid file may fail anywhere in the reader
-        raise UserError(f"{path.name}: damaged, or not only tensors; convert it to safetensors") from None
+        raise UserError(f"{path.name}: not a file of only tensors; convert it to safetensors") from None
     if packed or not (isinstance(state_dict, dict) and all(map(_is_dense, state_dict.values()))):
         raise UserError(f"{path.name}: not a state dict; convert it to safetensors")
     return state_dict
