@@ -125,7 +125,7 @@ def write(
         converter: source folder of llama.cpp, for `to=gguf`.
 
     Raises:
-        UserError: see `hub.load`, `table.write_layout`, `llama_cpp.converting` and
+        UserError: see `checkpoint_io.load`, `formats.write_layout`, `llama_cpp.converting` and
             `pretrained.publish_folder`.
     """
     drafter = checkpoint_io.load(checkpoint, target)
