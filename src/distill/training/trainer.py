@@ -39,6 +39,9 @@ def build_trainer(
             logger=list(loggers),
             default_root_dir=str(folder),
             enable_progress_bar=False,  # TrainingBar counts optimizer steps
+            enable_checkpointing=False,  # ScoreCheckpoint saves
+            enable_model_summary=False,
+            use_distributed_sampler=False,  # batches are a function of the step and the rank
             **more,
         )
     check_world_size(trainer)
