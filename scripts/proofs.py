@@ -25,9 +25,10 @@ PAGE = ROOT / "docs" / "proofs.md"
 LOG, REPORT = (ROOT / "outputs" / name for name in ("proofs.log", "proofs.xml"))
 ABOUT = """# Proofs
 
-Tests of minutes, for which CI has no time. `make proofs` and `make long-proofs` write their parts of this
-page if no test failed and nothing was uncommitted. Skipped are cases that do not apply, such as sampled nodes
-of a drafter that makes none; `pytest -rs` names each reason.
+Tests of minutes, for which CI has no time, and all tests of the zoo and the laboratory, which CI runs where
+they changed. `make proofs` and `make long-proofs` write their parts of this page if no test failed and
+nothing was uncommitted. Skipped are cases that do not apply, such as sampled nodes of a drafter that makes
+none; `pytest -rs` names each reason.
 """
 
 
