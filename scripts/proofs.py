@@ -51,7 +51,7 @@ def main(files: list[str], long: bool) -> int:
 
 def run_tests(files: list[str], long: bool) -> int:
     """Run the proofs; keeps pytest's output and its report in outputs/."""
-    chosen = "proof and long" if long else "(proof or zoo or lab) and not long"
+    chosen = "proof and long" if long else "(proof or zoo or lab) and not long and not gpu and not docs"
     chosen = "proof or zoo or lab" if files else chosen
     command = [sys.executable, "-m", "pytest", "-m", chosen, "-v", "--durations=0", "-p", "no:cacheprovider"]
     command += ["-n", "2", "--dist", "worksteal" if long else "loadfile", f"--junitxml={REPORT}", *files]
