@@ -46,7 +46,7 @@ class Layout(NamedTuple):
         note: further information for users.
         files: other files of the folder, by name.
         torch_file: name of a `torch.save` file of the tensors, written instead of `model.safetensors` for a
-            program that reads no other. `torch.load` reads it with `weights_only`.
+            program that reads no other. It holds only tensors, so `weights_only` reads it.
         model: a transformers model, saved by `save_pretrained` instead of `tensors`.
         finish: converts the written folder into the program's files.
     """
