@@ -25,7 +25,7 @@ def frozen(tiny_target, make_drafter, kind):
 
 def made(drafter):
     """The shares that it has made."""
-    return drafter._shares._made
+    return drafter._shares._cached
 
 
 @torch.inference_mode()
