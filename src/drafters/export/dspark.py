@@ -31,7 +31,7 @@ def _check_sglang(settings: Mapping[str, Any], target: Target) -> Iterator[Refus
     if not settings["sample_from_anchor"]:
         yield Refusal("in SGLang the root predicts a token", {"sample_from_anchor": True})
     if settings["draft_vocab_size"] is not None:
-        yield Refusal("SGLang has no reduced draft vocabulary", {"draft_vocab_size": None})
+        yield Refusal("its DSpark has no reduced draft vocabulary", {"draft_vocab_size": None})
 
 
 def _to_vllm(saved: Saved, target: Target) -> Layout:
