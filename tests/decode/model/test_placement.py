@@ -221,6 +221,20 @@ def fill(store: RowStore, dice: torch.Generator) -> None:
     store.keep([5 - row % 3 for row in range(rows)])
 
 
+def test_appended_rows_take_the_memory_of_rows_that_have_ended():
+    dice = torch.Generator().manual_seed(2)
+    store, more = RowStore(5, 4, 16), RowStore(5, 2, 5)
+    for one in (store, more):
+        fill(one, dice)
+    kept, joined = store._data[:, :, [0, 3], :5].clone(), more._data[:, :, :, :5].clone()
+    place = store._data.data_ptr()
+    store.select([0, 3])
+    store.append(more)
+    assert store._data.data_ptr() == place
+    assert store.lengths == [5, 5, 5, 4]
+    assert torch.equal(store._data[:, :, :, :5], torch.cat([kept, joined], 2))
+
+
 @pytest.fixture(scope="module")
 def empty() -> Target:
     """Without memory: 8 layers of 40 KiB, embedding and head of 8 KiB each, and a norm."""
