@@ -73,6 +73,11 @@ def test_a_narrow_terminal_shows_a_percentage():
     assert all(len(line) <= 40 for line in lines)
 
 
+def test_without_a_terminal_only_lines_are_printed(capfd):
+    work()
+    assert capfd.readouterr() == ("step 1/4  [loss] 2.0\n", "")
+
+
 @pytest.mark.parametrize("environment", [{"CI": "true"}, {"TERM": "dumb"}])
 def test_no_bar_is_drawn_in_ci_or_on_a_dumb_terminal(environment):
     assert on_terminal(work, **environment) == "step 1/4  [loss] 2.0\n"

@@ -135,6 +135,20 @@ def test_the_oracle_is_a_bound_over_all_timings():
         assert bound >= max(row.throughput.speedup[0] for row in rows) - 1e-9
 
 
+def test_no_draft_is_advised_in_words_where_plain_is_fastest(bench, tmp_path, monkeypatch):
+    """The rounds of this drafter take nine passes a token."""
+    slow = SimpleNamespace(
+        round_seconds=lambda plan, batch: 1.0 + 9 * plan.depth,
+        idle_seconds=lambda batch: 1.0,
+        table=lambda batch: {"verify": {"slots": [1], "seconds": [1.0]}, "draft": []},
+    )
+    monkeypatch.setattr("distill.commands.advise.measure", lambda *_, **__: slow)
+    done, card = advise(bench, tmp_path, "drafter=ngram", "batch_sizes=[1]")
+    assert "do not draft" in done.out
+    choice = card["results"][0]["choice"]
+    assert (choice["decode"], choice["speedup"]) == ("plain", 1)
+
+
 def test_candidate_trees_have_room_for_their_nodes():
     plans = candidates(8, [4, 8, 16, 32], [2, 4], [0.3], ["fixed", "sampled", "hybrid"])
     assert len(plans) == len(set(plans))

@@ -5,6 +5,8 @@ import json
 import pytest
 from workbench import Bench, foredraft, write_prompts
 
+from distill.commands.limit import describe
+
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
@@ -69,3 +71,11 @@ def test_a_bound_that_does_not_apply_is_left_out(bench, tmp_path):
 def test_bad_input_is_one_line(bench, tmp_path, given, said):
     done, _ = limit(bench, tmp_path, *given)
     done.refused(said)
+
+
+def test_trees_that_keep_more_than_the_bound_are_explained():
+    tree = {"nodes": 8, "bound": 1.0, "published": 2.0, "best": [1.5, 1.4, 1.6]}
+    card = {"temperature": 1.0, "bounded": True, "mu": [2.0, 1.9, 2.1], "mu2": 5.0, "correlation": [0.5]}
+    card |= {"positions": 9, "starts": 3, "trees": [tree], "drafter": None}
+    card |= {"per_doubling": [0.3, 0.2, 0.4], "expected_per_doubling": 0.35}
+    assert "at 8 nodes the best trees keep more than the bound" in describe(card)

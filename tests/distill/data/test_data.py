@@ -15,6 +15,7 @@ from distill.data.datamodule import RolloutData
 from distill.data.taps_disk import TapCache
 from distill.distributed.watchdog import Watchdog
 from distill.rollouts.shard import write_shard
+from distill.rollouts.store import RolloutStore
 from distill.utils.phase_log import PhaseLog
 from drafters.base import supervised_anchors
 
@@ -218,7 +219,10 @@ def resumed(**changes) -> SimpleNamespace:
 
 def data_of(folder, refresh_every: int) -> RolloutData:
     phases = {"watchdog": Watchdog(0, folder), "phases": PhaseLog(folder)}
-    stores = lambda phase: stored(folder / str(phase))  # noqa: E731
+
+    def stores(phase: int) -> RolloutStore:
+        return stored(folder / str(phase))
+
     return RolloutData(stores, refresh_every, Keep(), 2, max_tokens=9, seed=7, **phases)
 
 

@@ -57,7 +57,10 @@ def test_cache_has_room_for_a_tree(tiny_target):
     """A cache that grows is copied, and has twice the size."""
     target, plan = tiny_target(vocab=12, layers=2), Plan(4, 6, 7)
     sizes, options = set(), {"max_new_tokens": 20, "plan": plan, "sampler": Sampler(0.0)}
-    note = lambda _: sizes.add(target.cache.store.capacity)  # noqa: E731
+
+    def note(_) -> None:
+        sizes.add(target.cache.store.capacity)
+
     generate(target, skipping(target, "b-"), [[3, 1, 4, 1, 5]], on_round=note, **options)
     assert sizes == {5 + 20 + 1 + 6 * 3}
 

@@ -269,10 +269,16 @@ def test_work_of_a_round_is_bounded(target, monkeypatch, size):
     text = [1, 2, 3, 1, 2, 4] * (size // 6)
     drafter = fitted([text], escape=1e9)  # shorter ones are never negligible
     state, found = feed(drafter, target, [text]), []
+
+    def recorded(look_up):
+        def record(*args):
+            found.append(look_up(*args))
+            return found[-1]
+
+        return record
+
     for kind, name in ((NgramCounts, "after"), (IndexedText, "next_tokens")):
-        look_up = getattr(kind, name)
-        record = lambda self, *ngram, look_up=look_up: found.append(look_up(self, *ngram)) or found[-1]  # noqa: E731
-        monkeypatch.setattr(kind, name, record)
+        monkeypatch.setattr(kind, name, recorded(getattr(kind, name)))
     draft = propose(drafter, target, state, Plan(4))
     assert draft.lengths().tolist() == [4]
     assert len(found) == 4 * 2 * len(drafter.orders)

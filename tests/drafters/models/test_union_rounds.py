@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -37,10 +38,13 @@ def united(
 def calls_of(monkeypatch, drafter) -> list[str]:
     """Names of the calls that a drafter gets from now on."""
     calls = []
+
+    def noted(name, method, *args):
+        calls.append(name)
+        return method(*args)
+
     for name in ("propose", "advance"):
-        method = getattr(drafter, name)
-        noted = lambda *args, name=name, method=method: calls.append(name) or method(*args)  # noqa: E731
-        monkeypatch.setattr(drafter, name, noted)
+        monkeypatch.setattr(drafter, name, partial(noted, name, getattr(drafter, name)))
     return calls
 
 
