@@ -118,14 +118,12 @@ def train(
     memory = _watch(trainer, options, saver, budget, begun)
     begin(trainer.loggers)
     has_counts = _warm_start(options, drafter, target)
-    if not (drafter.trains or drafter.needs_fit):
-        say(f"drafter={short_name(drafter)}: nothing is trained; checkpoints/0 is the drafter as it is")
-        _keep(trainer, saver, drafter, target)
-        return _finish(trainer, options, folder, target, reports)
-    target.tap(drafter.taps)  # an engine's answers come with their hidden states
     stores = cache(partial(produce, options, target, chat, prompts, drafter, folder))
-    store = stores(0)
-    _fit(drafter, store, target, has_counts)
+    if drafter.trains or drafter.needs_fit:
+        target.tap(drafter.taps)  # an engine's answers come with their hidden states
+        _fit(drafter, stores(0), target, has_counts)
+    else:
+        say(f"drafter={short_name(drafter)}: nothing is trained; checkpoints/0 is the drafter as it is")
     if not drafter.trains:
         _keep(trainer, saver, drafter, target)
         return _finish(trainer, options, folder, target, reports)

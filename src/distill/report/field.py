@@ -166,10 +166,10 @@ def _about(found: Bound) -> str:
         return text + "."
     shares = sorted(found.shares.items(), key=lambda item: -item[1])
     by = ", ".join(f"{name} on {share:.0%}" for name, share in shares)
-    name, alone = found.single
+    name, speedup = found.single
     return (
         f"{text}, and with the fastest for each, by the average cost of its rounds, {found.speedup:.2f}x: "
-        f"{by}. The fastest single drafter, by the same account, is {name} with {alone:.2f}x. "
+        f"{by}. The fastest single drafter, by the same account, is {name} with {speedup:.2f}x. "
         "Choosing again in every round has a higher bound (`foredraft advise`)."
     )
 
