@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
 import lightning as L
+from torch.optim import Optimizer
 
 from decode.errors import UserError
 from decode.evaluation.scorecard import read_scorecard
@@ -41,12 +43,10 @@ from distill.training.memory import MemoryWatch, Sizes, explain_out_of_memory
 from distill.training.module import DistillModule
 from distill.training.strategies import check_strategy, join_processes
 from distill.training.throughput import Throughput
-from distill.training.time_budget import Budget
 from distill.training.trainer import build_optimizer, build_trainer, fit
 from distill.utils.phase_log import PhaseLog
 from distill.utils.progress import bar, say, switch
 from distill.utils.reports import NO_REPORTS, Reports
-from distill.utils.run_folder import checkpoints
 from drafters import optional
 from drafters.base import Drafter
 from drafters.checkpoint import io as checkpoint_io
@@ -62,32 +62,43 @@ class Shared:
 
     Attributes:
         target: loaded.
-        held: what it says of rows; see `Keep`.
+        taps: its hidden states of training rows; see `TapStorage`.
     """
 
     target: Target
-    held: dict[tuple, TapMemory] = field(default_factory=dict)
+    taps: dict[tuple, TapMemory] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of a run that are built before its first long work, so that errors show at once."""
+
+    drafter: Drafter
+    objective: Objective
+    on_policy: OnPolicy | None
+    optimizer: Callable[..., Optimizer]
+    scorer: Scorer | None
 
 
 @ending()
 def train(
     options: TrainOptions,
     folder: Path,
-    budget: Budget | None = None,
-    shared: Shared | None = None,
     reports: Reports = NO_REPORTS,
+    shared: Shared | None = None,
+    extend: Callable[[L.Trainer, int], None] | None = None,
 ) -> float:
     """Generate or read rollouts, train the drafter on them, and score its checkpoints.
 
     Args:
         options: of the run.
         folder: run folder.
-        budget: ends training; None: trainer.max_steps does.
-        shared: with other runs of this process; None: nothing is.
         reports: of the run.
+        shared: with other runs of this process; None: nothing is.
+        extend: called with the new trainer and the step that it resumes from, to add callbacks.
 
     Returns:
-        See `run`, as for what is raised.
+        See `run`, also for the errors raised.
     """
     chat, prompts, held = _inputs(options, folder, phases := PhaseLog(folder))
     options = with_length(options, len(prompts))
@@ -95,27 +106,15 @@ def train(
     begun = int(state.parents[1].name) if state else 0
     logging = loggers(options.logger, options.config, folder, begun)
     trainer = build_trainer(options.trainer, logging, folder, state, callbacks=[TrainingBar()])
+    if extend:
+        extend(trainer, begun)
     join_processes(trainer, options.target.placement)
     target = shared.target if shared else _load(options, trainer, folder, chat)
-    # Build everything now, so that configuration errors show before hours of work.
-    with refused():
-        # First weights depend only on the seed, not on how the target was loaded.
-        L.seed_everything(options.seed, verbose=False)
-        drafter = build_drafter(options.drafter, target)
-        export.check(options.export, drafter, target)
-        if options.gradient_checkpointing:
-            optional.checkpoint_gradients(drafter)
-        objective = Objective(
-            options.objective, options.weights, options.logits_rows, _kernels(options, trainer, budget)
-        )
-        objective.check(drafter)
-        on_policy = _on_policy(options, target, drafter)
-        optimizer = build_optimizer(options.optimizer, trainer)
-        check_strategy(trainer, drafter, on_policy is not None)
-        scorer = _scorer(options, target, chat, held, drafter, folder) if options.score.enabled else None
+    parts = _parts(options, trainer, target, chat, held, folder)
+    drafter = parts.drafter
     stop, watchdog = Stop(), Watchdog(options.timeout_minutes, folder)
-    saver = _saver(options, phases, scorer, stop, budget, watchdog, reports)
-    memory = _watch(trainer, options, saver, budget, begun)
+    saver = _saver(options, phases, parts.scorer, stop, watchdog, reports)
+    memory = _watch(trainer, options, saver)
     begin(trainer.loggers)
     has_counts = _warm_start(options, drafter, target)
     stores = cache(partial(produce, options, target, chat, prompts, drafter, folder))
@@ -128,16 +127,12 @@ def train(
         _keep(trainer, saver, drafter, target)
         return _finish(trainer, options, folder, target, reports)
 
-    if scorer:
-        scorer.prepare()
+    if parts.scorer:
+        parts.scorer.prepare()
         target.join()
-    kept = shared.held if shared else None
-    keep = TapStorage(target, options.taps, options.taps_gb, options.packing, options.taps_dtype, kept)
-    again, longest = options.rollout.refresh_every, _longest(options, target)
-    data = RolloutData(stores, again, keep, options.batch_size, longest, options.seed, watchdog, phases)
+    data = _data(options, target, stores, watchdog, phases, shared)
     data.open(begun, trainer)
-    rates = (options.optimizer.warmup, options.optimizer.final_lr)
-    module = DistillModule(target, drafter, objective, optimizer, *rates, on_policy, stop, budget)
+    module = _module(options, target, parts, stop)
     if begun:
         say(f"resuming from step {begun}")
     with explain_out_of_memory(trainer, memory, module, _sizes(options)):
@@ -155,6 +150,47 @@ def _inputs(options: TrainOptions, folder: Path, phases: PhaseLog) -> tuple[Chat
         chat, prompts, held = read_run_inputs(options, folder, moment_of(options.rollout.store))
         part["prompts"] = len(prompts)
     return chat, prompts, held
+
+
+def _parts(
+    options: TrainOptions, trainer: L.Trainer, target: Target, chat: Chat, held: list[Prompt], folder: Path
+) -> Parts:
+    with refused():
+        # First weights depend only on the seed, not on how the target was loaded.
+        L.seed_everything(options.seed, verbose=False)
+        drafter = build_drafter(options.drafter, target)
+        export.check(options.export, drafter, target)
+        if options.gradient_checkpointing:
+            optional.checkpoint_gradients(drafter)
+        kernels = _kernels(options, trainer)
+        objective = Objective(options.objective, options.weights, options.logits_rows, kernels)
+        objective.check(drafter)
+        on_policy = _on_policy(options, target, drafter)
+        optimizer = build_optimizer(options.optimizer, trainer)
+        check_strategy(trainer, drafter, on_policy is not None)
+        scorer = _scorer(options, target, chat, held, drafter, folder) if options.score.enabled else None
+    return Parts(drafter, objective, on_policy, optimizer, scorer)
+
+
+def _data(
+    options: TrainOptions,
+    target: Target,
+    stores: Callable[[int], RolloutStore],
+    watchdog: Watchdog,
+    phases: PhaseLog,
+    shared: Shared | None,
+) -> RolloutData:
+    kept = shared.taps if shared else None
+    keep = TapStorage(target, options.taps, options.taps_gb, options.packing, options.taps_dtype, kept)
+    again, longest = options.rollout.refresh_every, _longest(options, target)
+    return RolloutData(stores, again, keep, options.batch_size, longest, options.seed, watchdog, phases)
+
+
+def _module(options: TrainOptions, target: Target, parts: Parts, stop: Stop) -> DistillModule:
+    rates = options.optimizer.warmup, options.optimizer.final_lr
+    return DistillModule(
+        target, parts.drafter, parts.objective, parts.optimizer, *rates, parts.on_policy, stop
+    )
 
 
 def _sizes(options: TrainOptions) -> Sizes:
@@ -175,35 +211,18 @@ def _saver(
     phases: PhaseLog,
     scorer: Scorer | None,
     stop: Stop,
-    budget: Budget | None,
     watchdog: Watchdog,
     reports: Reports,
 ) -> ScoreCheckpoint:
     assert options.score.every  # filled in by `with_length`
-    every, start = options.score.every, options.score.start
-    return ScoreCheckpoint(
-        phases,
-        every,
-        scorer,
-        options.target.name,
-        start,
-        stop=stop,
-        budget=budget,
-        watchdog=watchdog,
-        reports=reports,
-    )
+    every, start, name = options.score.every, options.score.start, options.target.name
+    return ScoreCheckpoint(phases, every, scorer, name, start, stop, watchdog, reports)
 
 
-def _watch(
-    trainer: L.Trainer, options: TrainOptions, saver: ScoreCheckpoint, budget: Budget | None, begun: int
-) -> MemoryWatch:
-    """Add the callbacks in order: the budget must run before the checkpoint callback."""
+def _watch(trainer: L.Trainer, options: TrainOptions, saver: ScoreCheckpoint) -> MemoryWatch:
+    """Add the callbacks that measure and save, in their order."""
     meter = Throughput(memory := MemoryWatch(options.try_largest), saver.phases)
-    callbacks = [memory, meter, *([budget] if budget else []), saver, meter.resume]
-    trainer.callbacks += callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    if budget:
-        saved = checkpoints(saver.root.parent)
-        budget.resume(trainer, begun or (int(saved[-1].name) if saved else 0))
+    trainer.callbacks += [memory, meter, saver, meter.resume]  # pyright: ignore[reportAttributeAccessIssue]
     return memory
 
 
@@ -229,10 +248,10 @@ def _scorer(
     return scorer
 
 
-def _kernels(options: TrainOptions, trainer: L.Trainer, budget: Budget | None) -> Kernels | None:
+def _kernels(options: TrainOptions, trainer: L.Trainer) -> Kernels | None:
     """Compiled passes of the objective where they are asked for, or pay; see conf/config.yaml."""
     on_cpu = trainer.strategy.root_device.type == "cpu"
-    pays = on_cpu and budget is None and trainer.max_steps >= COMPILED_STEPS
+    pays = on_cpu and trainer.max_steps >= COMPILED_STEPS
     return Kernels() if {"auto": pays, "always": True, "never": False}[options.compile_objective] else None
 
 

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +25,8 @@ from distill.config.compose import compose, configurations
 from distill.config.read import checked_options
 from distill.options import TrainOptions
 from distill.search.halving import LAST, SCORE
+from distill.search.time_budget import Budget
 from distill.train import Shared, train
-from distill.training.time_budget import Budget
 from distill.utils.atomic_files import read_json, write_json
 from distill.utils.reports import NO_REPORTS, Reports
 from distill.utils.run_folder import checkpoints
@@ -219,7 +220,10 @@ def job(
     # Only the final scorecard is printed on the terminal.
     with (folder / LOG).open("a") as log, nullcontext() if time_slice.rung == SCORE else redirect_stdout(log):
         try:
-            train(checked_options(TrainOptions, cfg), folder, budget, shared, reports)
+            options = checked_options(TrainOptions, cfg)
+            if budget and options.compile_objective == "auto":  # compiling does not pay within its seconds
+                options = replace(options, compile_objective="never")
+            train(options, folder, reports, shared, budget and budget.attach)
         except FollowUpError as error:
             note["follow up"] = str(error)
         except (UserError, TooLargeError) as error:

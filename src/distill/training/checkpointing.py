@@ -25,7 +25,6 @@ from distill.loggers.base import scalars, trackers
 from distill.training import trainer_state
 from distill.training.module import DistillModule
 from distill.training.strategies import gather_weights
-from distill.training.time_budget import Budget
 from distill.training.trainer_state import STATE
 from distill.utils.atomic_files import clean, write_json
 from distill.utils.phase_log import PhaseLog
@@ -53,9 +52,8 @@ class ScoreCheckpoint(L.Callback):
         scorer: (checkpoint folder, step) -> scorecard; None: save only.
         target_name: written into the checkpoint.
         start: step 0 is a save point, too.
-        stop: graceful shutdown. A step saved because of it, and not due, is not scored and is removed
-            once two other checkpoints have a trainer state, or the last step is saved.
-        budget: time budget, which asks for such early saves too.
+        stop: graceful shutdown. A step saved early, because of it or of `save_early`, is not scored and is
+            removed once two other checkpoints have a trainer state, or the last step is saved.
         watchdog: notified of the work at a save point, which takes longer than a step.
         reports: of the run.
     """
@@ -68,7 +66,6 @@ class ScoreCheckpoint(L.Callback):
         target_name: str,
         start: bool = False,
         stop: Stop | None = None,
-        budget: Budget | None = None,
         watchdog: Watchdog | None = None,
         reports: Reports = NO_REPORTS,
     ) -> None:
@@ -76,7 +73,8 @@ class ScoreCheckpoint(L.Callback):
         self.watchdog = watchdog or Watchdog(0, folder)
         self.root = folder / "checkpoints"
         self.every, self.scorer, self.target_name, self.start = every, scorer, target_name, start
-        self.stop, self.budget, self.reports = stop or Stop(), budget, reports
+        self.stop, self.reports = stop or Stop(), reports
+        self.save_early = False  # set by a callback before this one: save at the end of this step
         self.trained = self.trained_cpu = 0.0  # seconds in training steps, whatever was scored between them
         self._reported = time.monotonic()  # time of the last report
         self._last_step = 0  # newest save point; a shared disk may show it to other machines late
@@ -153,12 +151,12 @@ class ScoreCheckpoint(L.Callback):
 
     def _due_early(self) -> bool:
         """Whether to save a step that is not due."""
-        return bool(self.stop.signal_name) or (self.budget is not None and self.budget.save_now())
+        return self.save_early or bool(self.stop.signal_name)
 
     def save(self, trainer: L.Trainer, module: L.LightningModule, step: int) -> None:
         """Save and score the checkpoint of `step`."""
         assert isinstance(module, DistillModule)
-        self._last_step = step
+        self._last_step, self.save_early = step, False
         with self.phases.time("checkpoints") as part:
             self._publish(trainer, module.drafter, module.target, step)
             part["checkpoints"] = 1
@@ -343,7 +341,7 @@ class TrainingBar(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(pl_module.loss, float)
-        self.bar.total = trainer.max_steps  # a time budget re-estimates it in every step
+        self.bar.total = trainer.max_steps  # a callback may change it
         if trainer.global_step > self.bar.n:
             speed = trainer.callback_metrics.get("train/tokens_per_second")
             note = f"loss {pl_module.loss:.3f}" + (f", {speed:,.0f} tokens/s" if speed else "")

@@ -23,7 +23,6 @@ from distill.losses.weights import weighted
 from distill.training.grad_norm import Gradients, UnusedParameters, maybe_unused_parameters
 from distill.training.nonfinite import NonFiniteGuard
 from distill.training.optim import hidden_matrices, warm_up_and_decay
-from distill.training.time_budget import Budget
 from drafters import optional
 from drafters.base import Batch, Drafter, supervised_anchors
 
@@ -55,7 +54,6 @@ class DistillModule(L.LightningModule):
         final_lr: share of the learning rate that the cosine ends at.
         on_policy: replaces answers by the drafter's own; None: none.
         stop: is told, at every optimizer step, which signals any rank has had.
-        budget: ends the run, and says what the learning rate is until then; None: the number of steps does.
     """
 
     def __init__(
@@ -68,13 +66,12 @@ class DistillModule(L.LightningModule):
         final_lr: float,
         on_policy: OnPolicy | None = None,
         stop: Stop | None = None,
-        budget: Budget | None = None,
     ) -> None:
         super().__init__()
         self._target = (target,)  # in a tuple, so that nothing registers it
         self.drafter, self.objective, self.optimizer = drafter, objective, optimizer
         self.warmup, self.final_lr, self.on_policy = warmup, final_lr, on_policy
-        self.stop, self.budget = stop or Stop(), budget
+        self.stop = stop or Stop()
         self._mixed: list[MicroBatch] = []  # micro-batches of this optimizer step that are still to come
         self._sums: Tensor | None = None  # (1 + DEPTHS, 6) of this optimizer step so far
         self._micros = 0  # micro-batches of this optimizer step that are done
@@ -261,7 +258,7 @@ class DistillModule(L.LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        """The configured optimizer with warm-up and cosine decay, or the schedule of the time budget."""
+        """The configured optimizer with warm-up and cosine decay."""
         groups = self.drafter.param_groups()
         hidden = {id(w) for w in hidden_matrices(self.drafter)}
         optimizer = self.optimizer(
@@ -270,10 +267,11 @@ class DistillModule(L.LightningModule):
                 for number, g in enumerate(groups)
             ]
         )
-        factors = [groups[part["group"]].rate for part in optimizer.param_groups]
-        if self.budget:
-            schedule = self.budget.schedule(optimizer, self.warmup, self.final_lr, factors)
-        else:
-            steps = self.trainer.max_steps
-            schedule = warm_up_and_decay(optimizer, steps, self.warmup, self.final_lr, factors=factors)
+        steps, factors = self.trainer.max_steps, self.rate_factors(optimizer)
+        schedule = warm_up_and_decay(optimizer, steps, self.warmup, self.final_lr, factors=factors)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def rate_factors(self, optimizer: torch.optim.Optimizer) -> list[Callable[[float], float]]:
+        """Factor of the learning rate of each parameter group: training progress in [0, 1] -> factor."""
+        groups = self.drafter.param_groups()
+        return [groups[part["group"]].rate for part in optimizer.param_groups]

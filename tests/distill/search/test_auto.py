@@ -24,7 +24,7 @@ from distill.scoring.compare import scorecard
 from distill.search import search as auto
 from distill.search import trials
 from distill.search import validate as auto_checks
-from distill.training.time_budget import Budget
+from distill.search.time_budget import Budget
 from distill.utils.run_folder import checkpoints
 
 NAMES = ("eagle", "medusa", "bigram", "lm")

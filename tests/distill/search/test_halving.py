@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +21,13 @@ from distill.options import SearchOptions
 from distill.search import halving, trials
 from distill.search.halving import LAST, SCORE, Row, Verdict
 from distill.search.search import Search
+from distill.search.time_budget import MAX_STEPS, Budget
 from distill.search.trials import JobContext
-from distill.training.time_budget import MAX_STEPS, Budget
+from distill.training.checkpointing import ScoreCheckpoint
+from distill.training.module import DistillModule
+from distill.utils.phase_log import PhaseLog
 from distill.utils.reports import NO_REPORTS
+from drafters.base import ParamGroup
 
 PLAN = Plan(depth=2)
 PLACE = {"hardware": "here", "load_average": [0.0, 0.1]}
@@ -80,34 +85,55 @@ class Clock:
         return self.now
 
 
-def trainer() -> SimpleNamespace:
+class Weights(torch.nn.Module):
+    """A drafter of one weight with a constant learning rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def param_groups(self) -> list[ParamGroup]:
+        return [ParamGroup([self.weight])]
+
+
+def trainer(folder: Path) -> SimpleNamespace:
     loop = SimpleNamespace(max_steps=6)
-    return SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop), global_step=0)
+    saver = ScoreCheckpoint(PhaseLog(folder), 10**9, None, "target")
+    fields = {"callbacks": [saver], "default_root_dir": str(folder), "global_step": 0}
+    return SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop), **fields)
+
+
+def begin(budget: Budget, run: SimpleNamespace) -> None:
+    """Start a fit that resumes at the run's step, up to its first batch."""
+    budget.attach(run, run.global_step)
+    run.max_steps = MAX_STEPS
+    module = DistillModule(None, Weights(), None, partial(torch.optim.SGD, lr=1.0), 0.0, 0.1)
+    module.trainer = run
+    made = module.configure_optimizers()
+    run.optimizers, run.lr_scheduler_configs = [made["optimizer"]], [SimpleNamespace()]
+    budget.on_fit_start(run, module)
+    run.lr_scheduler_configs[0].scheduler.last_epoch = run.global_step
+    budget.on_train_start(run, module)
 
 
 def fit(budget: Budget, clock: Clock, run: SimpleNamespace, seconds: Sequence[float]) -> list[float]:
     """Steps until the budget ends them; the learning rate of each."""
-    loop, module = run.fit_loop.epoch_loop, SimpleNamespace()
-    budget.resume(run, run.global_step)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = budget.schedule(optimizer, 0.0, 0.1, [lambda done: 1.0])
-    schedule.last_epoch = run.global_step
-    budget.on_fit_start(run, module)
-    budget.on_train_start(run, module)
+    begin(budget, run)
+    loop, optimizer = run.fit_loop.epoch_loop, run.optimizers[0]
     rates = []
     while run.global_step < loop.max_steps:
         rates.append(optimizer.param_groups[0]["lr"])
         clock.now += seconds[len(rates) % len(seconds)]
         run.global_step += 1
         optimizer.step()
-        schedule.step()
-        budget.on_train_batch_end(run, module, None, None, 0)
+        run.lr_scheduler_configs[0].scheduler.step()
+        budget.on_train_batch_end(run, None, None, None, 0)
     return rates
 
 
 @pytest.mark.parametrize("seconds", [[1.0], [0.5, 1.5], [3.0]])
-def test_run_ends_when_its_seconds_do(seconds):
-    clock, run = Clock(), trainer()
+def test_run_ends_when_its_seconds_do(seconds, tmp_path):
+    clock, run = Clock(), trainer(tmp_path)
     rates = fit(Budget(60.0, 1, 0.3, clock), clock, run, seconds)
     assert abs(clock.now - 160.0) <= max(seconds)
     steady = sum(rate == 1.0 for rate in rates)
@@ -116,8 +142,8 @@ def test_run_ends_when_its_seconds_do(seconds):
     assert rates[0] == pytest.approx(0.1), "the first of ten steps of warm-up"
 
 
-def test_next_part_begins_at_the_constant_rate_and_a_kill_costs_no_time_twice():
-    clock, run = Clock(), trainer()
+def test_next_part_begins_at_the_constant_rate_and_a_kill_costs_no_time_twice(tmp_path):
+    clock, run = Clock(), trainer(tmp_path)
     first, then, again = Budget(20.0, 1, 0.3, clock), *(Budget(10.0, 2, 0.3, clock) for _ in range(2))
     fit(first, clock, run, [1.0])
     then.load_state_dict(first.state_dict())
@@ -134,17 +160,16 @@ def test_next_part_begins_at_the_constant_rate_and_a_kill_costs_no_time_twice():
     assert run.fit_loop.epoch_loop.max_steps == steps
 
 
-def test_save_is_asked_for_once_a_minute():
-    clock, run = Clock(), trainer()
-    budget = Budget(500.0, 1, 0.3, clock)
-    budget.resume(run, 0)
-    assert run.fit_loop.epoch_loop.max_steps == MAX_STEPS
-    budget.on_train_start(run, SimpleNamespace())
-    asked = []
+def test_save_is_asked_for_once_a_minute(tmp_path):
+    clock, run = Clock(), trainer(tmp_path)
+    budget, saver, asked = Budget(500.0, 1, 0.3, clock), run.callbacks[0], []
+    begin(budget, run)
     for second in range(1, 151):
-        clock.now += 1.0
-        if budget.save_now():
+        clock.now, run.global_step = clock.now + 1.0, second
+        budget.on_train_batch_end(run, None, None, None, 0)
+        if saver.save_early:
             asked.append(second)
+        saver.save_early = False
     assert asked == [60, 120]
 
 

@@ -6,12 +6,17 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import lightning as L
 import torch
 from typing_extensions import override
+
+from distill.training.checkpointing import ScoreCheckpoint
+from distill.training.module import DistillModule
+from distill.utils.run_folder import checkpoints
 
 MAX_STEPS = 10**7  # of a run with a time budget, before its steps have been timed
 RECENT = 20  # steps whose times predict the next ones'
@@ -27,7 +32,7 @@ class Budget(L.Callback):
     given more time continues from its cooled-down weights at the constant rate (WSD-S, arXiv:2410.05192).
     The schedule follows the clock, since the number of steps is not known.
 
-    Must come before callbacks that save. For one process only.
+    `attach` adds it to a trainer before the callbacks that save. For one process only.
 
     Args:
         seconds: from the first step to the last.
@@ -61,13 +66,6 @@ class Budget(L.Callback):
         """Seconds until the budget is used up."""
         return self.seconds - self.used
 
-    def save_now(self) -> bool:
-        """Whether the last save is more than SAVE_EVERY seconds ago; if so, the timer restarts."""
-        if self.clock() - self._saved < SAVE_EVERY:
-            return False
-        self._saved = self.clock()
-        return True
-
     @override
     def state_dict(self) -> dict[str, Any]:
         return {"part": self.part, "used": self.used}
@@ -77,15 +75,21 @@ class Budget(L.Callback):
         if state_dict["part"] == self.part:
             self.before = state_dict["used"]
 
-    def resume(self, trainer: L.Trainer, step: int) -> None:
-        """Set the step that the run resumes at, before its state is restored."""
-        self._step = step
+    def attach(self, trainer: L.Trainer, step: int) -> None:
+        """Add this to a trainer whose run resumes at `step`; 0: there is no trainer state."""
+        _callbacks(trainer).append(self)
+        saved = checkpoints(Path(trainer.default_root_dir))
+        self._step = step or (int(saved[-1].name) if saved else 0)
         self._set(trainer, MAX_STEPS)
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._step > 0 and self.left <= 0:
             self._set(trainer, self._step)
+        assert isinstance(pl_module, DistillModule)
+        optimizer, rates = trainer.optimizers[0], (pl_module.warmup, pl_module.final_lr)
+        schedule = self.schedule(optimizer, *rates, pl_module.rate_factors(optimizer))
+        trainer.lr_scheduler_configs[0].scheduler = schedule
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -102,6 +106,10 @@ class Budget(L.Callback):
             self._step_seconds.append((now - self._last_time) / (trainer.global_step - self._step))
             self._step, self._last_time = trainer.global_step, now
             self._set(trainer, self._step + self.remaining_steps())
+            if now - self._saved >= SAVE_EVERY:
+                self._saved = now
+                saver = next(c for c in _callbacks(trainer) if isinstance(c, ScoreCheckpoint))
+                saver.save_early = True
 
     def remaining_steps(self) -> int:
         """Estimated number of steps in the remaining seconds."""
@@ -130,3 +138,7 @@ class Budget(L.Callback):
             return lambda step: rate(step) * factor(min(1.0, step / self.steps))
 
         return torch.optim.lr_scheduler.LambdaLR(optimizer, [scaled(f) for f in factors])
+
+
+def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
