@@ -120,6 +120,7 @@ class ScoreCheckpoint(L.Callback):
         if trainer.is_global_zero:
             self.root.mkdir(parents=True, exist_ok=True)
             clean(self.root)
+            clean(self.root.parent, deep=False)
             # The process may have been killed after saving a checkpoint, before linking or scoring it.
             self._link(trainer)
             for path in checkpoints(self.root.parent):

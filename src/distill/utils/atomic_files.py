@@ -17,9 +17,14 @@ from drafters.checkpoint.atomic import publish
 PIECE = 1 << 20  # bytes that are written at once
 
 
-def clean(folder: Path) -> None:
-    """Remove temporary files of killed writers below a folder; nobody may be writing there."""
-    for path in list(folder.rglob("*.tmp")):
+def clean(folder: Path, deep: bool = True) -> None:
+    """Remove temporary files of killed writers, while nobody is writing there.
+
+    Args:
+        folder: that they are in.
+        deep: also in folders below it.
+    """
+    for path in list(folder.rglob("*.tmp") if deep else folder.glob("*.tmp")):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -109,6 +109,8 @@ def test_dead_rank_ends_the_other_and_the_same_command_resumes(death, bench, str
     (line,) = other.err.splitlines()
     assert line.startswith("error: another process of this run has ended")
     assert line.endswith(f"checkpoints/{kept}")
+    folder = next((bench.root / "outputs").rglob("checkpoints")).parent
+    (folder / "phases.json.1.tmp").write_text("{")  # killed while it wrote
     again = finish(bench)
     assert f"resuming from step {kept}" in again.out
     assert same(final(again.folder), final(straight))

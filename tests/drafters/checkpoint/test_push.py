@@ -287,7 +287,7 @@ def test_commands_refuse_in_one_line(bench, fake_hub, tmp_path):
     broken = exported(*push)
     assert (broken.code, broken.err.count("\n")) == (1, 1)
     (tmp_path / "out" / "config.json").unlink()  # whatever this folder is now
-    exported(*push).refused("a drafter's file has at most")
+    exported(*push).refused("choose a new folder")
     bench.train("seed=32", "export.push_to=nobody").refused("push_to=nobody")
 
 
