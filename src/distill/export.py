@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from decode.errors import FollowUpError, RemoteError, UserError
 from decode.model.target import Target
-from distill.config.build import build_target, quiet
+from distill.config.build import TargetSource, quiet
 from distill.config.recorded import read_config
 from distill.options import ExportCommandOptions, ExportOptions
 from distill.prompts.split import RECORD
@@ -64,7 +64,7 @@ def export(options: ExportCommandOptions) -> float:
         named = options.target
         if not named.path:
             named = replace(named, path=target_name(checkpoint), revision=known.revision)
-        target = build_target(named, decodes=False)
+        target = TargetSource(named).load(decodes=False)
         write(checkpoint, target, options.to, out, options.push_to, options.llama_cpp)
     if options.push_to:
         push(out, options.push_to, options.private, options.dry_run)
@@ -84,26 +84,6 @@ def check_options(options: ExportOptions) -> None:
         llama_cpp.check_folder(options.llama_cpp)
     if options.push_to:
         upload.check_repo(options.push_to)
-
-
-def check(options: ExportOptions, drafter: Drafter, target: Target) -> None:
-    """Check that a run's export will succeed, before its work starts.
-
-    Args:
-        options: of the export.
-        drafter: as built, not trained yet.
-        target: of the drafter.
-
-    Raises:
-        UserError: see `check_options`, `formats.check` and `llama_cpp.check_tokenizer`.
-    """
-    to, kind = options.to or NATIVE, short_name(drafter)
-    check_options(options)
-    if to != NATIVE:
-        formats.check(kind, drafter.settings, target, to)
-    if to == GGUF:
-        script = llama_cpp.check_folder(options.llama_cpp)
-        llama_cpp.check_tokenizer(*formats.served(kind, drafter.settings), target, script)
 
 
 def write(
@@ -161,39 +141,65 @@ def push(out: Path, repo: str, private: bool, dry_run: bool) -> None:
         say(f"uploaded: {upload.upload(out, repo, private)}")
 
 
-def at_end(options: ExportOptions, folder: Path, target: Target) -> None:
-    """Export the best checkpoint of a run that has ended.
+@dataclass(frozen=True)
+class RunExport:
+    """The export at the end of a training run."""
 
-    Args:
-        options: of the export.
-        folder: of the run.
-        target: of the run.
+    options: ExportOptions
 
-    Raises:
-        FollowUpError: it failed; the run is whole, and the message says how to export again.
-    """
-    if not (options.to or options.push_to) or not first_rank():
-        return
-    to = options.to or NATIVE
-    links = [folder / "checkpoints" / name for name in ("best", "last")]  # without scores there is no best
-    checkpoint = next((link for link in links if link.exists()), None)
-    if checkpoint is None:
-        return
-    out = _beside(checkpoint.resolve(), to)
-    try:
-        if not out.is_dir():
-            write(checkpoint, target, to, out, options.push_to, options.llama_cpp)
-        if options.push_to:
-            push(out, options.push_to, options.private, options.dry_run)
-    except (UserError, RemoteError, OSError) as error:
-        words = ["foredraft", "export", f"checkpoint={checkpoint.resolve()}", f"to={to}"]
-        words += [f"llama_cpp={options.llama_cpp}"] if to == GGUF else []
-        if options.push_to:
-            words += [f"push_to={options.push_to}", f"private={str(options.private).lower()}"]
-        reason = " ".join(str(error).split())
-        raise FollowUpError(
-            f"export: {reason}; the run itself is whole, and this exports it again: {shlex.join(words)}"
-        ) from error
+    def check(self, drafter: Drafter, target: Target) -> None:
+        """Check that the export will succeed, before the run's work starts.
+
+        Args:
+            drafter: as built, not trained yet.
+            target: of the drafter.
+
+        Raises:
+            UserError: see `check_options`, `formats.check` and `llama_cpp.check_tokenizer`.
+        """
+        options, to, kind = self.options, self.options.to or NATIVE, short_name(drafter)
+        check_options(options)
+        if to != NATIVE:
+            formats.check(kind, drafter.settings, target, to)
+        if to == GGUF:
+            script = llama_cpp.check_folder(options.llama_cpp)
+            llama_cpp.check_tokenizer(*formats.served(kind, drafter.settings), target, script)
+
+    def write(self, folder: Path, target: Target) -> None:
+        """Export the best checkpoint of a run that has ended.
+
+        Args:
+            folder: of the run.
+            target: of the run.
+
+        Raises:
+            FollowUpError: it failed; the run is whole, and the message says how to export again.
+        """
+        options = self.options
+        if not (options.to or options.push_to) or not first_rank():
+            return
+        to = options.to or NATIVE
+        links = [
+            folder / "checkpoints" / name for name in ("best", "last")
+        ]  # without scores there is no best
+        checkpoint = next((link for link in links if link.exists()), None)
+        if checkpoint is None:
+            return
+        out = _beside(checkpoint.resolve(), to)
+        try:
+            if not out.is_dir():
+                write(checkpoint, target, to, out, options.push_to, options.llama_cpp)
+            if options.push_to:
+                push(out, options.push_to, options.private, options.dry_run)
+        except (UserError, RemoteError, OSError) as error:
+            words = ["foredraft", "export", f"checkpoint={checkpoint.resolve()}", f"to={to}"]
+            words += [f"llama_cpp={options.llama_cpp}"] if to == GGUF else []
+            if options.push_to:
+                words += [f"push_to={options.push_to}", f"private={str(options.private).lower()}"]
+            reason = " ".join(str(error).split())
+            raise FollowUpError(
+                f"export: {reason}; the run itself is whole, and this exports it again: {shlex.join(words)}"
+            ) from error
 
 
 def _served(theirs: Layout | None, drafter: Drafter, target: Target, out: Path) -> str:

@@ -10,13 +10,11 @@ from pathlib import Path
 import lightning as L
 from torch.optim import Optimizer
 
-from decode.errors import UserError
 from decode.evaluation.scorecard import read_scorecard
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.sampling import Sampler
-from distill import export
-from distill.config.build import build_drafter, build_target, join_ends, quiet, read_run_inputs
+from distill.config.build import PromptReader, TargetSource, build_drafter, join_ends, quiet
 from distill.config.engine import check_engine
 from distill.config.target_size import with_length
 from distill.config.validate import refused
@@ -26,6 +24,7 @@ from distill.data.taps_memory import TapMemory
 from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.watchdog import Watchdog
 from distill.engines.engine_target import load_engine_target
+from distill.export import RunExport
 from distill.loggers.base import begin, trackers
 from distill.loggers.loggers import ending, loggers
 from distill.losses.objective import Objective
@@ -41,17 +40,16 @@ from distill.training import trainer_state
 from distill.training.checkpointing import ScoreCheckpoint, TrainingBar
 from distill.training.memory import MemoryWatch, Sizes, explain_out_of_memory
 from distill.training.module import DistillModule
+from distill.training.start import WarmStart, fit_counts
 from distill.training.strategies import check_strategy, join_processes
 from distill.training.throughput import Throughput
 from distill.training.trainer import build_optimizer, build_trainer, fit
 from distill.utils.phase_log import PhaseLog
-from distill.utils.progress import bar, say, switch
+from distill.utils.progress import say, switch
 from distill.utils.reports import NO_REPORTS, Reports
 from drafters import optional
 from drafters.base import Drafter
-from drafters.checkpoint import io as checkpoint_io
 from drafters.registry import short_name
-from drafters.vocabulary import TokenCounts
 
 COMPILED_STEPS = 1200  # of a run, from which the first compilation is paid for (docs/training_speed.md)
 
@@ -116,11 +114,11 @@ def train(
     saver = _saver(options, phases, parts.scorer, stop, watchdog, reports)
     memory = _watch(trainer, options, saver)
     begin(trainer.loggers)
-    has_counts = _warm_start(options, drafter, target)
+    has_counts = WarmStart(options.drafter.init_from).load(drafter, target)
     stores = cache(partial(produce, options, target, chat, prompts, drafter, folder))
     if drafter.trains or drafter.needs_fit:
         target.tap(drafter.taps)  # an engine's answers come with their hidden states
-        _fit(drafter, stores(0), target, has_counts)
+        fit_counts(drafter, stores(0), target, has_counts)
     else:
         say(f"drafter={short_name(drafter)}: nothing is trained; checkpoints/0 is the drafter as it is")
     if not drafter.trains:
@@ -141,13 +139,14 @@ def train(
 
 
 def _inputs(options: TrainOptions, folder: Path, phases: PhaseLog) -> tuple[Chat, list[Prompt], list[Prompt]]:
-    """See `read_run_inputs`; what is printed from here on is the run's own."""
+    """See `PromptReader`; what is printed from here on is the run's own."""
     check_engine(options)
     quiet()
     engine_scores.check(options.score, training=True)
     switch["on"] = options.trainer.enable_progress_bar
     with phases.time("prompts") as part:
-        chat, prompts, held = read_run_inputs(options, folder, moment_of(options.rollout.store))
+        reader, moment = PromptReader.of_run(options), moment_of(options.rollout.store)
+        chat, prompts, held = reader.read_for_run(folder, moment)
         part["prompts"] = len(prompts)
     return chat, prompts, held
 
@@ -159,7 +158,7 @@ def _parts(
         # First weights depend only on the seed, not on how the target was loaded.
         L.seed_everything(options.seed, verbose=False)
         drafter = build_drafter(options.drafter, target)
-        export.check(options.export, drafter, target)
+        RunExport(options.export).check(drafter, target)
         if options.gradient_checkpointing:
             optional.checkpoint_gradients(drafter)
         kernels = _kernels(options, trainer)
@@ -200,7 +199,7 @@ def _sizes(options: TrainOptions) -> Sizes:
 def _load(options: TrainOptions, trainer: L.Trainer, folder: Path, chat: Chat) -> Target:
     device = trainer.strategy.root_device
     if options.taps != "engine":
-        return build_target(options.target, device, options.packing, decodes=False, chat=chat)
+        return TargetSource(options.target).load(device, options.packing, decodes=False, chat=chat)
     target = load_engine_target(options.engine, options.target, device, folder / "engine", options.taps_gb)
     join_ends(target, chat)
     return target
@@ -282,38 +281,6 @@ def _keep(trainer: L.Trainer, saver: ScoreCheckpoint, drafter: Drafter, target: 
         logger.finalize("success")
 
 
-def _warm_start(options: TrainOptions, drafter: Drafter, target: Target) -> bool:
-    """Load `drafter.init_from`; returns whether it contains all counted buffers."""
-    source = options.drafter.init_from
-    if not source:
-        return False
-    if not drafter.trains:
-        raise UserError(f"drafter.init_from={source}: this drafter has no weights to train")
-    left = checkpoint_io.warm_start(drafter, checkpoint_io.fetch(source), target)
-    say(
-        f"drafter.init_from={source}: "
-        + (f"all but {', '.join(left)}" if left else "every tensor taken over")
-    )
-    buffers = {name for name, _ in drafter.named_buffers()}
-    return not any(name.split(" ")[0] in buffers for name in left)
-
-
-def _fit(drafter: Drafter, store: RolloutStore, target: Target, has_counts: bool) -> None:
-    """Fit what takes no gradient; what another run counted, a draft vocabulary, belongs to its weights."""
-    if drafter.needs_fit and not has_counts:
-        name = f"drafter={short_name(drafter)}"
-        with bar(1, f"fitting {name}", "steps", leave=False) as shown:
-
-            def progress(done: int, total: int) -> None:
-                shown.total = total
-                shown.update(done - shown.n)
-
-            line = drafter.fit(store.texts(), target, progress)
-        say(f"{name}: {line}")
-    elif drafter.d2t is not None:
-        drafter.choose_scored(TokenCounts.of(store.texts(), target))
-
-
 def _finish(
     trainer: L.Trainer, options: TrainOptions, folder: Path, target: Target, reports: Reports
 ) -> float:
@@ -322,7 +289,7 @@ def _finish(
     reports.table(folder)
     reports.page(folder)
     try:
-        export.at_end(options.export, folder, target)
+        RunExport(options.export).write(folder, target)
     finally:
         for tracker in trackers(trainer.loggers):
             tracker.ended(folder)

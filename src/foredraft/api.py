@@ -20,7 +20,7 @@ from decode.model.load import stop_tokens
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.cli.main import rewrite
-from distill.config.build import build_target, quiet, read_chat
+from distill.config.build import TargetSource, quiet
 from distill.config.compose import compose
 from distill.config.read import checked_options
 from distill.config.validate import refused
@@ -67,8 +67,9 @@ def load_target(target: str = "data/pocket", *options: str) -> Model:
     )
     settings = checked_options(GenerateOptions, compose(rewrite(command, CONF), CONF, "generate"))
     prompts = settings.prompts
-    chat = read_chat(settings.target, prompts.template, prompts.template_options, prompts.moment)
-    return Model(build_target(settings.target, chat=chat), chat)
+    source = TargetSource(settings.target)
+    chat = source.chat(prompts.template, prompts.template_options, prompts.moment)
+    return Model(source.load(chat=chat), chat)
 
 
 def load_drafter(checkpoint: str, model: Model) -> Drafter:

@@ -16,7 +16,7 @@ from stores import rows_of
 from workbench import ROOT, options_of
 
 from decode.errors import UserError
-from distill.config.build import build_target, read_chat
+from distill.config.build import TargetSource
 from distill.options import FleetOptions
 from distill.prompts.sources import read_prompts
 from distill.rollouts.build import EngineWriter, portable
@@ -74,7 +74,8 @@ def fleet(options) -> Iterator:
 
 
 def test_killed_worker_loses_no_row_and_ends_its_engine(bench, options, fleet, tmp_path):
-    target, chat = build_target(options.target), read_chat(options.target, options.prompts.template)
+    source = TargetSource(options.target)
+    target, chat = source.load(), source.chat(options.prompts.template)
     prompts = read_prompts(bench.prompts)
     plan = rollout_plan(options, target, chat, prompts)
     assert plan.server.startswith(options.target.name)  # rows of their own: another program draws them
@@ -129,7 +130,8 @@ def test_killed_worker_loses_no_row_and_ends_its_engine(bench, options, fleet, t
 
 def test_an_engine_that_cannot_start_says_why(bench, options):
     wrong = replace(options, rollout=replace(options.rollout, engine_arguments=("--no-such-option",)))
-    target, chat = build_target(options.target), read_chat(options.target, options.prompts.template)
+    source = TargetSource(options.target)
+    target, chat = source.load(), source.chat(options.prompts.template)
     plan = rollout_plan(options, target, chat, read_prompts(bench.prompts))
     with pytest.raises(UserError, match=r"ended with code 2 before it was ready: .*no-such-option"):
         EngineWriter(portable(wrong), plan)

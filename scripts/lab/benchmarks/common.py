@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from decode.hardware import hardware
 from decode.model.target import Target
-from distill.config.build import build_target, quiet, read_inputs
+from distill.config.build import PromptReader, TargetSource, quiet
 from distill.config.read import read_part
 from distill.config.validate import check_out, check_ranges
 from distill.options import HeldOutInputs, ScoringOptions
@@ -34,7 +34,7 @@ class Inputs(HeldOutInputs):
 
 
 def load_inputs(cfg: DictConfig) -> tuple[Target, Chat, list[Prompt], list[Prompt]]:
-    """Target, chat template, training prompts and held-out prompts (see `read_inputs`).
+    """Target, chat template, training prompts and held-out prompts (see `PromptReader.read`).
 
     Raises:
         UserError: a setting is out of range, or one of them cannot be read.
@@ -43,8 +43,8 @@ def load_inputs(cfg: DictConfig) -> tuple[Target, Chat, list[Prompt], list[Promp
     check_ranges(cfg)
     check_out(cfg)
     options = read_part(Inputs, cfg)
-    chat, train, held = read_inputs(options.target, options.prompts, options.score)
-    return build_target(options.target, chat=chat), chat, train, held
+    chat, train, held = PromptReader(options.target, options.prompts, options.score).read()
+    return TargetSource(options.target).load(chat=chat), chat, train, held
 
 
 def load_drafter(checkpoint: str, target: Target) -> Drafter:

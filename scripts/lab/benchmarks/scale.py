@@ -26,7 +26,7 @@ from benchmarks.common import loads, span
 from decode.errors import UserError
 from decode.hardware import hardware
 from distill.cli.main import rewrite
-from distill.config.build import build_target, read_run_inputs
+from distill.config.build import PromptReader, TargetSource
 from distill.config.compose import compose
 from distill.config.read import checked_options
 from distill.config.validate import check_ranges
@@ -173,9 +173,9 @@ def measure(place: Path, batch_size: int) -> Phases:
     phases = Phases()
     with (place / "output").open("w") as file, redirect_stdout(file), redirect_stderr(file):
         options = checked_options(TrainOptions, compose(rewrite(_options(place, batch_size), CONF), CONF))
-        phases.time("read", lambda: read_run_inputs(options, place))
-        chat, prompts, _ = phases.time("read again", lambda: read_run_inputs(options, place))
-        target = build_target(options.target, decodes=False)
+        phases.time("read", lambda: PromptReader.of_run(options).read_for_run(place))
+        chat, prompts, _ = phases.time("read again", lambda: PromptReader.of_run(options).read_for_run(place))
+        target = TargetSource(options.target).load(decodes=False)
         plan = phases.time("plan", lambda: rollout_plan(options, target, chat, prompts))
         store = open_store(options, Path(options.output_dir) / "rollouts", target, chat, plan, prompts)
         phases.time("make shards", lambda: fill(options, target, chat, store, None, None))

@@ -21,7 +21,7 @@ from decode.planning.cost_model import PLAIN, Costs, MeasuredCosts, batch_second
 from decode.planning.oracle import least_seconds, min_seconds_per_row
 from decode.planning.round_timing import clock_of, measure
 from decode.sampling import Sampler
-from distill.config.build import build_drafter, build_target, quiet, read_inputs
+from distill.config.build import PromptReader, TargetSource, build_drafter, quiet
 from distill.config.validate import refused
 from distill.options import AdviseOptions
 from distill.rollouts.heldout import held_out_answers
@@ -60,8 +60,8 @@ def advise(options: AdviseOptions) -> float:
         samplers = [Sampler(t, options.top_k, options.top_p, options.min_p) for t in options.temperatures]
     if not samplers or not options.batch_sizes:
         raise UserError("advise: give temperatures and batch_sizes, at least one of each")
-    chat, _, held = read_inputs(options.target, options.prompts, options.score)
-    target = build_target(options.target, chat=chat)
+    chat, _, held = PromptReader(options.target, options.prompts, options.score).read()
+    target = TargetSource(options.target).load(chat=chat)
     drafters = _drafters(options, target)
     score = options.score
     results = []

@@ -13,7 +13,7 @@ from decode.generation.text import Detokenizer
 from decode.generation.types import Output, Piece, Times
 from decode.plan import Plan
 from distill.commands import judged
-from distill.config.build import build_target, quiet, read_chat
+from distill.config.build import TargetSource, quiet
 from distill.options import GenerateOptions
 from distill.scoring.scorer import threads
 from distill.text_generation import Model, TextGenerator
@@ -38,14 +38,15 @@ def answer(options: GenerateOptions) -> float:
         judged.check(options)
     color, prompt = wants_color(options.color), read_prompt(options.prompt)
     chats = options.prompts
-    chat = read_chat(options.target, chats.template, chats.template_options, chats.moment)
+    source = TargetSource(options.target)
+    chat = source.chat(chats.template, chats.template_options, chats.moment)
     plan = options.decode if options.checkpoint else Plan()
     if not isinstance(plan, Plan):
         raise UserError(
             "decode=auto and decode=calibrated choose a plan when a checkpoint is scored and record it in "
             "score.json; name that plan here, plain as decode=chain decode.depth=0"
         )
-    target = build_target(options.target, chat=chat)
+    target = source.load(chat=chat)
     model = Model(target, chat)
     drafter = None
     if options.checkpoint:

@@ -15,15 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
 from decode.generation.text import Detokenizer
-from decode.model.load import load_config
-from distill.config.build import build_target, quiet, read_chat
+from distill.config.build import TargetSource, quiet
 from distill.options import InspectOptions
 from distill.rollouts import surprisal
 from distill.rollouts.manifest import refuse_links
 from distill.rollouts.statistics import RowCounts
 from distill.rollouts.store import SCHEMA, find
 from distill.scoring.scorer import threads
-from distill.utils.paths import bundled
 from distill.utils.progress import bar, say, wants_color
 from distill.utils.redact import printable
 
@@ -50,15 +48,15 @@ def inspect(options: InspectOptions) -> float:
     manifest = read_manifest(folder)
     plan = manifest["plan"]
     moment = plan.get("moment") or None
-    chat = read_chat(options.target, plan["template"], options.prompts.template_options, moment)
+    source = TargetSource(options.target)
+    chat = source.chat(plan["template"], options.prompts.template_options, moment)
     if chat.fingerprint() != plan["tokenizer"]:
         raise UserError(
             f"store={folder}: made with another tokenizer, chat template or prompts.template_options than "
             f"target={options.target.path} has; name the target that it was made with"
         )
     say(f"store: {folder}")
-    where = (str(bundled(options.target.name)), options.target.revision, options.target.trust_remote_code)
-    counts = RowCounts(load_config(*where).get_text_config().vocab_size, options.max_tokens)
+    counts = RowCounts(source.config().vocab_size, options.max_tokens)
     total = sum(shard["rows"] for shard in manifest["shards"])
     rng = np.random.default_rng(options.seed)
     shown = _random_rows(rng, total, options.rows) if options.row is None else str(options.row)
@@ -71,7 +69,7 @@ def inspect(options: InspectOptions) -> float:
     print(printable("\n".join(counts.lines(plan["stop"]))), flush=True)
     if not sample:
         return 0.0
-    target = build_target(options.target, decodes=False)
+    target = source.load(decodes=False)
     if plan["target"] != target.fingerprint():
         say(f"WARNING: the store names another target than {options.target.path}")
     reference = surprisal.reference_distribution(plan)

@@ -13,12 +13,11 @@ from decode.model.files.generation import PROCESSORS, SAMPLING, changing
 from decode.model.load import accounts_of_files, load_config, load_tokenizer, source_of, stop_tokens
 from decode.model.target import Target
 from distill.commands.template_traits import traits
-from distill.config.build import build_target, quiet, read_chat
+from distill.config.build import TargetSource, quiet
 from distill.options import InspectTargetOptions, TargetOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.templates.ends import named_token
 from distill.utils.atomic_files import write_json
-from distill.utils.paths import bundled
 from distill.utils.redact import printable
 
 WIDE = 24  # columns of a label
@@ -43,8 +42,9 @@ def inspect(options: InspectTargetOptions) -> float:
 
 
 def look(options: TargetOptions, template_options: Any = None) -> dict[str, Any]:
-    """What there is to know of a target, as plain values; arguments as in `read_chat`."""
-    where = (str(bundled(options.name)), options.revision, options.trust_remote_code)
+    """What there is to know of a target, as plain values; arguments as of `TargetSource.chat`."""
+    source = TargetSource(options)
+    where = source.place
     config = load_config(*where)
     try:
         tokenizer: Any = load_tokenizer(*where)
@@ -53,8 +53,8 @@ def look(options: TargetOptions, template_options: Any = None) -> dict[str, Any]
     else:
         missing = ""
     template = "chat" if tokenizer and tokenizer.chat_template else "none"
-    chat = read_chat(options, template, template_options) if tokenizer else None
-    target = build_target(options, decodes=False)
+    chat = source.chat(template, template_options) if tokenizer else None
+    target = source.load(decodes=False)
     model: Any = target.model
     files = ModelFiles(*source_of(where[0], where[1]), f"target={options.name}")
     accounts = [*model.accounts, *accounts_of_files(*where, tokenizer)]

@@ -21,7 +21,7 @@ from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.config.build import build_target, quiet, read_inputs
+from distill.config.build import PromptReader, TargetSource, quiet
 from distill.config.validate import refused
 from distill.options import LimitOptions
 from distill.rollouts.heldout import held_out_answers
@@ -55,8 +55,8 @@ def limits(options: LimitOptions) -> float:
         )
     if not options.nodes:
         raise UserError("nodes=[]: give at least one tree size, as in nodes=[16,64]")
-    chat, _, held = read_inputs(options.target, options.prompts, options.score)
-    target = build_target(options.target, chat=chat)
+    chat, _, held = PromptReader(options.target, options.prompts, options.score).read()
+    target = TargetSource(options.target).load(chat=chat)
     drafter = None
     if options.checkpoint:
         drafter = checkpoint_io.load(checkpoint_io.fetch(options.checkpoint), target)

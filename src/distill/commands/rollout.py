@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from decode.errors import UserError
-from distill.config.build import build_target, quiet, read_chat, read_limit
+from distill.config.build import TargetSource, quiet
 from distill.config.validate import refused
 from distill.options import RolloutCommandOptions
 from distill.prompts import split
@@ -29,7 +29,7 @@ def roll_out(options: RolloutCommandOptions) -> float:
     chat, result = _read(options, moment)
     if rollout.refresh_every:
         raise UserError("rollout.refresh_every: answers are regenerated only in training; leave it 0 here")
-    target = build_target(options.target, decodes=False, chat=chat)
+    target = TargetSource(options.target).load(decodes=False, chat=chat)
     plan = rollout_plan(options, target, chat, result.train)
     for begun in [] if moment else begun_moments(Path(options.stores), plan):
         chat, result = _read(options, begun)
@@ -48,6 +48,7 @@ def roll_out(options: RolloutCommandOptions) -> float:
 def _read(options: RolloutCommandOptions, moment: str | None) -> tuple[Chat, split.Inputs]:
     """The chat template as it is told this moment, and the prompts as it renders them."""
     prompts = options.prompts
-    chat = read_chat(options.target, prompts.template, prompts.template_options, moment)
-    limit = read_limit(options.target, prompts.max_tokens, options.max_tokens)
+    source = TargetSource(options.target)
+    chat = source.chat(prompts.template, prompts.template_options, moment)
+    limit = source.limit(prompts.max_tokens, options.max_tokens)
     return chat, split.read(prompts, chat, limit, options.rollout.answers)

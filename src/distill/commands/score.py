@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distill.config.build import build_target, quiet, read_inputs
+from distill.config.build import PromptReader, TargetSource, quiet
 from distill.options import ScoreCommandOptions
 from distill.prompts.templates import clock
 from distill.report.bottleneck import bottleneck
@@ -26,8 +26,8 @@ def score(options: ScoreCommandOptions) -> float:
     engine_scores.check(options.score, training=False)
     checkpoint = checkpoint_io.fetch(options.checkpoint)
     moment = clock.of_run(checkpoint)
-    chat, _, held = read_inputs(options.target, options.prompts, options.score, moment=moment)
-    target = build_target(options.target, decodes=False, chat=chat)
+    chat, _, held = PromptReader(options.target, options.prompts, options.score).read(moment)
+    target = TargetSource(options.target).load(decodes=False, chat=chat)
     score, served_plan, folder = options.score, "", Path(options.answers).parent / "engine"
     if score.engine != engine_scores.NONE:
         drafter = checkpoint_io.load(checkpoint, target)

@@ -16,7 +16,7 @@ from decode.model.head_target import HeadTarget
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.planning.auto import Auto
-from distill.config.build import build_target, read_chat
+from distill.config.build import TargetSource
 from distill.engines.base import Engine, InProcess
 from distill.engines.engine_target import GONE, EngineTarget
 from distill.engines.http import Server
@@ -172,8 +172,9 @@ def load_writer(options: AnswerOptions, plan: RolloutPlan, helper: Helper = None
     Raises:
         UserError: this machine has another target or tokenizer under the same name.
     """
-    prompts, target = options.prompts, build_target(options.target, decodes=False)
-    chat = read_chat(options.target, prompts.template, prompts.template_options, plan.moment or None)
+    source, prompts = TargetSource(options.target), options.prompts
+    target = source.load(decodes=False)
+    chat = source.chat(prompts.template, prompts.template_options, plan.moment or None)
     _check_same(options, target, chat, plan)
     return Writer(in_process(options, target, chat, plan, helper), chat, plan)
 
@@ -194,7 +195,8 @@ class EngineWriter:
         assert isinstance(rollout, RayRolloutOptions)
         assert rollout.engine_python
         head = _head(options)
-        chat = read_chat(options.target, prompts.template, prompts.template_options, plan.moment or None)
+        source, moment = TargetSource(options.target), plan.moment or None
+        chat = source.chat(prompts.template, prompts.template_options, moment)
         _check_same(options, head, chat, plan)
         option = "rollout.engine_python"
         engine = VLLM(rollout.engine_python, rollout.engine_arguments, rollout.engine_patience, option)

@@ -11,9 +11,9 @@ from pathlib import Path
 from decode.errors import FollowUpError, UserError
 from decode.evaluation.scorecard import read_scorecard
 from decode.plan import Plan, plan_of
-from distill import export
-from distill.config.build import build_drafter, build_target, quiet, read_run_inputs
+from distill.config.build import PromptReader, TargetSource, build_drafter, quiet
 from distill.config.validate import refused
+from distill.export import RunExport
 from distill.options import SearchOptions, TrainOptions
 from distill.rollouts.produce import fill, open_store, rollout_plan
 from distill.rollouts.store import moment_of
@@ -106,8 +106,9 @@ class Search:
         has_decode = any(trials.override_key(o).split(".")[0] == "decode" for o in overrides)
         base = [*overrides, f"drafter={next(iter(self.runs))}", *(["decode=auto"] * (not has_decode))]
         run = trials.family_options(self.context, base)
-        chat, train, held = read_run_inputs(run, self.context.folder, moment_of(run.rollout.store))
-        target = build_target(run.target, packing=run.packing, chat=chat)
+        reader, moment = PromptReader.of_run(run), moment_of(run.rollout.store)
+        chat, train, held = reader.read_for_run(self.context.folder, moment)
+        target = TargetSource(run.target).load(packing=run.packing, chat=chat)
         with refused():
             self.judge = Judge(run, self.options.drafter, target, chat, held, self.clock)
         self.shared = Shared(target)
@@ -148,7 +149,7 @@ class Search:
             try:
                 with refused():
                     drafter = build_drafter(run.drafter, self.shared.target)
-                    export.check(self.options.export, drafter, self.shared.target)
+                    RunExport(self.options.export).check(drafter, self.shared.target)
             except UserError as error:
                 self._fail(FREE, name, str(error))
             else:

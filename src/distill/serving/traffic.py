@@ -11,7 +11,7 @@ from typing import NamedTuple
 from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard
 from decode.model.load import file_ends
-from distill.config.build import read_inputs
+from distill.config.build import PromptReader
 from distill.engines.base import Answer, Request, SamplingParams
 from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
@@ -125,7 +125,7 @@ def _prepare(
     score = replace(options.score, prompts=count, replay_prompts=0)
     target = replace(options.target, path=options.target.path or card.checkpoint.target)
     moment = clock.of_run(Path(options.checkpoint))
-    chat, _, held = read_inputs(target, options.prompts, score, moment=moment)
+    chat, _, held = PromptReader(target, options.prompts, score).read(moment)
     requests = [Request(p.id, 0, chat.encode(p.messages, p.tools), tuple(p.messages), p.tools) for p in held]
     name = options.model or first.model or (models[0].id if models else card.checkpoint.target)
     limits = (options.concurrency, options.timeout, options.retries, options.patience, options.api_key_env)

@@ -22,7 +22,7 @@ from workbench import CONF, QUICK, ROOT, Outcome, command, make_target, options_
 
 from decode.errors import UserError
 from distill.cli.main import main, rewrite
-from distill.config.build import quiet, read_chat
+from distill.config.build import TargetSource, quiet
 from distill.config.compose import compose, configurations, options
 from distill.config.read import checked_options
 from distill.main import run
@@ -323,7 +323,8 @@ def test_several_sources_and_the_turns_of_each_are_mixed(bench_target, tmp_path)
 
 def read_prompts(*overrides: str) -> split.Inputs:
     run = options_of(*overrides)
-    return split.read(run.prompts, read_chat(run.target, "chat"), Limit(), run.rollout.answers, score=True)
+    chat = TargetSource(run.target).chat("chat")
+    return split.read(run.prompts, chat, Limit(), run.rollout.answers, score=True)
 
 
 def test_held_out_prompts_are_first_turns_with_references(tmp_path):

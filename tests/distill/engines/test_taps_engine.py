@@ -16,7 +16,7 @@ from workbench import Bench, make_target, make_tokenizer, options_of
 from decode.errors import UserError
 from decode.model.load import load_target
 from decode.model.target import LAST
-from distill.config.build import build_target
+from distill.config.build import TargetSource
 from distill.config.engine import check_engine
 from distill.data import taps_disk
 from distill.data.taps_disk import TapCache
@@ -237,11 +237,13 @@ def test_run_reads_each_answer_as_it_is_written(tmp_path, server):
 def test_drafter_is_trained_as_where_the_target_is_loaded(tmp_path, server, monkeypatch, limit):
     """Where not all hidden states may be kept, the engine reads the others while the drafter trains."""
 
+    load = TargetSource.load
+
     def drawing(*given, **options):
         torch.rand(7)  # as where the speed of its products is measured
-        return build_target(*given, **options)
+        return load(*given, **options)
 
-    monkeypatch.setattr("distill.train.build_target", drawing)
+    monkeypatch.setattr(TargetSource, "load", drawing)
     bench = Bench(tmp_path)
     server.target, server.layers = load_target(str(bench.target), "float32"), (2,)
     here = ["taps=cache", "score.enabled=false", "seed=1", "target.dtype=float32", "rollout.until=answer"]

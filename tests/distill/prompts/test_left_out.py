@@ -118,12 +118,12 @@ def test_nothing_held_out_says_why(share, said, tmp_path, monkeypatch):
     records = {"0.05": one, "0.01": [asked(i) for i in range(3)], "0": [asked(i) for i in range(30)]}[share]
     path = tmp_path / "p.jsonl"
     path.write_text("\n".join(map(json.dumps, records)))
-    monkeypatch.setattr(build, "read_chat", lambda *_: Chat(make_tokenizer()))
-    monkeypatch.setattr(build, "read_limit", lambda *_: Limit())
+    monkeypatch.setattr(build.TargetSource, "chat", lambda *_: Chat(make_tokenizer()))
+    monkeypatch.setattr(build.TargetSource, "limit", lambda *_: Limit())
 
     def held(share: str) -> int:
         run = options_of(f"prompts={path}", f"prompts.heldout_share={share}")
-        return len(build.read_inputs(run.target, run.prompts, run.score, answers="write")[2])
+        return len(build.PromptReader(run.target, run.prompts, run.score, answers="write").read()[2])
 
     with pytest.raises(UserError, match=said) as caught:
         held(share)

@@ -14,7 +14,7 @@ from stores import PLAN, fill, make_writer, rows_of
 from workbench import fork, leftovers, options_of
 
 from decode.errors import UserError
-from distill.config.build import build_target, read_chat
+from distill.config.build import TargetSource
 from distill.options import FleetOptions
 from distill.prompts.sources import read_prompts
 from distill.rollouts import ray_workers as ray_engine
@@ -45,7 +45,8 @@ def fate(store, load, shard: int = 0):
 def planned(bench, *more, **given):
     """A run's options, what makes its rows, and its plan."""
     run = options_of(*bench.command, *more)
-    parts = build_target(run.target), read_chat(run.target, run.prompts.template), read_prompts(bench.prompts)
+    source = TargetSource(run.target)
+    parts = source.load(), source.chat(run.prompts.template), read_prompts(bench.prompts)
     return run, parts, replace(rollout_plan(run, *parts), **given)
 
 

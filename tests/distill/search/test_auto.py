@@ -178,7 +178,7 @@ LINES = {
 
 @pytest.mark.parametrize("said", LINES)
 def test_bad_input_is_one_line_before_any_work(said, bench, monkeypatch):
-    monkeypatch.setattr(auto, "build_target", lambda cfg: pytest.fail("work has begun"))
+    monkeypatch.setattr(auto.TargetSource, "load", lambda *_, **__: pytest.fail("work has begun"))
     before = bench.runs()
     search(bench, *LINES[said]).refused(said)
     assert bench.runs() == before

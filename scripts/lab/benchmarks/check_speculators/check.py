@@ -16,7 +16,7 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.model.target import Target
-from distill.config.build import build_target, quiet
+from distill.config.build import TargetSource, quiet
 from distill.config.read import read_options
 from distill.options import TargetOptions
 from distill.utils.progress import say
@@ -62,7 +62,7 @@ def check(cfg: DictConfig) -> float:
     quiet()
     checkpoint = checkpoint_io.fetch(cfg.checkpoint)
     options = read_options(TargetOptions, cfg.target)
-    target = build_target(replace(options, path=options.path or target_name(checkpoint)))
+    target = TargetSource(replace(options, path=options.path or target_name(checkpoint))).load()
     comparison = compare(checkpoint_io.load(checkpoint, target), target, cfg.python, cfg.texts)
     if isinstance(comparison, str):
         say(f"skipped: {comparison}")

@@ -8,7 +8,7 @@ from workbench import TEMPLATE, make_target, options_of
 from decode.errors import UserError
 from decode.model.files.account import say_once
 from decode.model.load import load_tokenizer
-from distill.config.build import read_chat
+from distill.config.build import TargetSource
 from distill.options import GenerateOptions
 
 SETTINGS, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
@@ -86,10 +86,10 @@ def test_ids_without_a_row_are_refused_before_work_starts(missing, fits, folder)
     write(folder, "config.json", {"vocab_size": rows})
     options = options_of(f"target={folder}", "prompt=hi", cls=GenerateOptions, name="generate").target
     if fits:  # rows without a token are only padding
-        read_chat(options, "chat")
+        TargetSource(options).chat("chat")
         return
     with pytest.raises(UserError, match=f"{missing} ids beyond the {rows} rows of its embedding, {rows} "):
-        read_chat(options, "chat")
+        TargetSource(options).chat("chat")
 
 
 def test_dropout_is_not_applied_and_named(folder, capsys):

@@ -10,7 +10,7 @@ from workbench import TEMPLATE, make_tokenizer, options_of
 
 from decode.errors import UserError
 from distill.commands.rollout import roll_out
-from distill.config.build import read_run_inputs
+from distill.config.build import PromptReader
 from distill.options import RolloutCommandOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.templates import clock
@@ -148,11 +148,11 @@ def test_store_keeps_its_moment_when_it_is_continued(at, dated, tmp_path):
 
 def test_resumed_run_renders_as_it_began(at, dated, tmp_path):
     options = options_of(f"target={dated.target}", f"prompts={dated.prompts}", "score.enabled=false")
-    chat, prompts, _ = read_run_inputs(options, tmp_path)
+    chat, prompts, _ = PromptReader.of_run(options).read_for_run(tmp_path)
     at(NEXT_DAY)
-    again, _, _ = read_run_inputs(options, tmp_path)
+    again, _, _ = PromptReader.of_run(options).read_for_run(tmp_path)
     assert again.moment == chat.moment == "2026-12-31T00:00:00"
     assert again.encode(prompts[0].messages) == chat.encode(prompts[0].messages)
     assert clock.of_run(tmp_path / "checkpoints" / "3") == chat.moment
     (tmp_path / "other").mkdir()
-    assert read_run_inputs(options, tmp_path / "other")[0].moment == "2027-01-01T00:00:00"
+    assert PromptReader.of_run(options).read_for_run(tmp_path / "other")[0].moment == "2027-01-01T00:00:00"

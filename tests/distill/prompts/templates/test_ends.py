@@ -11,7 +11,7 @@ from workbench import options_of
 from decode.generation.generate import generate
 from decode.model.load import file_ends, stop_tokens
 from decode.sampling import Sampler
-from distill.config.build import build_target, read_chat
+from distill.config.build import TargetSource
 from distill.engines.base import SamplingParams
 from distill.engines.openai_protocol import with_ids
 from distill.prompts.chat_template import Chat
@@ -103,11 +103,11 @@ def test_generation_stops_at_an_end_of_the_template(tmp_path, capsys):
         (folder / file).write_text(json.dumps(settings | changes))
     options = options_of(f"target={folder}", "target.dtype=float32").target
     assert file_ends(str(folder)) == [5]
-    chat = read_chat(options, "chat")
-    silent = build_target(options)
+    chat = TargetSource(options).chat("chat")
+    silent = TargetSource(options).load()
     assert stop_tokens(silent) == [5]
     assert "ends answers" not in capsys.readouterr().out
-    target = build_target(options, chat=chat)
+    target = TargetSource(options).load(chat=chat)
     assert stop_tokens(target) == [5, 6, 3]
     said = capsys.readouterr().out
     assert said.count("\n") == 1

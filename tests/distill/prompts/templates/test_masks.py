@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from workbench import options_of
 
 from decode.errors import UserError
-from distill.config.build import read_chat
+from distill.config.build import TargetSource
 from distill.options import GenerateOptions, InspectOptions, ScoreCommandOptions, TrainOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.templates.clock import now
@@ -249,10 +249,11 @@ def test_rules_of_a_tokenizer_are_in_the_fingerprint():
 def test_every_command_has_template_options(command, options, given):
     words = ["prompts.template_options={enable_thinking: false}", *given]
     read: Any = options_of(*words, cls=options, name=command)
-    assert read_chat(read.target, "chat", read.prompts.template_options).options == {"enable_thinking": False}
-    assert read_chat(read.target, "chat").options == {}
+    source = TargetSource(read.target)
+    assert source.chat("chat", read.prompts.template_options).options == {"enable_thinking": False}
+    assert source.chat("chat").options == {}
     with pytest.raises(UserError, match=r"prompts\.template_options=3: write it as"):
-        read_chat(read.target, "chat", 3)
+        TargetSource(read.target).chat("chat", 3)
 
 
 # -- random conversations --------------------------------------------------------------------------
