@@ -21,7 +21,7 @@ from distill.scoring.served import figures
 from drafters.base import Batch, Drafter
 from drafters.checkpoint import io as checkpoint_io
 from drafters.export import formats
-from drafters.families.mtp_weights import Arrangement
+from drafters.hf.mtp_weights import Arrangement
 from drafters.models.mtp import Mtp
 
 V, DEPTH, TOKENS, STEPS = 256, 3, 48, 150

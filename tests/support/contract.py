@@ -37,7 +37,7 @@ from decode.sampling import Sampler
 from drafters import optional
 from drafters.base import Batch, supervised_anchors
 from drafters.checkpoint import io as checkpoint_io
-from drafters.drafting.two_drafters import TwoDrafters
+from drafters.families.two_drafters import TwoDrafters
 
 # -- one model with two faces ------------------------------------------------------------------
 

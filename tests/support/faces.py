@@ -12,9 +12,9 @@ from decode.plan import Plan
 from decode.rng import Purpose
 from decode.sampling import Sampler
 from drafters.base import Batch, Text
-from drafters.drafting.two_drafters import TwoDrafters
 from drafters.families.block import BlockDrafter
 from drafters.families.lookup import FixedNodesDrafter
+from drafters.families.two_drafters import TwoDrafters
 from drafters.zoo.recycle import RECENT, Recycle
 
 K = 3

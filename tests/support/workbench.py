@@ -34,7 +34,7 @@ from distill.main import run
 from distill.options import TrainOptions
 from distill.training.checkpointing import TrainingBar
 from drafters.checkpoint.io import save
-from drafters.families import lora_files
+from drafters.hf import lora_files
 from drafters.models.eagle import Eagle
 from foredraft import cli
 

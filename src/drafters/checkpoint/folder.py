@@ -15,7 +15,7 @@ from drafters.base import Origin
 from drafters.checkpoint import validate
 from drafters.export import formats, layout, weight_files
 from drafters.export.layout import Layout, Saved
-from drafters.families import lora_files
+from drafters.hf import lora_files
 from drafters.hub.untrusted_files import Shape, header, read_json
 from drafters.registry import drafter_class
 

@@ -31,7 +31,7 @@ from drafters.checkpoint.folder import (
 )
 from drafters.export import formats, layout, weight_files
 from drafters.export.layout import Saved
-from drafters.families import lora_files
+from drafters.hf import lora_files
 from drafters.hub import download
 from drafters.hub.untrusted_files import is_hub_id, shape_of
 from drafters.optional import AdoptsWeights, ConvertsWeights, SavesApart

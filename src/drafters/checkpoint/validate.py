@@ -20,7 +20,7 @@ from torch.nn.modules import module as hooks
 from decode.errors import UserError
 from decode.model.target import Target
 from drafters.base import Drafter
-from drafters.families.hf_build import BASE, DOWN, UP
+from drafters.hf.build import BASE, DOWN, UP
 from drafters.hub.untrusted_files import Shape, brief, in_hub_cache, is_hub_id, shape_of
 from drafters.layers.decoder_layer import LayerShape
 from drafters.registry import drafter_class, nested

@@ -1,1 +1,1 @@
-"""Build drafts from a drafter's logits: chains, trees and their unions, reduced vocabularies."""
+"""Build drafts: chains, trees and their unions, and the tables and searches that they are looked up in."""

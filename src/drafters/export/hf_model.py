@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from decode.model.load import TOKENIZER_FILES
 from decode.model.target import Target
 from drafters.export.layout import Format, Layout, Refusal, Saved, serve_sglang, serve_vllm
-from drafters.families.hf_build import build, portable_config
-from drafters.families.tokenizer_map import unpack
-from drafters.families.tuned_target import Lora
+from drafters.hf.build import build, portable_config
+from drafters.hf.tokenizer_map import unpack
+from drafters.hf.tuned_target import Lora
 from drafters.hub import download
 
 STEM = "model."  # prefix of the model's weights in a drafter

@@ -29,8 +29,8 @@ from drafters.export.llama_config import (
     config_of,
     sizes,
 )
-from drafters.families.hf_build import portable_config
-from drafters.families.mtp_weights import (
+from drafters.hf.build import portable_config
+from drafters.hf.mtp_weights import (
     MIMO,
     PRODUCTS,
     architecture_of,

@@ -1,1 +1,1 @@
-"""Abstract bases of drafters: recurrent, feature heads, block, lookup, Hugging Face model, LoRA."""
+"""Base classes of drafters."""

@@ -23,10 +23,12 @@ from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from decode.transfer import RowInts
 from drafters.base import Batch, DraftStep, sample_anchors, supervised_anchors
-from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
+from drafters.drafting.parallel_logits import ParallelLogits
+from drafters.families.token_bias_drafter import TokenBiasDrafter
 from drafters.layers.decode_step import run_after
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from drafters.layers.text_store import TextStore
+from drafters.layers.token_bias import TeacherForcedBias
 from drafters.layers.unroll import finished
 from drafters.layers.unroll_attention import Visibility, attend_unrolled, oldest_keys, query_blocks
 from drafters.vocabulary import Vocabulary

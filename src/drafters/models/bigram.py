@@ -13,8 +13,8 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from drafters.drafting.pair_table import PairTable
 from drafters.drafting.tree import expand
+from drafters.families.pair_table import PairTable
 
 
 @dataclass(slots=True)

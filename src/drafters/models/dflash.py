@@ -17,8 +17,8 @@ from decode.errors import UserError
 from decode.model.head import Head
 from decode.model.target import Tap, Target
 from drafters.families.block import BlockDrafter
-from drafters.families.token_bias import MarkovBias
 from drafters.layers.decoder_layer import LayerShape
+from drafters.layers.token_bias import MarkovBias
 from drafters.vocabulary import token_embedding, unused_token
 
 

@@ -28,22 +28,16 @@ from decode.rng import KeyedCoin, to_device
 from decode.sampling import Sampler
 from decode.transfer import RowInts
 from drafters.base import Batch, DraftStep, sample_anchors, supervised_anchors
+from drafters.drafting.parallel_logits import ParallelLogits
 from drafters.drafting.tree import expand
 from drafters.families.feature_heads import check_positive
-from drafters.families.hf_build import build, portable_config
-from drafters.families.hf_model import (
-    OPTION,
-    HFModelDrafter,
-    check_vocabulary,
-    checked_lora,
-    fit_vocabulary,
-    share_vocabulary,
-)
+from drafters.families.hf_model import HFModelDrafter, checked_lora
 from drafters.families.lookup import IndexedText, TextDrafter
-from drafters.families.lora_files import locate_base
-from drafters.families.masked_lm import MaskedModel, Window, check_fills_masks, mask_id
-from drafters.families.masked_prefix import MaskedPrefix
-from drafters.families.token_bias import ParallelLogits
+from drafters.hf.build import build, portable_config
+from drafters.hf.lora_files import locate_base
+from drafters.hf.masked_lm import MaskedModel, Window, check_fills_masks, mask_id
+from drafters.hf.masked_prefix import MaskedPrefix
+from drafters.hf.vocabulary import OPTION, check_vocabulary, fit_vocabulary, share_vocabulary
 
 
 class Dllm(HFModelDrafter, TextDrafter):

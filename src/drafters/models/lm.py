@@ -33,19 +33,10 @@ from decode.sampling import Sampler
 from decode.transfer import RowInts, new_tokens, upload
 from drafters.base import Batch, DraftStep, supervised_anchors
 from drafters.drafting.tree import expand
-from drafters.families.hf_build import build, cut_target, portable_config
-from drafters.families.hf_model import (
-    OPTION,
-    HFModelDrafter,
-    check_vocabulary,
-    checked_lora,
-    fit_vocabulary,
-    known_tokens,
-    share_vocabulary,
-    unread_text,
-)
-from drafters.families.lora_files import LoraBase, locate_base
-from drafters.families.tokenizer_map import (
+from drafters.families.hf_model import HFModelDrafter, checked_lora
+from drafters.hf.build import build, cut_target, portable_config
+from drafters.hf.lora_files import LoraBase, locate_base
+from drafters.hf.tokenizer_map import (
     MappedText,
     TokenBytes,
     TokenizerMap,
@@ -53,6 +44,14 @@ from drafters.families.tokenizer_map import (
     target_tokens,
     tokenizer_of,
     unpack,
+)
+from drafters.hf.vocabulary import (
+    OPTION,
+    check_vocabulary,
+    fit_vocabulary,
+    known_tokens,
+    share_vocabulary,
+    unread_text,
 )
 from drafters.layers.decoder_layer import level_visibility
 from drafters.vocabulary import TokenCounts, Vocabulary

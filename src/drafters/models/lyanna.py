@@ -24,11 +24,13 @@ from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from decode.transfer import RowInts
 from drafters.base import Batch, DraftStep, constructor_arguments
+from drafters.drafting.parallel_logits import ParallelLogits
+from drafters.drafting.state_reuse import Reuse, resized
 from drafters.families.recurrent import RecurrentDrafter, RecurrentState, add_feature_noise
-from drafters.families.state_reuse import Reuse, resized
-from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
+from drafters.families.token_bias_drafter import TokenBiasDrafter
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, Rotary
 from drafters.layers.text_store import TextStore
+from drafters.layers.token_bias import TeacherForcedBias
 from drafters.layers.unroll import FirstLayerInput
 from drafters.vocabulary import Vocabulary
 

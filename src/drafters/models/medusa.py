@@ -21,10 +21,12 @@ from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from drafters.base import Batch, DraftStep, ParamGroup, constructor_arguments, supervised_anchors
+from drafters.drafting.parallel_logits import ParallelLogits
 from drafters.families.feature_heads import FeatureHeadsDrafter, FeatureState, check_positive
-from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
-from drafters.families.tuned_target import Lora
+from drafters.families.token_bias_drafter import TokenBiasDrafter
+from drafters.hf.tuned_target import Lora
 from drafters.layers.lm_heads import PerDepthHeads, ResBlock
+from drafters.layers.token_bias import TeacherForcedBias
 from drafters.vocabulary import Vocabulary
 
 

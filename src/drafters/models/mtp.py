@@ -17,7 +17,8 @@ from decode.kernels.packed_linear import Linear
 from decode.model.head import Head
 from decode.model.target import LAST, Target
 from drafters.base import Batch, Progress, Text, constructor_arguments
-from drafters.families.mtp_weights import (
+from drafters.families.recurrent import RecurrentDrafter
+from drafters.hf.mtp_weights import (
     FAMILIES,
     Arrangement,
     arrangement_of,
@@ -25,7 +26,6 @@ from drafters.families.mtp_weights import (
     mimo_arrangement,
     read_file,
 )
-from drafters.families.recurrent import RecurrentDrafter
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from drafters.layers.fused_backward import rms_norm
 from drafters.layers.unroll import FirstLayerInput

@@ -14,9 +14,9 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
+from drafters.drafting.parallel_logits import ParallelLogits
 from drafters.drafting.tree import expand
 from drafters.families.recurrent import RecurrentState
-from drafters.families.token_bias import ParallelLogits
 from drafters.models.eagle3 import Eagle3
 from drafters.vocabulary import Vocabulary
 

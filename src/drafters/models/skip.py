@@ -13,8 +13,8 @@ from decode.errors import UserError
 from decode.kernels.packed_linear import Linear
 from decode.model.target import Target
 from drafters.base import Batch, DraftStep, Progress, Text, supervised_anchors
-from drafters.drafting.self_drafting import Read, SelfDrafter
 from drafters.drafting.sublayer_search import LETTERS, parts_of, search
+from drafters.families.self_drafting import Read, SelfDrafter
 
 EXITS = ("none", "linear")
 

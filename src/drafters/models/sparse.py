@@ -15,7 +15,7 @@ from decode.model.cache import KeptStore, RowStore
 from decode.model.fused_forward import Fused
 from decode.model.target import Target
 from decode.transfer import RowInts
-from drafters.drafting.self_drafting import Read, SelfDrafter, SelfState
+from drafters.families.self_drafting import Read, SelfDrafter, SelfState
 
 ROOM = 32  # scratch slots to begin with
 

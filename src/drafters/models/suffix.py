@@ -22,8 +22,8 @@ from decode.model.target import Target
 from decode.plan import Path, Plan
 from drafters.base import Progress, Text, constructor_arguments
 from drafters.drafting.datastore import DEPTH, Datastore
+from drafters.drafting.ngram_counts import NgramCounts, hashes
 from drafters.families.lookup import IndexedText, LookupDrafter, Node, best_tree
-from drafters.families.ngram_counts import NgramCounts, hashes
 
 OCCURRENCES = 32  # newest ones in the row's own text that count, of an n-gram
 LONGEST = 64  # tokens of a match

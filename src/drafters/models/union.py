@@ -25,7 +25,6 @@ from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from drafters.base import Drafter
 from drafters.drafting.deferred import Deferred
-from drafters.drafting.two_drafters import TwoDrafters, built, check_rounds
 from drafters.families.hf_model import check_no_adapters
 from drafters.families.lookup import (
     FixedNodesDrafter,
@@ -36,6 +35,7 @@ from drafters.families.lookup import (
     best_tree,
     pack_drafts,
 )
+from drafters.families.two_drafters import TwoDrafters, built, check_rounds
 from drafters.registry import short_name
 
 DEFERRED = 64  # tokens of a row that may wait for the first drafter

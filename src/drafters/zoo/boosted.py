@@ -24,8 +24,8 @@ from decode.sampling import Sampler
 from drafters import optional
 from drafters.base import Batch, Drafter, DraftStep
 from drafters.drafting.merge import mix_trees
-from drafters.drafting.two_drafters import PARTS, TwoDrafters, built, check_rounds
 from drafters.families.hf_model import check_no_adapters
+from drafters.families.two_drafters import PARTS, TwoDrafters, built, check_rounds
 from drafters.registry import short_name
 
 ROWS = 256  # of logits that exist at a time

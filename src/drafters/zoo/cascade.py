@@ -28,9 +28,9 @@ from drafters import optional
 from drafters.base import Drafter
 from drafters.drafting.deferred import Deferred
 from drafters.drafting.tree import expand
-from drafters.drafting.two_drafters import TwoDrafters, built
 from drafters.families.hf_model import check_no_adapters
 from drafters.families.lookup import IndexedText, LookupDrafter, Node, as_lookup
+from drafters.families.two_drafters import TwoDrafters, built
 from drafters.models.lm import DraftLM
 from drafters.registry import short_name
 from drafters.zoo.read_ahead import ReadAhead, ReadNodes, guessed, read_drafted, read_settled

@@ -26,9 +26,11 @@ from drafters.base import (
     sample_anchors,
     supervised_anchors,
 )
+from drafters.drafting.parallel_logits import ParallelLogits
 from drafters.families.feature_heads import check_positive
-from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
-from drafters.families.tuned_target import check_copied, twin_of
+from drafters.families.token_bias_drafter import TokenBiasDrafter
+from drafters.hf.tuned_target import check_copied, twin_of
+from drafters.layers.token_bias import TeacherForcedBias
 from drafters.vocabulary import Vocabulary
 from drafters.zoo.prompted_target import PromptedTarget, check_embedded, read_with_prompts
 

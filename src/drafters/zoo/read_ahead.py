@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from decode.model.target import Target
 from decode.plan import Path
 from decode.transfer import upload
-from drafters.families.hf_model import known_tokens
+from drafters.hf.vocabulary import known_tokens
 from drafters.models.lm import DraftLM, LMState
 
 

@@ -19,8 +19,8 @@ from decode.row_state import append_rows, select_rows
 from decode.sampling import Sampler
 from decode.transfer import RowInts
 from drafters.base import Progress, Text
-from drafters.drafting.pair_table import PairTable
 from drafters.drafting.tree import expand
+from drafters.families.pair_table import PairTable
 
 RECENT = 8  # occurrences of a token that count
 LOGITS = 1 << 24  # that the target's head computes at once

@@ -13,7 +13,7 @@ from decode.errors import UserError
 from decode.model.causal_lm import CausalLM
 from decode.model.target import Target
 from drafters.base import Batch, DraftStep, ParamGroup
-from drafters.families.tuned_target import Lora
+from drafters.hf.tuned_target import Lora
 from drafters.zoo.prompt import Prompt
 
 

@@ -24,7 +24,7 @@ from decode.model.placement.offload import assign_layers
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from drafters.families.hf_build import cut_target
+from drafters.hf.build import cut_target
 from drafters.models.eagle import Eagle
 
 PROMPTS = [[1, 17, 40, 7], [2, 9], [1, 5, 6, 7, 8, 30, 2]]

@@ -20,7 +20,7 @@ from distill.losses import divergences
 from distill.losses.objective import Objective
 from distill.losses.weights import DPace, Streak, constant, decay
 from drafters.checkpoint import io as checkpoint_io
-from drafters.families.hf_build import cut_target, spaced_layers
+from drafters.hf.build import cut_target, spaced_layers
 from drafters.models.lm import DraftLM
 
 

@@ -30,7 +30,7 @@ from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint.pretrained import from_pretrained
 from drafters.export import layout
 from drafters.export import weight_files as stored
-from drafters.families import lora_files
+from drafters.hf import lora_files
 from drafters.hub import untrusted_files as files
 
 HUGE = 10**9

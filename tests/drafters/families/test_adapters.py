@@ -24,9 +24,9 @@ from distill.losses.objective import Objective
 from distill.losses.weights import constant
 from distill.training.checkpointing import STATE
 from drafters.checkpoint import io as checkpoint_io
-from drafters.families import lora_files
-from drafters.families.hf_build import DOWN, UP
-from drafters.families.lora_files import LoraBase, locate_base
+from drafters.hf import lora_files
+from drafters.hf.build import DOWN, UP
+from drafters.hf.lora_files import LoraBase, locate_base
 from drafters.models.lm import DraftLM
 
 KINDS = ["tied", "learned positions"]  # nn.Linear, and GPT-2's transposed maps

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from decode.draft import PAD
-from drafters.families.ngram_counts import KEPT, Following, NgramCounts, hashes
+from drafters.drafting.ngram_counts import KEPT, Following, NgramCounts, hashes
 
 ORDERS = (1, 2, 3, 5)
 

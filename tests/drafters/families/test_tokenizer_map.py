@@ -9,7 +9,7 @@ from tokenizer_pairs import TEXTS, random_tokens, spelled, trained
 from tokenizers import Tokenizer, decoders, models, processors
 
 from decode.errors import UserError
-from drafters.families.tokenizer_map import MappedText, TokenBytes, TokenizerMap, pack, unpack
+from drafters.hf.tokenizer_map import MappedText, TokenBytes, TokenizerMap, pack, unpack
 
 SMALL, LARGE = trained(300, ["<end>", "<user>"]), trained(340, ["<pad>", "<end>"])
 

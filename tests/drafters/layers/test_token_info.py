@@ -19,7 +19,7 @@ from faces import (
 from decode.errors import UserError
 from decode.model.head import Head, Side
 from drafters.base import Text
-from drafters.families.token_bias import KINDS, TokenInfoBias
+from drafters.layers.token_bias import KINDS, TokenInfoBias
 from drafters.vocabulary import TokenCounts
 
 DRAFTERS = ["lyanna", "medusa", "diffusion"]
@@ -105,7 +105,7 @@ def test_a_table_of_all_pairs_is_the_two_products(kind, hot, monkeypatch):
     with torch.no_grad():
         table, _ = info.add(logits, token, state, None)
         assert info._table is not None
-        monkeypatch.setattr("drafters.families.token_bias.TABLE_BYTES", 0)
+        monkeypatch.setattr("drafters.layers.token_bias.TABLE_BYTES", 0)
         products, _ = info.add(logits, token, state, None)
         torch.testing.assert_close(table, products, rtol=0, atol=1e-6)
         monkeypatch.undo()

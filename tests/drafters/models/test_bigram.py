@@ -18,7 +18,7 @@ from distill.rollouts import produce
 from distill.training import checkpointing as callbacks
 from distill.utils.run_folder import checkpoints
 from drafters.base import Text
-from drafters.drafting import pair_table
+from drafters.families import pair_table
 from drafters.models.bigram import Bigram
 from drafters.registry import drafter_class
 

@@ -34,8 +34,8 @@ from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters.checkpoint import io as checkpoint_io
-from drafters.families.hf_model import PADDING
-from drafters.families.masked_lm import MaskedModel, check_fills_masks
+from drafters.hf.masked_lm import MaskedModel, check_fills_masks
+from drafters.hf.vocabulary import PADDING
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from drafters.families.state_reuse import Reuse
+from drafters.drafting.state_reuse import Reuse
 
 HYBRID = Plan(K, 3, 8, proposal="hybrid")
 WARM = Sampler(0.8)

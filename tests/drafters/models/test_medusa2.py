@@ -35,7 +35,7 @@ from distill.scoring.target_drift import only_untuned
 from distill.scoring.target_drift import target_drift as how_far
 from distill.training.optim import warm_up_and_decay
 from drafters.checkpoint import io as checkpoint_io
-from drafters.families import tuned_target as tuned
+from drafters.hf import tuned_target as tuned
 
 # -- the given target and the tuned one ------------------------------------------------------------
 

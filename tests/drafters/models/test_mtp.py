@@ -14,7 +14,7 @@ from decode.errors import UserError
 from drafters.base import Text
 from drafters.checkpoint import io as checkpoint_io
 from drafters.export import formats
-from drafters.families.mtp_weights import KNOWN, Arrangement, final_norm, native
+from drafters.hf.mtp_weights import KNOWN, Arrangement, final_norm, native
 from drafters.models.mtp import Mtp
 
 # Kind: family of names, model_type of the target, options of its layer.

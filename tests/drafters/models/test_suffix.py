@@ -18,8 +18,8 @@ from decode.errors import UserError
 from decode.plan import Plan
 from drafters.base import Text
 from drafters.checkpoint import io as checkpoint_io
+from drafters.drafting.ngram_counts import KEPT, NgramCounts
 from drafters.families.lookup import IndexedText
-from drafters.families.ngram_counts import KEPT, NgramCounts
 from drafters.models.suffix import NEGLIGIBLE, OCCURRENCES, Suffix
 from drafters.models.union import Union
 

@@ -17,8 +17,8 @@ from decode.errors import UserError
 from decode.plan import Plan
 from decode.rng import Coin
 from drafters.drafting.merge import merge_trees
+from drafters.drafting.parallel_logits import ParallelLogits
 from drafters.drafting.tree import Beam, best_nodes
-from drafters.families.token_bias import ParallelLogits
 
 MODES = ("none", "logit_sum", "tree_merge", "immediate")
 

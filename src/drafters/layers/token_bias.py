@@ -7,8 +7,6 @@ settings of one module. DSpark's Markov head (arXiv:2607.05147) is another, whic
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,19 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from decode.draft import Draft
 from decode.errors import UserError
 from decode.kernels.packed_linear import Linear
 from decode.kernels.weight_state import weight_state
-from decode.model.head import Head, Side
-from decode.model.target import Target
-from decode.plan import Plan
-from decode.rng import Coin
-from decode.sampling import Sampler
-from drafters.base import Drafter
-from drafters.drafting.tree import expand
+from decode.model.head import Side
 from drafters.layers.decoder_layer import RMSNorm
-from drafters.vocabulary import TokenCounts, Vocabulary, target_ids
+from drafters.vocabulary import TokenCounts
 
 KINDS = ("none", "vanilla", "gated", "recurrent")
 TABLE_BYTES = 2**28  # limit for a table of all hot token pairs; 8000 tokens in 16 bits take 128 MB
@@ -276,61 +267,6 @@ class TokenInfoBias(TokenBias):
         return bias if self.gate is None else bias * self._gate(self._embed(token)[0], state)
 
 
-class TokenBiasDrafter(Drafter):
-    """A drafter that computes the states of all depths before any token, optionally with a token bias."""
-
-    info: TokenBias | None
-
-    def add_token_bias(
-        self, kind: str, hidden_size: int, vocab_size: int, rank: int, hot_tokens: int
-    ) -> None:
-        """Create the bias, unless `kind` is `none`."""
-        draft_vocab_size = None if self.d2t is None else len(self.d2t)
-        sizes = (hidden_size, vocab_size, rank, hot_tokens)
-        self.info = None if kind == "none" else TokenInfoBias(kind, *sizes, draft_vocab_size=draft_vocab_size)
-
-    def biased_head(self, head: Head) -> Head:
-        """The head over the draft vocabulary, with the bias added to its logits."""
-        head = self.output_head(head)
-        if self.info is None:
-            return head
-        side = self.info.side(head.d2t is not None)
-        if self.training and head.d2t is not None and self.info.hot is not None:
-            side = side._replace(ids=torch.searchsorted(head.d2t, self.info.hot))
-        return replace(head, side=side)
-
-    def expand_levels(
-        self,
-        levels: ParallelLogits,
-        sampler: Sampler,
-        coin: Coin,
-        plan: Plan,
-        limit: Tensor | None = None,
-    ) -> Draft:
-        """Draft from the logits of all depths, the first (B,) `limit` of which are valid; None: all."""
-        confidence = self.confidence_of(lambda: levels.newest)
-        return expand(levels.first, levels.step, sampler, coin, plan, levels.vocabulary, confidence, limit)
-
-    @override
-    def choose_tokens(self, counts: TokenCounts, target: Target) -> str:
-        lines = [] if self.d2t is None else [super().choose_tokens(counts, target)]
-        if isinstance(self.info, TokenInfoBias) and self.info.hot is not None:
-            lines.append(self.info.choose(counts, self.d2t, target.dtype))
-        return "; ".join(lines)
-
-    @property
-    @override
-    def fewest_tokens(self) -> int:
-        # Hot tokens are drafted, and have places among the drafted ones (`rows`) where those are more.
-        hot = None if self.info is None else self.info.hot
-        return super().fewest_tokens if hot is None else max(super().fewest_tokens, len(hot) + 1)
-
-    @property
-    @override
-    def needs_fit(self) -> bool:
-        return super().needs_fit or (self.info is not None and self.info.hot is not None)
-
-
 class TeacherForcedBias:
     """The token bias in training: previous tokens come from the texts.
 
@@ -354,78 +290,3 @@ class TeacherForcedBias:
         low, self._memory = self._info.low_rank_input(self._tokens[anchor + depth], state, memory)
         self._anchors = anchor
         return torch.cat([state, low], -1)
-
-
-class ParallelLogits:
-    """Logits of all depths, computed in parallel, with the token bias along the paths of a tree.
-
-    `first` and `step` are arguments of `expand`. Without a bias all tokens of a level have the same
-    children.
-
-    Args:
-        raw: K of (B, V): logits of each depth without bias, scale and soft cap, `Head.product`.
-        states: (B, K, D) hidden states they were computed from.
-        head: applies its scale and soft cap; None: already applied.
-        info: the bias, or None.
-        root: (B,) root tokens, for the bias.
-        vocabulary: reduced vocabulary of the logits; None: the target's.
-        biased_from: the first depth whose logits get the bias.
-    """
-
-    def __init__(
-        self,
-        raw: Sequence[Tensor],
-        states: Tensor,
-        head: Head | None = None,
-        info: TokenBias | None = None,
-        root: Tensor | None = None,
-        vocabulary: Vocabulary | None = None,
-        biased_from: int = 1,
-    ) -> None:
-        self._raw, self._states, self._info, self._biased_from = raw, states, info, biased_from
-        self._shape = head.shape if head else (lambda logits: logits)
-        self.vocabulary = vocabulary
-        self._memory: Tensor | None = None
-        self._depth = 0
-        self._last: tuple[Tensor, Tensor | None]  # tokens above the last level, memory before them
-        root = torch.zeros_like(states[:, :1, 0], dtype=torch.long) if root is None else root[:, None]
-        self.first = self.step(root, torch.zeros_like(root))[:, 0]  # (B, V)
-
-    @property
-    def newest(self) -> Tensor:
-        """What a head with the bias reads at the last level: (B, W, D + r); (B, 1, D) without a bias."""
-        state = self._states[:, self._depth - 1, None]
-        if self._info is None:
-            return state
-        token, memory = self._last
-        state = state.expand(-1, token.shape[1], -1)
-        return torch.cat([state, self._info.low_rank_input(token, state, memory)[0]], -1)
-
-    def likeliest(self) -> tuple[Tensor, Tensor]:
-        """(B, K) tokens of the chain of likeliest ones, and the probability of each; before any `step`."""
-        logits, found = self.first, list[tuple[Tensor, Tensor]]()
-        for depth in range(len(self._raw)):
-            if depth:
-                logits = self.step(found[-1][0][:, None], torch.zeros_like(found[-1][0])[:, None])[:, 0]
-            chance, token = logits.softmax(-1).max(-1)  # (B,)
-            found.append((target_ids(token, self.vocabulary), chance))
-        tokens, chances = zip(*found, strict=True)
-        return torch.stack(tokens, 1), torch.stack(chances, 1)
-
-    def step(self, token: Tensor, parent: Tensor) -> Tensor:
-        """Logits below the tokens of a level; see `expand`."""
-        k, self._depth = self._depth, self._depth + 1
-        logits = self._raw[k][:, None]
-        if self._info is None:
-            return self._shape(logits)
-        memory = self._memory
-        if memory is not None:
-            memory = memory.gather(1, parent[..., None].expand(-1, -1, memory.shape[-1]))
-        self._last = token, memory
-        state = self._states[:, k, None]
-        if self._depth < self._biased_from:
-            state = state.expand(-1, token.shape[1], -1)
-            self._memory = self._info.low_rank_input(token, state, memory)[1]
-        else:
-            logits, self._memory = self._info.add(logits, token, state, memory)
-        return self._shape(logits)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from decode.model.causal_lm import CausalLM
 from decode.row_state import append_rows, select_rows
 from decode.transfer import RowInts
-from drafters.families.hf_model import known_tokens, unread_text
+from drafters.hf.vocabulary import known_tokens, unread_text
 
 
 class MaskedPrefix:

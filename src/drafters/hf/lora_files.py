@@ -16,7 +16,7 @@ from decode.errors import UserError
 from decode.model.identity.fingerprint import check_current, module_fingerprint
 from decode.model.load import is_masked, load_model
 from decode.model.target import Target
-from drafters.families.hf_build import DOWN, UP, cut_target
+from drafters.hf.build import DOWN, UP, cut_target
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")  # peft's names
 OPTION = "settings.base.path"  # of a checkpoint's config.json

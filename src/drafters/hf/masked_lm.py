@@ -13,7 +13,7 @@ from decode.errors import UserError
 from decode.model.causal_lm import CausalLM
 from decode.model.load import is_masked, load_tokenizer
 from decode.transfer import RowInts
-from drafters.families.hf_model import OPTION
+from drafters.hf.vocabulary import OPTION
 
 
 class Window(NamedTuple):

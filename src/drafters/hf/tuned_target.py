@@ -27,8 +27,8 @@ from decode.model.causal_lm import CausalLM
 from decode.model.identity.fingerprint import hashed
 from decode.model.target import Target
 from drafters.base import ParamGroup
-from drafters.families.hf_build import BASE, DOWN, UP, add_lora, check_lora, checkpoint_layers, merge_lora
-from drafters.families.lora_files import locate_base, split_adapters, write_adapters
+from drafters.hf.build import BASE, DOWN, UP, add_lora, check_lora, checkpoint_layers, merge_lora
+from drafters.hf.lora_files import locate_base, split_adapters, write_adapters
 
 
 class LoraPair(nn.Module):
