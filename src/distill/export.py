@@ -105,7 +105,7 @@ def write(
         converter: source folder of llama.cpp, for `to=gguf`.
 
     Raises:
-        UserError: see `checkpoint_io.load`, `formats.write_layout`, `llama_cpp.converting` and
+        UserError: see `checkpoint_io.load`, `formats.write_layout`, `llama_cpp.convert_on_write` and
             `pretrained.publish_folder`.
     """
     drafter = checkpoint_io.load(checkpoint, target)
@@ -114,7 +114,7 @@ def write(
     origin = portable(drafter.origin)
     theirs = None if to == NATIVE else formats.write_layout(checkpoint_io.as_saved(drafter), target, to)
     if theirs and to == GGUF:
-        theirs = llama_cpp.converting(theirs, target, llama_cpp.check_folder(converter))
+        theirs = llama_cpp.convert_on_write(theirs, target, llama_cpp.check_folder(converter))
     with pretrained.publish_folder(out) as temporary:
         weights = None if theirs else checkpoint_io.weights_on_file(checkpoint, drafter, target)
         pretrained.write(drafter, temporary, origin, recipe_of(checkpoint), theirs, to, weights, repo or "")
@@ -163,7 +163,7 @@ class RunExport:
             formats.check(kind, drafter.settings, target, to)
         if to == GGUF:
             script = llama_cpp.check_folder(options.llama_cpp)
-            llama_cpp.check_tokenizer(*formats.served(kind, drafter.settings), target, script)
+            llama_cpp.check_tokenizer(*formats.exported_part(kind, drafter.settings), target, script)
 
     def write(self, folder: Path, target: Target) -> None:
         """Export the best checkpoint of a run that has ended.

@@ -23,12 +23,21 @@ from distill.utils.progress import bar, say
 from distill.utils.provenance import digest
 from drafters.checkpoint.atomic import publish
 from drafters.drafting import datastore
-from drafters.drafting.datastore import DEPTH, FORMAT, META, MOST, ORDER, TOKENS, Datastore, datastore_folder
+from drafters.drafting.datastore import (
+    DEPTH,
+    FORMAT,
+    MAX_TOKENS,
+    META,
+    ORDER,
+    TOKENS,
+    Datastore,
+    datastore_folder,
+)
 
 BATCH = 1_000_000  # characters that the tokenizer is given at once
 
 
-def make_datastore(source: str, target: Target, most: int = MOST) -> str:
+def make_datastore(source: str, target: Target, most: int = MAX_TOKENS) -> str:
     """Make the datastore of these texts in the target's tokens, unless this machine has it.
 
     Of several processes one makes it, and the others wait.
@@ -86,7 +95,9 @@ def _write(folder: Path, texts: Texts, target: Target, most: int) -> str:
     return f"{size:,} tokens{limit} in {time.monotonic() - start:.0f} s, {megabytes:.1f} MiB{left_out}"
 
 
-def write_datastore(folder: Path, batches: Iterable[np.ndarray], vocab_size: int, most: int = MOST) -> int:
+def write_datastore(
+    folder: Path, batches: Iterable[np.ndarray], vocab_size: int, most: int = MAX_TOKENS
+) -> int:
     """Write a datastore; nothing is there before it is finished.
 
     Args:

@@ -34,7 +34,7 @@ META, TOKENS, ORDER = "index.json", "tokens.bin", "order.bin"
 DEPTH = 16  # tokens that positions are sorted by: the longest match
 SAMPLE = 64  # most positions that are counted for an n-gram
 REMEMBERED = 4096  # cached n-grams: the next round looks up many of them again
-MOST = 10**9  # tokens of a datastore
+MAX_TOKENS = 10**9  # tokens of a datastore
 BLOCKS, BLOCK = 256, 4096  # number and bytes of the samples of a file that are hashed
 
 

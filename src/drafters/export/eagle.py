@@ -33,11 +33,11 @@ from drafters.export.llama_config import (
     architecture,
     check_embedding,
     check_head,
+    check_no_window,
     check_target,
     check_tensor_names,
     check_window,
     config_of,
-    no_window,
     sizes,
 )
 from drafters.export.shapes import embedding_of
@@ -99,7 +99,7 @@ def check_authors(
     if (name := type(target.model).__name__) not in classes:
         known = f"{', '.join(classes[:-1])} and {classes[-1]}"
         yield Refusal(f"the target is a {name}, and the authors' code supports only {known}")
-    yield from no_window(settings, "the authors' code")
+    yield from check_no_window(settings, "the authors' code")
     theta, rope = settings["rope_theta"], settings.get("rope") or {}
     kind = rope.get("rope_type", "default")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:

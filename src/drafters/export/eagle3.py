@@ -30,12 +30,12 @@ from drafters.export.layout import (
 from drafters.export.llama_config import (
     architecture,
     check_embedding,
+    check_no_window,
     check_sinks,
     check_target,
     check_tensor_names,
     check_window,
     config_of,
-    no_window,
     sizes,
 )
 from drafters.export.shapes import check_taps, default_taps, read_vocab_maps, sort_taps, taps_of, vocab_maps
@@ -103,7 +103,7 @@ def _check_ignored(settings: Mapping[str, Any], target: Target) -> Iterator[Refu
 
 def _note(settings: Mapping[str, Any], target: Target) -> str:
     """Warning for files of engines that the authors' code would load and misread; "" if it would not."""
-    departures = [*_check_ignored(settings, target), *no_window(settings, "the authors' code")]
+    departures = [*_check_ignored(settings, target), *check_no_window(settings, "the authors' code")]
     reasons = [refusal.reason for refusal in departures]
     if not reasons:
         return ""

@@ -20,7 +20,7 @@ from drafters.registry import nested
 ROUNDS = 4  # of changes to settings: a change may cause another refusal
 NATIVE = "native"  # our own format; every drafter has it
 GGUF = "gguf"  # llama.cpp's format, written by its converter
-OF_TWO = ("cascade", "union")  # made of two drafters; only the first is served
+TWO_DRAFTERS = ("cascade", "union")  # made of two drafters; only the first is served
 NOT_EXPORTED = (
     "not exported: the second drafter of the {} ({}), which the scores include; engines look up n-grams "
     "themselves"
@@ -63,7 +63,7 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
         "lm": llama_cpp.LM,
     },
     "hf": {
-        "hf_dllm": hf_model.FILLS,
+        "hf_dllm": hf_model.MASKED_LM,
         "lm": hf_model.HF,
         "medusa2": hf_model.TUNED,
     },
@@ -81,7 +81,7 @@ READERS: Sequence[Reader] = (
 )
 
 
-class Instead(NamedTuple):
+class Alternative(NamedTuple):
     """Alternative to a drafter that a program has no format for.
 
     Attributes:
@@ -95,38 +95,42 @@ class Instead(NamedTuple):
     settings: Mapping[str, Any] = {}
 
 
-DIFFUSION = Instead(
+DIFFUSION = Alternative(
     "it differs from DFlash, which has one (the newest feature in every position, a vector for each mask, "
     "norms of the taps)",
     "dflash",
     {"taps": [1]},
 )
-INSTEAD: Mapping[tuple[str, str], Instead] = {
+ALTERNATIVES: Mapping[tuple[str, str], Alternative] = {
     **{
-        (program, "boosted"): Instead("no program drafts with two models; export either checkpoint by itself")
+        (program, "boosted"): Alternative(
+            "no program drafts with two models; export either checkpoint by itself"
+        )
         for program in FORMATS
     },
-    ("vllm", "lstm"): Instead("ArcticInference, which has one, is a plugin with its own file format", "mlp"),
-    ("vllm", "ngram"): Instead(
+    ("vllm", "lstm"): Alternative(
+        "ArcticInference, which has one, is a plugin with its own file format", "mlp"
+    ),
+    ("vllm", "ngram"): Alternative(
         """it has prompt lookup of its own: --speculative-config '{"method": "ngram", """
         """"num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'"""
     ),
-    ("vllm", "suffix"): Instead(
+    ("vllm", "suffix"): Alternative(
         "it has suffix decoding of its own, once arctic-inference is installed: "
         """--speculative-config '{"method": "suffix"}'"""
     ),
-    ("sglang", "ngram"): Instead("it has one of its own: --speculative-algorithm NGRAM"),
-    ("authors", "medusa2"): Instead(
+    ("sglang", "ngram"): Alternative("it has one of its own: --speculative-algorithm NGRAM"),
+    ("authors", "medusa2"): Alternative(
         "its heads need the tuned target, which to=hf writes, and the files would name the original one"
     ),
-    ("gguf", "ngram"): Instead("llama.cpp has lookups of its own: --spec-type ngram-simple"),
+    ("gguf", "ngram"): Alternative("llama.cpp has lookups of its own: --spec-type ngram-simple"),
     **{(program, "diffusion"): DIFFUSION for program in ("vllm", "sglang", "speculators", "gguf")},
 }
 
 
 def accepting(drafter: str, settings: Mapping[str, Any], target: Target) -> list[str]:
     """Programs that can serve a drafter of these settings; every drafter also has the native format."""
-    drafter, settings = served(drafter, settings)
+    drafter, settings = exported_part(drafter, settings)
     return [to for to in FORMATS if drafter in FORMATS[to] and not _refusals(drafter, settings, target, to)]
 
 
@@ -136,8 +140,8 @@ def check_format(drafter: str, to: str) -> None:
     Raises:
         UserError: it has none.
     """
-    if drafter not in OF_TWO and drafter not in FORMATS[to]:  # else settings decide
-        known = INSTEAD.get((to, drafter))
+    if drafter not in TWO_DRAFTERS and drafter not in FORMATS[to]:  # else settings decide
+        known = ALTERNATIVES.get((to, drafter))
         reason = f"; {known.reason}" if known else ""
         raise UserError(f"{_no_format(drafter, to)}{reason}; to={NATIVE} takes every drafter")
 
@@ -154,9 +158,9 @@ def check(drafter: str, settings: Mapping[str, Any], target: Target, to: str) ->
     Raises:
         UserError: it cannot. All settings and programs that the message suggests pass this check.
     """
-    drafter, settings = served(drafter, settings)
+    drafter, settings = exported_part(drafter, settings)
     if drafter not in FORMATS[to]:
-        known = INSTEAD.get((to, drafter), Instead(""))
+        known = ALTERNATIVES.get((to, drafter), Alternative(""))
         ways, own = [], bool(known.reason) and not known.drafter  # the engine has its own method
         if known.drafter and not _refusals(known.drafter, known.settings, target, to):
             ways = [f"train drafter={known.drafter}"]
@@ -175,15 +179,15 @@ def check(drafter: str, settings: Mapping[str, Any], target: Target, to: str) ->
 
 def served_length(drafter: str, settings: Mapping[str, Any], to: str) -> int | None:
     """Draft length in the serving command of an export; None: the program does not serve the drafter."""
-    drafter, settings = served(drafter, settings)
+    drafter, settings = exported_part(drafter, settings)
     found = FORMATS.get(to, {}).get(drafter)
     return found.length(settings) if found and found.length else None
 
 
-def served(drafter: str, settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Short name and settings of the exported drafter: for `OF_TWO`, the first of the two."""
+def exported_part(drafter: str, settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Short name and settings of the exported drafter: for `TWO_DRAFTERS`, the first of the two."""
     parts = {name: (part, options) for name, part, options in nested(settings)}
-    return parts["first"] if drafter in OF_TWO else (drafter, settings)
+    return parts["first"] if drafter in TWO_DRAFTERS else (drafter, settings)
 
 
 def _no_format(drafter: str, to: str) -> str:
@@ -228,9 +232,9 @@ def write_layout(saved: Saved, target: Target, to: str) -> Layout:
     check(saved.drafter, saved.settings, target, to)
     if not _has_vocabulary(saved.drafter, to):  # all tokens are trained, and the engine drafts any
         saved = saved._replace(weights={name: w for name, w in saved.weights.items() if name != "d2t"})
-    if saved.drafter not in OF_TWO:
+    if saved.drafter not in TWO_DRAFTERS:
         return FORMATS[to][saved.drafter].write(saved, target)
-    kind, settings = served(saved.drafter, saved.settings)
+    kind, settings = exported_part(saved.drafter, saved.settings)
     stem = "first."
     weights = {name.removeprefix(stem): w for name, w in saved.weights.items() if name.startswith(stem)}
     layout = write_layout(Saved(kind, settings, weights, saved.confidence), target, to)
@@ -245,4 +249,4 @@ def _has_vocabulary(drafter: str, to: str) -> bool:
 
 def find_reader(config: Mapping[str, Any]) -> Reader | None:
     """The reader for a `config.json`; None if the format is unknown."""
-    return next((reader for reader in READERS if reader.knows(config)), None)
+    return next((reader for reader in READERS if reader.matches(config)), None)

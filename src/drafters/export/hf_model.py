@@ -210,7 +210,7 @@ def target_files(target: Target, *more: str) -> dict[str, bytes]:
 
 
 HF = Format(_hf, _check_nothing)
-FILLS = Format(_masked, _check_nothing)
+MASKED_LM = Format(_masked, _check_nothing)
 TUNED = Format(_tuned, _check_nothing)
 VLLM = Format(_vllm, _check_vocabulary, lambda _: TOKENS)
 SGLANG = Format(_sglang, _check_vocabulary, lambda _: TOKENS)

@@ -124,12 +124,12 @@ class Reader(NamedTuple):
 
     Attributes:
         name: of the format, for messages.
-        knows: whether a `config.json` is in this format.
+        matches: whether a `config.json` is in this format.
         read: converts the files; raises UserError for another target's or an unsupported drafter.
     """
 
     name: str
-    knows: Callable[[Mapping[str, Any]], bool]
+    matches: Callable[[Mapping[str, Any]], bool]
     read: Callable[[Layout, Target], Saved]
 
 

@@ -175,7 +175,7 @@ def check_window(settings: Mapping[str, Any], target: Target) -> Iterator[Refusa
         yield Refusal(f"vLLM gives a drafter without a window the target's, of {theirs}", {"window": theirs})
 
 
-def no_window(settings: Mapping[str, Any], program: str) -> Iterator[Refusal]:
+def check_no_window(settings: Mapping[str, Any], program: str) -> Iterator[Refusal]:
     """Refuse a window, for a program without windows for drafters."""
     if settings.get("window") is not None:
         yield Refusal(f"{program} has no window for a drafter", {"window": None, "sinks": 0})

@@ -24,7 +24,7 @@ from decode.model.target import Target
 from drafters.export import dflash, eagle3, hf_model
 from drafters.export.eagle import draft_length
 from drafters.export.layout import FILES, Format, Layout, Refusal, Saved, trained_depth
-from drafters.export.llama_config import check_embedding, no_window
+from drafters.export.llama_config import check_embedding, check_no_window
 from drafters.export.shapes import check_taps, dtype_of
 
 SCRIPT = "convert_hf_to_gguf.py"
@@ -47,7 +47,7 @@ def _check_eagle3(settings: Mapping[str, Any], target: Target) -> Iterator[Refus
             "llama.cpp has no fc_norm (a norm per tap); its norm_before_fc is one norm for all taps",
             {"fc_norm": False, "norm_before_fc": True},
         )
-    yield from no_window(settings, "llama.cpp's EAGLE-3")
+    yield from check_no_window(settings, "llama.cpp's EAGLE-3")
     if settings["norm_output"]:
         yield Refusal("llama.cpp feeds back the state before the final norm", {"norm_output": False})
     if (settings.get("rope") or {}).get("partial_rotary_factor", 1.0) != 1.0:
@@ -146,7 +146,7 @@ def check_tokenizer(drafter: str, settings: Mapping[str, Any], target: Target, s
         _run([*_command(script, Path(folder), Path(folder) / "vocabulary.gguf"), "--vocab-only"])
 
 
-def converting(layout: Layout, target: Target, script: Path) -> Layout:
+def convert_on_write(layout: Layout, target: Target, script: Path) -> Layout:
     """A layout that is converted to GGUF when it is written.
 
     Args:

@@ -142,12 +142,12 @@ def embedding_of(target: Target) -> Tensor:
     return weight.detach()
 
 
-def same_rows(theirs: Tensor, ours: Tensor, but: int | None = None) -> bool:
-    """Whether two (V, D) tables are equal up to rounding, except in row `but`."""
+def same_rows(theirs: Tensor, ours: Tensor, except_row: int | None = None) -> bool:
+    """Whether two (V, D) tables are equal up to rounding, except in row `except_row`."""
     narrow = min(theirs.dtype, ours.dtype, key=lambda dtype: dtype.itemsize)
     equal = (theirs.to(narrow) == ours.to(theirs.device, narrow)).all(-1)
-    if but is not None:
-        equal[but] = True
+    if except_row is not None:
+        equal[except_row] = True
     return theirs.shape == ours.shape and bool(equal.all())
 
 

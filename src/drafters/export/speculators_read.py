@@ -198,6 +198,6 @@ def _eagle3(layout: Layout, target: Target) -> tuple[dict[str, Any], dict[str, T
     return settings, weights
 
 
-def _shares_embedding(tensors: Mapping[str, Tensor], target: Target, but: int | None = None) -> bool:
+def _shares_embedding(tensors: Mapping[str, Tensor], target: Target, except_row: int | None = None) -> bool:
     table = tensors.get("embed_tokens.weight")
-    return table is None or same_rows(table, embedding_of(target), but)
+    return table is None or same_rows(table, embedding_of(target), except_row)

@@ -29,7 +29,7 @@ from drafters.layers.decode_step import run_after
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from drafters.layers.text_store import TextStore
 from drafters.layers.token_bias import TeacherForcedBias
-from drafters.layers.unroll import finished
+from drafters.layers.unroll import finish_layer
 from drafters.layers.unroll_attention import Visibility, attend_unrolled, oldest_keys, query_blocks
 from drafters.vocabulary import Vocabulary
 
@@ -322,7 +322,7 @@ class BlockDrafter(TokenBiasDrafter):
             keys = [k, *block_k.unflatten(0, (count, width)).unbind(1)]
             values = [v, *block_v.unflatten(0, (count, width)).unbind(1)]
             attended = attend_unrolled(q, keys, values, visible).flatten(1)
-            x = finished(layer, x, attended, self.checkpointing)
+            x = finish_layer(layer, x, attended, self.checkpointing)
         return x.unflatten(0, (count, width))
 
     def _visibility(self, slots: Tensor, width: int, context: _Context) -> Visibility:

@@ -170,7 +170,7 @@ class DecoderLayer(nn.Module):
         q, k = rotate(qk, angles).split([heads, self.kv_heads], -2)
         return q, k, v
 
-    def turn(self, q: Tensor, angles: Tensor) -> Tensor:
+    def rotate_queries(self, q: Tensor, angles: Tensor) -> Tensor:
         """(..., heads * dim) of the query rows of `qkv_proj` -> rotated queries (..., heads, dim)."""
         return rotate(self.q_norm(q.unflatten(-1, (-1, self.head_dim))), angles)
 

@@ -75,7 +75,7 @@ class AnchorIndex:
         return torch.searchsorted(self.places, self.anchors[depth - 1])
 
 
-def finished(layer: DecoderLayer, x: Tensor, attended: Tensor, checkpointing: bool) -> Tensor:
+def finish_layer(layer: DecoderLayer, x: Tensor, attended: Tensor, checkpointing: bool) -> Tensor:
     """Output of a layer, given its attention; with `checkpointing` recomputed in the backward pass."""
     if checkpointing:
         return checkpoint(layer.finish, x, attended, use_reentrant=False, preserve_rng_state=False)
@@ -182,7 +182,7 @@ class LayerUnroll:
                 for rows in (self._keys[i], self._values[i])
             )
             attended = attend_unrolled(q, keys, values, visibility).flatten(1)
-            x = finished(layer, x, attended, self._checkpointing)
+            x = finish_layer(layer, x, attended, self._checkpointing)
         return x
 
     @staticmethod
@@ -201,7 +201,7 @@ class LayerUnroll:
         if rest_q is not None:
             rest_q = rest_q.index_select(0, query_rows)
         _, k, v = layer.split(_product(y, to_kv, rest_kv), angles)
-        q = layer.turn(
+        q = layer.rotate_queries(
             _product(y.index_select(0, query_rows), to_q, rest_q), angles.index_select(0, query_rows)
         )
         return q, k, v
