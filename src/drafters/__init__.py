@@ -1,1 +1,1 @@
-"""Drafters: plain modules with a training face and a decoding face. Need torch and transformers."""
+"""Drafters: modules that train by `unroll` and draft by `propose`. Need torch and transformers."""

@@ -49,10 +49,10 @@ class DraftStep(NamedTuple):
         depth: j >= 1; 0 for the target's own prediction of x_{t+1}, from a drafter that tunes the target.
         head: maps hidden to logits.
         aux: named auxiliary losses, (M,) each, unweighted.
-        weight: how much the rows count, one for all or (M,). The objective's weights are multiplied by it; in
-            those that are sums over depths, each depth's part is.
-        training_only: an extra loss term with the weights of the step of the same depth and anchors;
-            never drafted from, so it does not count in alpha.
+        weight: loss weight of the rows, one number or (M,). It multiplies the objective's weights; in a
+            sum over depths, the part of this depth.
+        training_only: an extra loss term with the weights of the step of the same depth and anchors. It
+            is not drafted from, so alpha ignores it.
     """
 
     hidden: Tensor
@@ -88,7 +88,7 @@ class Text(NamedTuple):
 
 
 def constructor_arguments(scope: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a constructor, from its `locals()`; those in `**sizes` flat, with the others."""
+    """Arguments of a constructor, from its `locals()`; the entries of `**sizes` are merged into them."""
     named = {k: v for k, v in scope.items() if k not in ("self", "__class__", "sizes")}
     return named | scope.get("sizes", {})
 
@@ -107,7 +107,7 @@ def supervised_anchors(loss_mask: Tensor, depth: int) -> Tensor:
 
 
 def sample_anchors(anchors: Tensor, count: int, seed: int) -> Tensor:
-    """A uniform sample of `count` of (N,) anchors, ascending; all of them if there are no more."""
+    """A uniform sample of `count` of (N,) anchors, ascending; all if there are no more than that."""
     if count >= len(anchors):
         return anchors
     chosen = torch.randperm(len(anchors), generator=torch.Generator().manual_seed(seed))[:count]
@@ -137,9 +137,9 @@ class Origin(NamedTuple):
 
 
 class Drafter(DraftVocabulary, ABC):
-    """Base class. A new drafter is a file in drafters/models, a yaml in conf/drafter, a registry line.
+    """Base class of drafters. A new one needs a file in drafters/models, a yaml and a registry line.
 
-    Constructors take plain values, which are kept in `settings` and written to config.json;
+    Constructors take plain values, kept in `settings` and written to config.json;
     `for_target` fills in sizes that follow from the target.
 
     Args:
@@ -167,7 +167,7 @@ class Drafter(DraftVocabulary, ABC):
     @classmethod
     @abstractmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
-        """Build a fresh drafter whose sizes fit `target`."""
+        """Build a new drafter with the sizes of `target`."""
 
     @classmethod
     def restore(cls, settings: dict[str, Any], target: Target) -> Self:
@@ -216,15 +216,15 @@ class Drafter(DraftVocabulary, ABC):
     # -- counting, before training -------------------------------------------------------------
 
     def fit(self, texts: Iterable[Text], target: Target, progress: Progress | None = None) -> str:
-        """Fit what takes no gradient (counts, vocabularies) before the first training step.
+        """Fit counts and vocabularies, without gradients, before the first training step.
 
-        A function of the rollouts only: a resumed run fits again. Sizes that follow from it go into
-        `settings`, everything else into buffers.
+        The result depends only on the rollouts: a resumed run fits again. Sizes go into `settings`,
+        everything else into buffers.
 
         Args:
-            texts: the training rollouts, read once; held-out prompts are not among them.
+            texts: the training rollouts, without held-out prompts; read once.
             target: of the drafter.
-            progress: told of steps, by a fit that may take more than a few seconds.
+            progress: called after each step of a fit that may take more than a few seconds.
 
         Returns:
             One line that describes the result.
@@ -240,7 +240,7 @@ class Drafter(DraftVocabulary, ABC):
     # -- decoding: implements decode.generation.types.Proposer -----------------------------------
 
     def verifier(self, target: Target) -> Target:
-        """The model that verifies, to which decoding is lossless: the target, or a tuned copy of it."""
+        """The model that verifies drafts: the target or a tuned copy. Decoding is lossless to this model."""
         return target
 
     @property
@@ -292,26 +292,26 @@ class Drafter(DraftVocabulary, ABC):
         select_rows(state, RowInts.of(rows))
 
     def append(self, state: Any, target: Target, other: Any) -> None:
-        """Add another state's rows behind these; see `append_rows`. Both have advanced since they drafted."""
+        """Append another state's rows, see `append_rows`. Both have advanced since their last draft."""
         del target
         append_rows(state, other)
 
     @abstractmethod
     def propose(self, state: Any, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
-        """Draft below the root; what `advance` built stays unchanged.
+        """Draft below the root, without changing what `advance` stored.
 
-        Sampled nodes must be drawn with `coin` from the q that the draft states (`DraftProbs`), and may not
-        be dropped for the token that was drawn. Every round checks ids and q (`draft_check`), and the audit
-        tests that tokens are draws from q.
+        Sampled nodes must be drawn with `coin` from the q of the draft (`DraftProbs`), and may not be
+        dropped because of the token that was drawn. Every round checks ids and q (`draft_check`), and the
+        audit tests that tokens are draws from q.
         """
 
 
 class Confidence(nn.Module):
-    """Predicts from a drafter's state s whether the token sampled from it is accepted: sigmoid(w . s + b)
-    (DSpark, arXiv:2607.05147; SpecDec++, arXiv:2405.19715).
+    """Probability that the token sampled from a drafter's state s is accepted: sigmoid(w . s + b).
 
-    The label is the exact acceptance probability, alpha = sum min(p, q). States are detached, so the
-    drafter trains the same with and without it. The initial prediction is 1/2.
+    As in DSpark (arXiv:2607.05147) and SpecDec++ (arXiv:2405.19715). The label is the exact acceptance
+    probability, alpha = sum min(p, q). States are detached, so the head does not change how the drafter
+    trains. The initial prediction is 1/2.
 
     Args:
         hidden_size: D of the states.

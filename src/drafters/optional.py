@@ -1,4 +1,4 @@
-"""What only some drafters do: a protocol each, and a function that asks any drafter for it."""
+"""Optional methods of drafters: a protocol for each, and a function that works for any drafter."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Remarks(Protocol):
     """A drafter with settings that have no effect under some plans."""
 
     def remark(self, plan: Plan) -> str:
-        """A line on such settings under a resolved plan; "" if all have one."""
+        """One line on settings without effect under a resolved plan; "" if there are none."""
         ...
 
 
 @runtime_checkable
 class KeepsKeys(Protocol):
-    """A drafter whose state has keys and values."""
+    """A drafter with keys and values in its state."""
 
     def kv_bytes_per_token(self, state: Any) -> int:
-        """Bytes of them per settled token; fewer where a window has dropped some."""
+        """Bytes of keys and values per settled token; fewer where a window has dropped some."""
         ...
 
 
@@ -46,7 +46,7 @@ class WritesText(Protocol):
 
 @runtime_checkable
 class Recomputes(Protocol):
-    """A drafter with layers whose activations need not be stored for the backward pass."""
+    """A drafter that supports gradient checkpointing."""
 
     def checkpoint_gradients(self) -> None:
         """Recompute activations in the backward pass instead of storing them (arXiv:1604.06174)."""
@@ -55,16 +55,16 @@ class Recomputes(Protocol):
 
 @runtime_checkable
 class Shardable(Protocol):
-    """A drafter of which FSDP2 and ZeRO-3 can gather modules one by one; all other weights at once."""
+    """A drafter with modules that FSDP2 and ZeRO-3 gather one by one; other weights are gathered at once."""
 
     def shardable_modules(self) -> Iterable[nn.Module]:
-        """Modules whose weights only their own forward pass reads, and that every unroll runs."""
+        """Modules that every unroll runs, with weights that only their own forward pass reads."""
         ...
 
 
 @runtime_checkable
 class ConvertsWeights(Protocol):
-    """A drafter whose saved weights depend on its settings."""
+    """A drafter with saved weights that depend on its settings."""
 
     def convert_weights(self, weights: dict[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
         """Convert saved weights of this class with other `settings` for a warm start.
@@ -77,7 +77,7 @@ class ConvertsWeights(Protocol):
 
 @runtime_checkable
 class AdoptsWeights(Protocol):
-    """A drafter that another drafter's checkpoints may initialise."""
+    """A drafter that checkpoints of another kind of drafter may initialise."""
 
     @property
     def warm_starts_from(self) -> str:
@@ -91,11 +91,11 @@ class AdoptsWeights(Protocol):
 
 @runtime_checkable
 class SavesApart(Protocol):
-    """A drafter whose weights are not all in its own file."""
+    """A drafter that saves some weights outside its own file."""
 
     @property
     def unsaved_names(self) -> frozenset[str]:
-        """Names in `state_dict` of another model's frozen weights, which checkpoints leave out."""
+        """Names in `state_dict` of another model's frozen weights; checkpoints omit them."""
         ...
 
     def save_separately(self, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ def checkpoint_gradients(drafter: object) -> None:
     """See `Recomputes`.
 
     Raises:
-        UserError: the drafter has no layers that could be run again.
+        UserError: the drafter has no layers to recompute.
     """
     if not isinstance(drafter, Recomputes):
         raise UserError("gradient_checkpointing: this drafter has no layers to recompute; leave it false")

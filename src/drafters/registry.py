@@ -10,7 +10,7 @@ from typing import Any
 from decode.errors import UserError
 from drafters.base import Drafter
 
-# Closed tables: the class that a downloaded config names is looked up here only.
+# Closed tables: a downloaded config can name only these classes.
 CLASSES = {
     "bigram": "drafters.models.bigram:Bigram",
     "dflash": "drafters.models.dflash:DFlash",
@@ -50,7 +50,7 @@ def drafter_class(name: str) -> type[Drafter]:
     """The class behind a short name.
 
     Raises:
-        UserError: the name is in none of the tables.
+        UserError: an unknown name.
     """
     if name not in KNOWN:
         raise UserError(f"drafter {name!r} is not known; known are {', '.join(sorted(KNOWN))}")
@@ -59,10 +59,10 @@ def drafter_class(name: str) -> type[Drafter]:
 
 
 def nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Drafters inside a drafter, from {drafter: ..., settings: ...}: setting, short name, settings of each.
+    """Drafters in a drafter's settings, as {drafter: ..., settings: ...}: setting, short name, settings.
 
     Raises:
-        UserError: one of another form, or a drafter that is in none of the tables.
+        UserError: an entry of another form, or an unknown drafter.
     """
     for name, part in settings.items():
         if not isinstance(part, Mapping) or "drafter" not in part:

@@ -18,14 +18,14 @@ from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.sampling import Sampler
 
-LARGE = 2**14  # tokens
-CEILING = 32000  # tokens that `auto` chooses at most; EAGLE-3's number
-SPARED = 0.02  # share of new answers that `auto` gives up against its ceiling; docs/drafters.md has a table
-FEWEST = 2048  # tokens, however few the answers have: others may be written later
+LARGE = 2**14  # tokens of the smallest target that `auto` reduces
+CEILING = 32000  # most tokens that `auto` chooses, as in EAGLE-3
+SPARED = 0.02  # coverage that `auto` gives up relative to its ceiling; table in docs/drafters.md
+FEWEST = 2048  # fewest tokens that `auto` chooses: new answers have tokens that these lack
 STEP = 256  # tokens
-CHUNK = 4096  # texts that are counted together
-FOLDS = 10  # of the answers, for the estimate of that share
-SCORED = 0.999  # share of the answers that the tokens which training scores make
+CHUNK = 4096  # texts counted at a time
+FOLDS = 10  # of the cross-validation that estimates coverage
+SCORED = 0.999  # minimum share of the answers' tokens that training scores
 
 
 class Vocabulary(NamedTuple):
@@ -41,7 +41,7 @@ class Vocabulary(NamedTuple):
 
     @classmethod
     def of(cls, head: Head, target: Target) -> Self | None:
-        """Of a head's logits; None: the target's vocabulary."""
+        """The vocabulary of a head's logits; None: the target's."""
         return None if head.d2t is None else cls(head.d2t, target.vocab_size)
 
 
@@ -49,8 +49,8 @@ class TokenCounts(NamedTuple):
     """How often the target wrote each token, for the choice of a draft vocabulary.
 
     Attributes:
-        folds: (F, V) of every token, in each F-th of the answers.
-        first: tokens that are included however rare they are: those that end an answer.
+        folds: (F, V) counts in each fold of the answers.
+        first: tokens that end an answer; always included.
     """
 
     folds: Tensor
@@ -60,7 +60,7 @@ class TokenCounts(NamedTuple):
     def of(
         cls, texts: Iterable[tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]], target: Target
     ) -> Self:
-        """Count the tokens of texts whose mask is 1."""
+        """Count the tokens of texts where the mask is 1."""
         size = FOLDS * target.vocab_size
         counts = np.zeros(size, np.int64)
         rest = enumerate(texts)
@@ -74,19 +74,18 @@ class TokenCounts(NamedTuple):
 
     @property
     def counts(self) -> Tensor:
-        """(V,) of every token, in all answers."""
+        """(V,) counts in all answers."""
         return self.folds.sum(0)
 
     def most_frequent(self, size: int) -> Tensor:
-        """(V',) ids, ascending."""
+        """(V',) ids of the most frequent tokens, ascending."""
         return by_frequency(self.counts, self.first)[:size].sort().values
 
     def coverage(self) -> Tensor:
-        """(V,) estimated share of new answers that is among the 1, 2, ... most frequent tokens.
+        """(V,) estimated coverage of new answers by the 1, 2, ... most frequent tokens.
 
-        By cross-validation over answers: each F-th is covered by what the others wrote most. An answer
-        repeats its rare tokens, so that the tokens which occur once (Good and Turing's estimate) would
-        promise too much: 0.7 % of new answers unseen where it is 3.6 %.
+        Cross-validated over answers: tokens are ranked on all folds but one and counted on that one. The
+        Good-Turing estimate would be too high, since an answer repeats its rare tokens.
         """
         counts, covered = self.counts, torch.zeros(self.folds.shape[1], dtype=torch.long)
         for fold in self.folds:
@@ -94,10 +93,10 @@ class TokenCounts(NamedTuple):
         return covered.double() / counts.sum().clamp_min(1)
 
     def enough(self, least: int) -> tuple[int, float]:
-        """Size of the draft vocabulary that `auto` means, and its estimated coverage.
+        """Size of an `auto` draft vocabulary, and its estimated coverage.
 
-        The smallest multiple of `STEP`, at least `least`, whose estimated coverage is `SPARED` below the
-        the `ceiling`, or better. Few answers say little of the rare tokens and have a larger vocabulary.
+        The smallest multiple of `STEP`, at least `least`, with a coverage at most `SPARED` below the
+        `ceiling`'s. With few answers the vocabulary is larger, since they say little of rare tokens.
         """
         coverage, most = self.coverage(), ceiling(self.folds.shape[1])
         wanted, sizes = coverage[most - 1] - SPARED, [*range(STEP, most, STEP), most]
@@ -105,10 +104,9 @@ class TokenCounts(NamedTuple):
         return size, float(coverage[size - 1])
 
     def scored(self, least: int) -> Tensor | None:
-        """(V_t,) ids of the tokens that training scores, ascending; None: all, where half would not do.
+        """(V_t,) ids of the tokens that training scores, ascending; None: all, if half are not enough.
 
-        A product with a whole head is most of a training step, and most of its rows are of tokens that no
-        answer has.
+        The product with a whole head takes most of a training step, and most tokens are in no answer.
 
         Args:
             least: minimum V_t, the draft vocabulary.
@@ -125,14 +123,14 @@ class TokenCounts(NamedTuple):
         return float(self.counts[ids].sum() / self.counts.sum().clamp_min(1))
 
     def share(self, ids: Tensor) -> str:
-        """The same, for users."""
+        """`covered`, as text for users."""
         return f"of {len(self.counts)} tokens make {self.covered(ids):.2%} of the answers"
 
 
 def by_frequency(counts: Tensor, first: Sequence[int]) -> Tensor:
-    """(V,) ids by their (V,) counts, the highest first, after those that are included however rare they are.
+    """(V,) ids sorted by (V,) counts, the most frequent first, after the tokens `first`.
 
-    Equals are in the order of ids: tokenizers number what is frequent before what is rare.
+    Ties are in the order of ids: tokenizers give frequent tokens the smaller ids.
     """
     rank = counts.clone()
     rank[list(first)] = int(counts.max()) + 1
@@ -140,20 +138,20 @@ def by_frequency(counts: Tensor, first: Sequence[int]) -> Tensor:
 
 
 def ceiling(vocab_size: int) -> int:
-    """Maximum size that `auto` means for a target with V tokens: a quarter, at most `CEILING`."""
+    """Maximum size of an `auto` vocabulary for a target with V tokens: V / 4, at most `CEILING`."""
     return min(vocab_size // 4, CEILING)
 
 
 def draft_vocab_size(setting: int | str | None, vocab_size: int) -> int | None:
-    """Size of a draft vocabulary as users write it; None: the target's vocabulary.
+    """Size of a draft vocabulary from its option; None: the target's vocabulary.
 
     Args:
-        setting: a number of tokens; `auto`: the `ceiling` of a target that has `LARGE` tokens or more, whose
-            head is a large part of a draft, until `fit` knows how many are enough; None: all.
+        setting: a number of tokens; `auto`: the `ceiling`, until `fit` chooses the size, for a target with
+            `LARGE` tokens or more, else all; None: all.
         vocab_size: V of the target.
 
     Raises:
-        UserError: neither of these.
+        UserError: another value.
     """
     if setting == "auto":
         setting = ceiling(vocab_size) if vocab_size >= LARGE else None
@@ -165,8 +163,8 @@ def draft_vocab_size(setting: int | str | None, vocab_size: int) -> int | None:
 def unused_token(target: Target) -> int:
     """A token that does not occur in text: the padding token, or else the last id.
 
-    In most models the last ids are reserved or padding of the table. Special tokens are skipped, and
-    tokens with a zero embedding, which cannot serve as a mask.
+    In most models the last ids are reserved or padding. Special tokens are skipped, and tokens with a zero
+    embedding, since these cannot serve as a mask.
     """
     padding = getattr(target.config, "pad_token_id", None)
     special = {*stop_tokens(target), getattr(target.config, "bos_token_id", None), None}
@@ -189,8 +187,7 @@ def target_ids(token: Tensor, vocabulary: Vocabulary | None) -> Tensor:
 def probs_of(logits: Tensor, warp: Sampler, vocabulary: Vocabulary | None) -> Tensor:
     """(R, V) or (R, V') logits -> (R, V) probabilities; one-hot at temperature 0.
 
-    A row is zero, so that nothing is drawn from it, where softmax gives NaN: logits with NaN or +inf, or
-    all -inf.
+    Where softmax gives NaN (logits with NaN or +inf, or all -inf), a row is 0, so nothing is drawn from it.
     """
     probs = warp.probs(logits).nan_to_num_(nan=0.0)
     if vocabulary is None:
@@ -199,18 +196,18 @@ def probs_of(logits: Tensor, warp: Sampler, vocabulary: Vocabulary | None) -> Te
 
 
 class DraftVocabulary(nn.Module):
-    """The part of a drafter that knows which tokens it may propose, and reads a head over these.
+    """Base of drafters: the tokens that it may propose, and its output head over them.
 
     Args:
         draft_vocab_size: V', number of tokens that it may propose (FR-Spec, arXiv:2502.14856); None: all.
-            It is trained over these and the other tokens that the target writes, and in evaluation mode its
-            distributions are over these tokens.
+            Training scores these and other tokens that the target writes; distributions in evaluation mode
+            are over these.
 
     Attributes:
         d2t: (V',) ids of a reduced draft vocabulary, ascending; -1 until `fit` has chosen them.
         scored: (V_t,) ids of the tokens that training scores, ascending; None: all.
         int8: whether its weights are rounded to int8.
-        sizes_vocabulary: `fit` chooses the size of the draft vocabulary, too, in place of `draft_vocab_size`.
+        sizes_vocabulary: whether `fit` also chooses the size of the draft vocabulary.
 
     Raises:
         UserError: a size below 1.
@@ -231,9 +228,9 @@ class DraftVocabulary(nn.Module):
         self._head_rows = HeadRows()
 
     def output_head(self, head: Head) -> Head:
-        """A head over the draft vocabulary, rounded if the drafter is; in training over `scored`.
+        """The head over the draft vocabulary, rounded if the drafter is; in training over `scored`.
 
-        A head that trains keeps its rows.
+        A trainable head keeps all rows.
         """
         if not self.training:
             return self._head_rows.of(head, self.d2t, self.int8)
@@ -242,7 +239,7 @@ class DraftVocabulary(nn.Module):
     def round_to_int8(self) -> None:
         """Round the weights of all products to int8, and in decoding also the output head.
 
-        Training and decoding face stay one model. For a loaded drafter: its checkpoint stays as it is.
+        `unroll` reads the rounded weights, too. The checkpoint of a loaded drafter does not change.
 
         Raises:
             UserError: it has no such weights.
@@ -258,7 +255,7 @@ class DraftVocabulary(nn.Module):
 
     @torch.no_grad()
     def choose_tokens(self, counts: TokenCounts, target: Target) -> str:
-        """Choose the draft vocabulary, and what else follows from the counts; see `fit`."""
+        """Choose the draft vocabulary and other sets of tokens that depend on the counts; see `fit`."""
         del target
         assert self.d2t is not None
         new = ""
@@ -271,7 +268,7 @@ class DraftVocabulary(nn.Module):
         return f"{len(self.d2t)} {counts.share(self.d2t.cpu())}{new}"
 
     def choose_scored(self, counts: TokenCounts) -> None:
-        """Choose the tokens that training scores: what the answers call for, and the draft vocabulary."""
+        """Choose the tokens that training scores: frequent ones, and the draft vocabulary."""
         assert self.d2t is not None
         scored = counts.scored(len(self.d2t))
         self.scored = None if scored is None else torch.cat([scored.to(self.d2t), self.d2t]).unique()

@@ -1,4 +1,4 @@
-"""Counts of what follows every n-gram of past texts, as sorted arrays of hashes."""
+"""Counts of the tokens after every n-gram of past texts, as sorted arrays of hashes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 
 from decode.draft import PAD
 
-KEPT = 16  # tokens kept of those that follow an n-gram, the most frequent
+KEPT = 16  # most frequent next tokens kept for an n-gram
 MASK = 2**64 - 1
-# An odd multiplier makes every token of an n-gram matter to the hash. Two n-grams with one hash would share
-# their counts, which costs a draft and nothing else.
+# Odd, so that the hash depends on every token. N-grams with equal hashes share counts: a worse draft, still
+# lossless.
 MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 class Following(NamedTuple):
-    """What followed an n-gram."""
+    """The tokens that followed an n-gram."""
 
     tokens: Sequence[int]  # the most frequent first
     counts: Sequence[int]
@@ -27,7 +27,7 @@ class Following(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """The n-grams of one length: m of them, with k kept tokens in all."""
+    """The m n-grams of one length, with k kept tokens in total."""
 
     hashes: np.ndarray  # (m,) uint64, ascending
     starts: np.ndarray  # (m + 1,) into tokens and counts
@@ -38,10 +38,10 @@ class _Order(NamedTuple):
 
 
 class NgramCounts:
-    """What followed the n-grams of some lengths.
+    """Counts of the tokens after n-grams of several lengths.
 
     Args:
-        tokens: (n,) texts, each followed by `PAD`, which no n-gram spans.
+        tokens: (n,) texts, each followed by `PAD`; no n-gram spans a `PAD`.
         orders: lengths of n-grams.
     """
 
@@ -49,7 +49,7 @@ class NgramCounts:
         self._orders = {n: _count(tokens, n) for n in orders}
 
     def after(self, n: int, hashed: int) -> Following | None:
-        """What followed the n-gram with a hash; None if it never occurred."""
+        """The tokens after the n-gram with this hash; None if it never occurred."""
         order = self._orders[n]
         at = bisect_left(order.hashes.data, hashed)
         if at == len(order.hashes) or order.hashes.data[at] != hashed:
@@ -60,7 +60,7 @@ class NgramCounts:
 
 
 def hashes(newest: Sequence[int], orders: Sequence[int]) -> list[int]:
-    """Hash of the last n tokens, for every n of `orders` that there are so many of; ascending."""
+    """Hashes of the last n tokens, for each n of `orders` up to the number of tokens; n ascending."""
     found, value, power, want = [], 0, 1, set(orders)
     for n, token in enumerate(reversed(newest), 1):
         value = (value + (token + 1) * power) & MASK
@@ -71,7 +71,7 @@ def hashes(newest: Sequence[int], orders: Sequence[int]) -> list[int]:
 
 
 def _count(tokens: np.ndarray, n: int) -> _Order:
-    """Count what follows n-grams; as `hashes` of the n tokens before each place."""
+    """Count the tokens after each n-gram, by the hash of its n tokens (see `hashes`)."""
     size = max(len(tokens) - n, 0)
     next_token, value = tokens[n:].astype(np.int64), np.zeros(size, np.uint64)
     whole, power = next_token != PAD, 1

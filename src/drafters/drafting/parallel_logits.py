@@ -25,7 +25,7 @@ class ParallelLogits:
         info: the bias, or None.
         root: (B,) root tokens, for the bias.
         vocabulary: reduced vocabulary of the logits; None: the target's.
-        biased_from: the first depth whose logits get the bias.
+        biased_from: the first depth with the bias.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ParallelLogits:
 
     @property
     def newest(self) -> Tensor:
-        """What a head with the bias reads at the last level: (B, W, D + r); (B, 1, D) without a bias."""
+        """Input of a head with the bias at the last level: (B, W, D + r); (B, 1, D) without a bias."""
         state = self._states[:, self._depth - 1, None]
         if self._info is None:
             return state
@@ -58,7 +58,7 @@ class ParallelLogits:
         return torch.cat([state, self._info.low_rank_input(token, state, memory)[0]], -1)
 
     def likeliest(self) -> tuple[Tensor, Tensor]:
-        """(B, K) tokens of the chain of likeliest ones, and the probability of each; before any `step`."""
+        """(B, K) tokens of the greedy chain, and the probability of each; to be called before `step`."""
         logits, found = self.first, list[tuple[Tensor, Tensor]]()
         for depth in range(len(self._raw)):
             if depth:

@@ -1,7 +1,7 @@
-"""Reuse of hidden states from the previous draft: no drafted token enters them, so they survive rejection.
+"""Reuse of hidden states from the previous draft: they contain no drafted token, so rejection keeps them.
 
-States are a function of settled tokens only. Tokens are chosen from them again, or drawn from the q that the
-draft carries, so any acceptance rule is lossless (docs/lossless.md).
+Tokens are chosen from these states again, or drawn from the q of the draft, so any acceptance rule is
+lossless (docs/lossless.md).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Reuse:
     """How states after a rejection are reused in the next round.
 
     none: not at all. logit_sum: `weight` times their logits are added to the new ones of the same
-    position. tree_merge: a second tree, of fixed nodes, is grown from them and verified in the same pass; it
-    gets `nodes` of the plan's nodes and those that the new tree does not use. Only for dynamic trees, hybrid
-    ones if `drawn`; with other plans as none. immediate: if all rows of a batch have `least` such states and
-    the drafter expects `tokens` accepted tokens from them, the draft is made only of them; else as none.
+    position. tree_merge: a second tree of fixed nodes is grown from them and verified in the same pass, with
+    `nodes` of the plan's nodes and those that the new tree does not use. Only for dynamic trees, or hybrid
+    ones if `drawn`; otherwise none. immediate: the draft is made only of them if all rows of a batch have
+    `least` of them with `tokens` expected accepted tokens; otherwise none.
 
     Raises:
         UserError: an unknown mode, or a number out of range.
@@ -103,6 +103,6 @@ def _rows(beam: Beam) -> list[Tensor]:
 
 
 def resized(states: Tensor, depth: int) -> Tensor:
-    """(B, K, D) states cut or padded to another depth; padding is to be masked."""
+    """(B, K, D) states cut or padded to another depth; the caller masks the padding."""
     more = states[:, -1:].expand(-1, max(depth - states.shape[1], 0), -1)
     return torch.cat([states[:, :depth], more], 1)

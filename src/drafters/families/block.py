@@ -33,12 +33,12 @@ from drafters.layers.unroll import finish_layer
 from drafters.layers.unroll_attention import Visibility, attend_unrolled, oldest_keys, query_blocks
 from drafters.vocabulary import Vocabulary
 
-MAX_COUNT = 1024  # layers, masks or passes: far beyond what any has, and an end to what a file may ask for
+MAX_COUNT = 1024  # layers, masks or passes; bounds what a downloaded config may ask for
 
 
 @dataclass(slots=True)
 class BlockState:
-    """Keys and values of the settled features, the newest of these, and the root."""
+    """Keys and values of the settled features, the newest feature, and the root."""
 
     store: TextStore
     newest: Tensor | None = None  # (B, D)
@@ -62,37 +62,37 @@ class _Context(NamedTuple):
 
 
 class BlockDrafter(TokenBiasDrafter):
-    """A block is the root followed by masks. Mask k predicts the k-th token after the root; where
-    `root_predicts`, the root predicts the first one and mask k the one after it.
+    """Base of drafters that predict a block of tokens in one pass: the root, followed by masks.
 
-    Attention within a block is bidirectional, or causal. In every layer a block also attends to the
-    target's fused features up to the one before the root, as keys and values. The target's embedding and
-    head are shared and frozen. Subclasses define how taps are fused and what enters a block.
+    Mask k predicts the k-th token after the root; with `root_predicts`, the root predicts the first and
+    mask k the next one. Attention within a block is bidirectional or causal. In every layer a block also
+    attends to the target's fused features before the root. The target's embedding and head are shared and
+    frozen. Subclasses define how taps are fused and the input of a block.
 
     Args:
         vocab_size: V of the target.
         taps: layer ids (inputs of decoder layers) or "last".
         layers: number of decoder layers.
-        depth: K, the maximum draft length; shorter drafts use the first of a block's predictions.
+        depth: K, the maximum draft length; shorter drafts use a block's first predictions.
         anchors: blocks per text in a training batch, on average, sampled for each batch; 0: all.
-        steps: denoising passes over a block; after each the most confident masks are filled in. More
-            than one allows no sampling: a row is not the distribution that its token came from. Training
-            then sees each block twice, once with some masks filled in by the text's tokens.
+        steps: denoising passes over a block; after each the most confident masks are filled in. With more
+            than one, tokens cannot be sampled: no row is the distribution of its token. Training then
+            reads each block twice, once with some masks filled in from the text.
         token_info: `none`, or a kind of `TokenInfoBias`.
         info_rank: rank of the bias.
         hot_tokens: vocabulary of the bias.
         qk_norm: see `DecoderLayer`.
-        causal: whether a place of a block does not see those after it.
+        causal: whether attention within a block is causal.
         draft_vocab_size: see `Drafter`.
         **sizes: of `LayerShape`.
 
     Attributes:
         mask: (K, D) embeddings of the masks, or (1, D) if all are the same.
-        root_predicts: whether the root's state predicts a token, so that K take a mask less.
-        root_first: whether the first layer computes only the root, whose state predicts the first token, and
-            the others blocks in which masks begin as that state. All places of a text train the first token
-            then, and the sampled ones the others; the token bias acts only on the others.
-        detach: whether, where the root is first, masks leave what it is computed by as it is.
+        root_predicts: whether the root's state predicts a token, so that a block has K - 1 masks.
+        root_first: whether the first layer computes only the root. Its state predicts the first token and is
+            added to the masks for the other layers. The first token is trained at all places of a text, the
+            others at sampled ones; the token bias acts only on the others.
+        detach: with `root_first`, whether masks pass no gradient to the root's layer.
         checkpointing: whether the backward pass recomputes activations of MLPs.
 
     Raises:
@@ -148,7 +148,7 @@ class BlockDrafter(TokenBiasDrafter):
 
     @property
     def masks(self) -> int:
-        """Masks of a block."""
+        """Number of masks in a block."""
         return self.depth - self.root_predicts
 
     @property
@@ -158,7 +158,7 @@ class BlockDrafter(TokenBiasDrafter):
 
     @abstractmethod
     def fuse(self, taps: Tensor, following: Tensor) -> Tensor:
-        """(..., L, D) taps and (..., D) embeddings of the tokens behind them -> (..., D) features."""
+        """(..., L, D) taps and (..., D) embeddings of the next tokens -> (..., D) features."""
 
     def places(self, root: Tensor) -> Tensor:
         """(..., D) embedded roots -> (..., 1 + masks, D) roots followed by masks."""
@@ -166,7 +166,7 @@ class BlockDrafter(TokenBiasDrafter):
         return torch.cat([root[..., None, :], masks], -2)
 
     def visible_places(self, device: torch.device) -> Tensor:
-        """(1 + masks, 1 + masks) bool: places of a block that each sees; a window has two sides here."""
+        """(1 + masks, 1 + masks) bool: places of a block that each sees; a window limits both sides."""
         step = torch.arange(1 + self.masks, device=device)
         apart = step[:, None] - step
         seen = apart >= 0 if self.causal else torch.ones_like(apart, dtype=torch.bool)
@@ -199,7 +199,7 @@ class BlockDrafter(TokenBiasDrafter):
     @property
     @override
     def max_depth(self) -> int:
-        """A block has so many predictions."""
+        """Number of predictions of a block."""
         return self.depth
 
     # -- training ----------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class BlockDrafter(TokenBiasDrafter):
             filled, counts = (t.to(device) for t in filled_places(supervised, batch.seed))
             _, states = self._blocks(batch, target, chosen, chosen, filled)
             passes.append((states, counts[:, None] * ~filled))
-        if self.root_first:  # alike in all passes, and known of every place of the text
+        if self.root_first:  # the same in all passes, and at every place of the text
             yield DraftStep(rooted, roots.to(device), 1, self.output_head(target.head), {})
         teaching, head = [TeacherForcedBias(self.info, batch.tokens) for _ in passes], self.head(target)
         weight = len(candidates) / len(chosen) / len(passes)  # sampled anchors stand for all
@@ -237,7 +237,7 @@ class BlockDrafter(TokenBiasDrafter):
                 return
             anchor = chosen.to(device)[is_supervised]
             for bias, (states, counted) in zip(teaching, passes, strict=True):
-                # At depth 1 also where that is yielded above: a bias with a memory reads all tokens.
+                # Also at depth 1 that was yielded above: a bias with a memory reads all tokens.
                 hidden = bias.with_bias_input(states[depth - 1][is_supervised], anchor, depth)
                 if depth == 1 and self.root_first:
                     continue
@@ -252,14 +252,14 @@ class BlockDrafter(TokenBiasDrafter):
         chosen: Tensor,
         filled: Tensor | None = None,
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Final states: (R, D) of roots that are first, and by depth those that predict, (A, D) each.
+        """Final states: (R, D) of the roots, with `root_first`; and by depth, (A, D) each.
 
         Args:
-            batch: of texts.
-            target: embeds.
-            roots: (R,) anchors whose root is computed, ascending, on the host.
-            chosen: (A,) those of them whose masks are, too.
-            filled: (A, K) masks that are tokens of the text; None: none is.
+            batch: texts.
+            target: source of the embeddings.
+            roots: (R,) anchors with a computed root, ascending, on the host.
+            chosen: (A,) those of them with computed masks.
+            filled: (A, K) masks replaced by tokens of the text; None: none.
         """
         length, masks = batch.tokens.shape[1], self.masks
         device, dtype = batch.tokens.device, self.mask.dtype
@@ -284,12 +284,12 @@ class BlockDrafter(TokenBiasDrafter):
             rooted = self.norm(rooted)
         states = [rooted]
         if len(chosen) < len(roots):
-            rows = torch.searchsorted(roots, chosen)  # (A,) of the chosen among the roots
+            rows = torch.searchsorted(roots, chosen)  # (A,) indices in `roots`
             slots, rows = slots[rows], rows.to(device)
             blocks, states = blocks[rows], [rooted[rows]]
         if filled is not None:
             ahead = torch.arange(2, masks + 2, device=device)
-            following = chosen.to(device)[:, None] + ahead  # (A, masks) places of what masks stand for
+            following = chosen.to(device)[:, None] + ahead  # (A, masks) places of the masked tokens
             token = target.embed(batch.tokens.flatten()[following.clamp_max(batch.tokens.numel() - 1)])
             blocks = self.fill_in(blocks, filled, token.to(dtype))
         if not self.root_first:
@@ -303,11 +303,11 @@ class BlockDrafter(TokenBiasDrafter):
         return rooted, states[1 + masks - self.depth :]
 
     def behind_root(self, blocks: Tensor) -> Tensor:
-        """(B, 1 + masks, D) with the root's state -> the same with masks that begin as it."""
+        """Add the root's state to the masks of (B, 1 + masks, D) blocks."""
         return torch.cat([blocks[:, :1], blocks[:, 1:] + blocks[:, :1]], 1)
 
     def _run(self, layers: Sequence[DecoderLayer], x: Tensor, slots: Tensor, context: _Context) -> Tensor:
-        """Layers over (A, n, D) first n places of blocks; `slots` (A,) is the newest feature of each."""
+        """Run layers over the first n places of A blocks; `slots` (A,): the newest feature of each."""
         count, width = x.shape[:2]
         feature, table, places, _ = context
         device = feature.device
@@ -318,7 +318,7 @@ class BlockDrafter(TokenBiasDrafter):
         for layer in layers:
             k, v = self.context(layer, feature, context_angles)
             q, block_k, block_v = layer.split(layer.qkv_proj(layer.input_layernorm(x)), angles)
-            # A block's positions are to `attend_unrolled` what later steps of an unroll are.
+            # `attend_unrolled` treats a block's positions as later steps of an unroll.
             keys = [k, *block_k.unflatten(0, (count, width)).unbind(1)]
             values = [v, *block_v.unflatten(0, (count, width)).unbind(1)]
             attended = attend_unrolled(q, keys, values, visible).flatten(1)
@@ -326,7 +326,7 @@ class BlockDrafter(TokenBiasDrafter):
         return x.unflatten(0, (count, width))
 
     def _visibility(self, slots: Tensor, width: int, context: _Context) -> Visibility:
-        """Keys that the first places of A blocks see, given the newest feature of each, (A,) on the host."""
+        """Keys that the first places of A blocks see; `slots`: the newest feature of each, on the host."""
         shape, like = self.shape, context.feature
         place = slots.repeat_interleave(width)  # (M,)
         text = context.starts[slots].repeat_interleave(width)
@@ -341,11 +341,11 @@ class BlockDrafter(TokenBiasDrafter):
         return Visibility([place.to(like.device), *[own] * width], blocks, oldest, shape.sinks, later)
 
     def fill_in(self, x: Tensor, filled: Tensor, token: Tensor) -> Tensor:
-        """(B, 1 + masks, D) input of blocks, where masks become the tokens that they stand in place of.
+        """Replace masks by tokens in the (B, 1 + masks, D) input of blocks.
 
         Args:
             x: input of blocks.
-            filled: (B, K) bool; where the root predicts, the last token has no place.
+            filled: (B, K) bool; with `root_predicts` the last column is ignored.
             token: (B, K, D) or (B, masks, D) embedded tokens.
         """
         filled, token = filled[:, : self.masks], token[:, : self.masks]
@@ -413,7 +413,7 @@ class BlockDrafter(TokenBiasDrafter):
                 logits.unbind(1), states, head, self.info, state.root, vocabulary, 1 + self.root_first
             )
             token, confidence = levels.likeliest()
-            # Where the root predicts, the last token has no place to be filled in.
+            # With `root_predicts` there is no mask after the last token to fill in.
             open_places = confidence.masked_fill(filled, -1.0)[:, : self.masks]
             surest = open_places.topk(min(-(-self.depth // self.steps), self.masks), -1)
             new = torch.zeros_like(filled).scatter_(1, surest.indices, surest.values > 0)
@@ -440,11 +440,11 @@ class BlockDrafter(TokenBiasDrafter):
 
 
 def filled_places(supervised: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Places of blocks that a training pass fills in, and what each of the others then counts.
+    """Places of blocks that a training pass fills in, and the loss weight of the others.
 
-    Of a block's n supervised places a number that is uniform from 0 to n - 1 is filled in, at random; the
-    others count n over their number. So the loss is n times that of a token in a random order: the bound of
-    masked diffusion models (MDLM, arXiv:2406.07524), by number in place of by rate.
+    Of a block's n supervised places, m are filled in at random, m uniform from 0 to n - 1; the others have
+    weight n / (n - m). The expected loss is the bound of masked diffusion models (MDLM, arXiv:2406.07524),
+    with a number of masks instead of a rate.
 
     Args:
         supervised: (A, K) bool.

@@ -1,4 +1,4 @@
-"""Drafters that read only the newest feature and the root, and have no KV cache."""
+"""Bases of drafters that read only the newest feature and the root, without a KV cache."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from drafters.vocabulary import Vocabulary
 
 @dataclass(slots=True)
 class FeatureState:
-    """Newest feature and root of every row; None before the first `advance`."""
+    """Newest feature and root of each row; None before the first `advance`."""
 
     feature: Tensor | None = None  # (B, D) the target's last, at the token before the root
     root: Tensor | None = None  # (B,)
 
 
 class FeatureHeadsDrafter(Drafter):
-    """Base of Medusa-like drafters; implements the state.
+    """Base of Medusa-like drafters; implements state and `advance`.
 
     Attributes:
         depth: number of heads K, the maximum draft length.
@@ -138,7 +138,7 @@ def check_positive(**settings: Any) -> None:
     """Check that settings are at least 1.
 
     Raises:
-        UserError: naming one that is not.
+        UserError: names a setting below 1.
     """
     for name, value in settings.items():
         if value < 1:

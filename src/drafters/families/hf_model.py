@@ -1,4 +1,4 @@
-"""Base of drafters that are a Hugging Face model: weights, adapters, dtype, vocabulary."""
+"""Base of drafters that consist of a Hugging Face model: weights, adapters, dtype, vocabulary."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ STEM = "model."  # prefix of the model's weights in a drafter
 class HFModelDrafter(Drafter):
     """Trains, loads and casts a Hugging Face model.
 
-    If `settings` has a `lora`, adapters are trained, and its `base` names the model they belong to: a
-    checkpoint then contains the adapters and other trained weights only. Loading merges them into a
-    plain model. Older checkpoints contain the base model too and have no `base`.
+    If `settings` has a `lora`, adapters of the model in `base` are trained. Checkpoints then contain only
+    adapters and other trained weights, and loading merges them into a plain model. Older checkpoints have
+    no `base` and contain the base model.
 
     Attributes:
         model: a transformers model; with adapters while these train.
@@ -52,12 +52,12 @@ class HFModelDrafter(Drafter):
     masked_lm = False
 
     def prepare(self, base: LoraBase, train: bool, lora: dict[str, Any] | None, dtype: torch.dtype) -> Self:
-        """Freeze, cast or add adapters, for training; frozen weights keep their dtype.
+        """Freeze or cast weights, or add adapters, for training; frozen weights keep their dtype.
 
         Args:
             base: where the model came from.
-            train: False freezes all weights.
-            lora: keyword arguments of `add_lora`; None trains all weights.
+            train: False: freeze all weights.
+            lora: keyword arguments of `add_lora`; None: train all weights.
             dtype: of the loaded model.
 
         Raises:
@@ -123,7 +123,7 @@ class HFModelDrafter(Drafter):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """See `nn.Module`; saved adapters are merged into a model that has none."""
+        """See `nn.Module`; merges saved adapters into a model without adapters."""
         lora, base = self.settings["lora"], self.settings["base"]
         if not lora or self.adapted:
             return super().load_state_dict(state_dict, *args, **options)
@@ -132,7 +132,7 @@ class HFModelDrafter(Drafter):
                 raise RuntimeError(f"{len(missing)} adapters are missing, {missing[0]} first")
             state_dict = self._model_state() | dict(state_dict)
         result = super().load_state_dict(merge_lora(state_dict, self, _scale(lora)), *args, **options)
-        self.settings |= {"lora": None, "base": None}  # a plain model from now on
+        self.settings |= {"lora": None, "base": None}  # it is a plain model now
         return result
 
     def _model_state(self) -> dict[str, Tensor]:
@@ -143,7 +143,7 @@ class HFModelDrafter(Drafter):
         lora, base, settings_here = settings.get("lora"), settings.get("base"), self.settings
         if settings_here["base"] and not base:
             raise UserError(
-                "it holds a whole model, and drafter.lora trains adapters of that of drafter.path; "
+                "it contains a whole model, but drafter.lora trains adapters of the one in drafter.path; "
                 "set drafter.lora=null"
             )
         if not (lora and base):
@@ -160,7 +160,7 @@ class HFModelDrafter(Drafter):
 
     @torch.no_grad()
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder with adapters merged, without confidence head and tokenizer."""
+        """Write a Hugging Face folder with merged adapters, without confidence head or tokenizer."""
         model: Any = self.model
         if self.adapted:
             model = build(self.settings["config"], self.masked_lm)
@@ -191,15 +191,15 @@ def checked_lora(lora: dict[str, Any] | None, train: bool) -> dict[str, Any] | N
 
 
 def check_no_adapters(part: Drafter, name: str = "first") -> None:
-    """Check the drafter of this name, one of two.
+    """Check that one of two drafters has no adapters: these are saved only for a drafter by itself.
 
     Raises:
-        UserError: it is a model with adapters, whose files belong to a drafter of its own.
+        UserError: it has adapters.
     """
     if isinstance(part, HFModelDrafter) and part.settings.get("lora"):
         raise UserError(
-            f"drafter.{name}={short_name(part)}: with another drafter no adapters are kept; set "
-            f"drafter.{name}.lora=null, or give a model that they are merged into"
+            f"drafter.{name}={short_name(part)}: adapters cannot be saved together with another drafter; set "
+            f"drafter.{name}.lora=null, or give a model with merged adapters"
         )
 
 

@@ -1,8 +1,8 @@
 """Drafting by lookup of the newest tokens in earlier text, without a model.
 
-As in prompt lookup decoding (Saxena 2023) and SuffixDecoding (arXiv:2411.04975): what followed an earlier
-occurrence of the newest n tokens is proposed again. `IndexedText` is the state of one row, `best_tree` the
-search for the most probable nodes, `LookupDrafter` the base of ngram and suffix.
+As in prompt lookup decoding (Saxena 2023) and SuffixDecoding (arXiv:2411.04975): the continuation
+of an earlier occurrence of the newest n tokens is proposed. `IndexedText` is the state of one row,
+`best_tree` the search for the most probable nodes, `LookupDrafter` the base of ngram and suffix.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class IndexedText:
                 self._after.setdefault(tuple(self.tokens[end - n :]), []).append(end)
 
     def retract(self, count: int) -> None:
-        """Take the newest tokens off again."""
+        """Remove the newest tokens."""
         for end in range(len(self.tokens), len(self.tokens) - count, -1):
             for n in self.orders:
                 if n > end:
@@ -88,7 +88,7 @@ class IndexedText:
         return list(matches)
 
     def next_tokens(self, ngram: tuple[int, ...], limit: int) -> dict[int, int]:
-        """Token -> how often it followed an n-gram of indexed length, at its newest `limit` places."""
+        """Token -> its count after an n-gram of indexed length, at the n-gram's newest `limit` places."""
         places = self._after.get(ngram)
         counts: dict[int, int] = {}
         if places is None:
@@ -124,7 +124,7 @@ def best_tree(
     Args:
         next_tokens: tokens of a path below the root -> tokens that may follow with their probabilities, the
             most probable first, no token twice. At most `plan.width` of them are children.
-        plan: depth, width and nodes, or a static tree, whose rank 0 is the most probable child.
+        plan: depth, width and nodes, or a static tree; rank 0 is the most probable child.
         floor: minimum probability of a node's path.
     """
     nodes: list[Node] = []
@@ -175,7 +175,7 @@ def _depth(nodes: Sequence[Node]) -> int:
 
 
 class TextDrafter(Drafter):
-    """A drafter whose state is the text of each row, root included: `tokens`, and `extend` for new ones.
+    """A drafter with the text of each row, root included, as state: `tokens`, and `extend` for new ones.
 
     Attributes:
         orders: indexed lengths of n-grams, ascending.
@@ -249,10 +249,10 @@ class LookupDrafter(FixedNodesDrafter):
 
 
 def as_lookup(second: Drafter) -> LookupDrafter:
-    """The second drafter of two, checked.
+    """Check that the second of two drafters is a lookup, and return it.
 
     Raises:
-        UserError: it looks nothing up.
+        UserError: it is no lookup.
     """
     if not isinstance(second, LookupDrafter):
         raise UserError(

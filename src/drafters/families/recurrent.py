@@ -50,13 +50,11 @@ class RecurrentDrafter(Drafter):
 
     Attributes:
         depth: depths unrolled in training.
-        anchors: places per text, on average, that are trained at depth 2 and deeper, sampled for each batch;
-            0: all.
+        anchors: places per text trained at depth 2 and deeper, on average, sampled for each batch; 0: all.
         depth_weight: weight of a depth's loss relative to the previous depth; the objective's own weights
             are multiplied by it.
         checkpointing: whether the backward pass recomputes activations of MLPs.
-        detach_text: whether modules of later depths are trained on the keys and values of those before them
-            as they are; see `module_at`.
+        detach_text: whether gradients of later depths' modules (`module_at`) stop at earlier keys and values.
         rotary: positions.
     """
 
@@ -85,9 +83,9 @@ class RecurrentDrafter(Drafter):
         """(B, n, D) embeddings and features -> the first layer's residual and its fused q, k, v."""
 
     def pair_by_lookup(self, target: Target) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-        """`pair` of (B, n) tokens and (B, n, D) features by one product and a table of the tokens' shares.
+        """`pair` for (B, n) tokens and (B, n, D) features, by one product and a table of the tokens' shares.
 
-        None: there is no such product, or the table may not be made now.
+        None: not supported, or the table cannot be built now.
         """
         del target
         return None
@@ -105,7 +103,7 @@ class RecurrentDrafter(Drafter):
 
     @abstractmethod
     def first_weight(self) -> Tensor:
-        """(q + k + v, D) weight of that product."""
+        """(q + k + v, D) weight of the first layer's q, k, v product."""
 
     @abstractmethod
     def emit(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +143,7 @@ class RecurrentDrafter(Drafter):
 
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        """Only supervised anchors have queries; other positions give keys and values to the first step."""
+        """Compute queries only at supervised anchors; other positions give the first step keys and values."""
         index = AnchorIndex(batch.loss_mask, self.depth, self.anchors if self.training else 0, batch.seed)
         if not index.anchors:
             return
@@ -154,7 +152,7 @@ class RecurrentDrafter(Drafter):
         feature = self.fuse(
             self.training_taps(batch).flatten(0, 1).index_select(0, places).to(dtype)
         )  # (N, D)
-        # Depth d at anchor t reads token t + d; `places` has t + d - 1, which is an anchor of depth 1.
+        # Depth d at anchor t reads token t + d; `places` has t + d - 1, an anchor of depth 1.
         tokens = batch.tokens.flatten()[places + 1]
         active, projections = self, self.token_projection(target.embed(tokens).to(dtype))
         token_positions = places % batch.tokens.shape[1]
@@ -228,7 +226,7 @@ class RecurrentDrafter(Drafter):
     def run_layers(
         self, store: TextStore, first: tuple[Tensor, Tensor], block: Tensor | int, offsets: Tensor | int
     ) -> Tensor:
-        """`run_after` of the first layer's residual (B, n, D) and q, k, v (B, n, P): (B, n, D)."""
+        """`run_after` on the first layer's residual (B, n, D) and q, k, v (B, n, P) -> (B, n, D)."""
         x, qkv = first
         return run_after(store, self.stack, self.rotary, x, block, offsets, qkv)
 

@@ -66,7 +66,7 @@ class TokenBiasDrafter(Drafter):
     @property
     @override
     def fewest_tokens(self) -> int:
-        # Hot tokens are drafted, and have places among the drafted ones (`rows`) where those are more.
+        # The draft vocabulary contains the hot tokens; one more, since `rows` exists only if it is larger.
         hot = None if self.info is None else self.info.hot
         return super().fewest_tokens if hot is None else max(super().fewest_tokens, len(hot) + 1)
 

@@ -44,7 +44,7 @@ def portable_config(value: Any) -> Any:
 
 
 def build(config: dict[str, Any], masked: bool = False) -> PreTrainedModel:
-    """A model with random weights in fp32; its class must be part of transformers.
+    """A model with random weights in fp32, of a class that is part of transformers.
 
     Args:
         config: as transformers writes it.
@@ -80,8 +80,7 @@ def cut_target(target: Target, count: int) -> PreTrainedModel:
     """A copy of the target with `count` of its layers, in fp32 or wider.
 
     Embedding, final norm and head are copied. Lists in the configuration with one entry per layer
-    (`layer_types`) are reduced alike. If a layer's shape depends on its number in another way, its
-    weights do not fit and the model is refused.
+    (`layer_types`) are cut as well. If weights still do not fit, the model is refused.
 
     Raises:
         UserError: `count` is out of range, or the class does not allow it.
@@ -114,7 +113,7 @@ def check_lora(lora: Mapping[str, Any]) -> dict[str, Any]:
     """Validate names and ranges of `drafter.lora`.
 
     Raises:
-        UserError: naming the first invalid option.
+        UserError: names the first invalid option.
     """
     for name in lora:
         if name not in LORA:
@@ -143,13 +142,13 @@ def add_lora(
     Raises:
         UserError: a target does not exist, is not linear, or is a head tied to the embedding.
     """
-    from peft import LoraConfig, inject_adapter_in_model  # only who trains adapters needs it
+    from peft import LoraConfig, inject_adapter_in_model  # only needed to train adapters
 
     transposed = any(isinstance(module, Conv1D) for module in model.modules())
     config = LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, fan_in_fan_out=transposed)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # peft warns of a tied head, which is refused below
+            warnings.simplefilter("ignore")  # peft warns of a tied head; it is refused below
             inject_adapter_in_model(config, model)
     except ValueError as error:
         raise UserError(f"drafter.lora: {_brief(error)}") from None
@@ -168,8 +167,8 @@ def merge_lora(weights: Mapping[str, Any], model: torch.nn.Module, scale: float)
     """Merge adapters into their weights: W + scale B A, in fp32 or wider.
 
     Args:
-        weights: weights by plain or peft's names, and adapters; others pass unchanged.
-        model: with or without adapters; tells whether a weight is transposed (`Conv1D`).
+        weights: by plain or peft's names, with adapters; others pass unchanged.
+        model: with or without adapters; shows whether a weight is transposed (`Conv1D`).
         scale: alpha / r.
 
     Raises:
@@ -198,6 +197,6 @@ def _brief(error: Exception) -> str:
 
 def checkpoint_layers(lm: CausalLM) -> None:
     """Store only the inputs of decoder layers for the backward pass, and recompute the rest."""
-    # transformers' own switch works in training mode only, which enables dropout.
+    # transformers' own switch needs training mode, and that enables dropout.
     for layer in lm.layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

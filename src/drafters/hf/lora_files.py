@@ -45,9 +45,9 @@ class LoraBase(NamedTuple):
             masked: as in `decode.model.load.load_config`.
 
         Raises:
-            UserError: it no longer exists, its weights have changed, or an older version wrote this.
+            UserError: it is missing, its weights have changed, or an older version saved the adapters.
         """
-        if self.path is None:  # the target's own fingerprint says whether its weights are the same
+        if self.path is None:  # the target's own fingerprint shows whether its weights changed
             return cut_target(target, self.layers or 0)
         check_current(self.fingerprint, f"adapters of {OPTION}={self.path}")
         try:
@@ -57,7 +57,7 @@ class LoraBase(NamedTuple):
         if module_fingerprint(model) != self.fingerprint:
             raise UserError(
                 f"these adapters were trained on other weights than {OPTION}={self.path} has now; "
-                "write there where the original is, or train again"
+                "set it to the original model, or train again"
             )
         return model
 

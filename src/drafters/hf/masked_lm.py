@@ -27,14 +27,14 @@ class Window(NamedTuple):
 class MaskedModel:
     """A language model with bidirectional attention.
 
-    Masked LMs have it. A causal LM that was adapted to diffusion (DiffuLLaMA, arXiv:2410.17891) is given
-    an attention mask that hides padding only.
+    Masked LMs have it. A causal LM adapted to diffusion (DiffuLLaMA, arXiv:2410.17891) gets an attention
+    mask that hides only padding.
 
     Args:
         model: masked or causal LM.
         mask_token: id of the mask.
         masks: number of masks after the text, K.
-        shift: distance from a mask back to the position whose output predicts its token.
+        shift: distance from a mask back to the position that predicts its token.
 
     Attributes:
         head: maps the output of `read` to logits.
@@ -57,7 +57,7 @@ class MaskedModel:
         self.room = None if context is None else context - masks
 
     def window(self, texts: Tensor, lengths: Sequence[int]) -> Window:
-        """The window of (B, T) right-padded texts of these lengths; too long texts lose their beginning."""
+        """The window of (B, T) right-padded texts of these lengths; long texts are cut at the beginning."""
         most = max(lengths) if self.room is None else self.room
         end = RowInts.of(lengths).on(texts.device)[:, None]  # (B, 1)
         size = end.clamp_max(most)
@@ -152,11 +152,11 @@ def check_fills_masks(masked: MaskedModel, path: str) -> None:
     """Check that a model behaves as `MaskedModel` assumes: padding hidden, bidirectional, plain head.
 
     Raises:
-        UserError: naming the assumption that fails.
+        UserError: names the assumption that fails.
     """
     try:
         problem = _wrong(masked)
-    except Exception as error:  # any failure of a foreign model's code is an answer here
+    except Exception as error:  # a foreign model's code may raise anything
         problem = f"raised {type(error).__name__} ({(str(error).splitlines() or [''])[0][:120]})"
     if problem:
         kind = type(masked.model).__name__

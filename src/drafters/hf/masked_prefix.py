@@ -1,4 +1,4 @@
-"""Masks behind a causal text, whose keys and values are computed once and kept.
+"""Masks after a causal text, with a KV cache of the text.
 
 The attention mask of SpecDiff-2's `--approx_kv_cache` (Sandler et al., arXiv:2511.00606).
 """
@@ -20,20 +20,20 @@ from drafters.hf.vocabulary import known_tokens, unread_text
 
 
 class MaskedPrefix:
-    """A causal LM with masks behind its text, and with the keys and values of the text.
+    """A causal LM with a KV cache of its text, and masks after the text.
 
-    Text is causal and does not see the masks; these see the text, the root included, and one another. Layers
-    with a sliding window keep it. Beyond its context length it drafts at its last position.
+    Text is causal and does not see the masks; masks see the text up to the root, and one another. Sliding
+    windows apply. Beyond its context length it drafts at its last position.
 
     Args:
         model: causal LM.
         mask_token: id of the mask.
-        masks: number of masks behind the root, K.
-        shift: distance from a mask back to the place whose output predicts its token; 1: the root predicts
-            the first one, as a causal LM does.
+        masks: number of masks after the root, K.
+        shift: distance from a mask back to the place that predicts its token; 1: the root predicts the
+            first one, as in a causal LM.
 
     Attributes:
-        states: (B, K, D') input of the head for every mask behind the newest roots; None before any.
+        states: (B, K, D') input of the head for every mask after the newest roots; None before `read`.
     """
 
     states: Tensor | None = None
@@ -43,19 +43,19 @@ class MaskedPrefix:
         self.mask_token, self.masks, self.shift = mask_token, masks, shift
 
     def _predicting(self, root: Tensor, mask: Tensor | int) -> Tensor:
-        """(..., K) places whose outputs predict, from (..., 1) places of the root and of the first mask."""
+        """(..., K) places that predict, from (..., 1) places of the root and of the first mask."""
         ahead = torch.arange(self.masks, device=root.device) - self.shift
         return torch.where(ahead < 0, root, mask + ahead)
 
     # -- training ----------------------------------------------------------------------------
 
     def reach(self, length: int) -> int:
-        """How many of `length` tokens there is room for in front of masks."""
+        """Number of the `length` tokens that fit in front of the masks."""
         limit = self.lm.max_positions
         return length if limit is None else min(length, limit - self.masks)
 
     def read_packed(self, tokens: Tensor, row: Tensor, root: Tensor) -> Tensor:
-        """One pass over texts, each followed by the masks of all its roots, a block for each.
+        """Read texts, each followed by one block of masks per root, in one pass.
 
         A block sees its text up to its root, and itself.
 
@@ -71,10 +71,10 @@ class MaskedPrefix:
         text = known_tokens(self.lm, tokens[:, : self.reach(tokens.shape[1])])  # (B, n)
         length, device = text.shape[1], text.device
         counts = torch.bincount(row, minlength=rows)  # (B,) blocks of each text
-        earlier = counts.cumsum(0) - counts  # (B,) blocks of the texts before
-        number = torch.arange(len(row), device=device) - earlier[row]  # (M,) of a block within its text
+        earlier = counts.cumsum(0) - counts  # (B,) blocks of earlier texts
+        number = torch.arange(len(row), device=device) - earlier[row]  # (M,) index of a block in its text
         blocks = int(counts.max())
-        # A text with fewer blocks than another gets some behind its first token, which nobody reads.
+        # Texts with fewer blocks get padding blocks after their first token.
         roots = root.new_zeros(rows, blocks).index_put((row, number), root)
         roots = roots.repeat_interleave(size, 1)  # (B, S) of every mask
         place = torch.arange(length, device=device)
@@ -94,12 +94,12 @@ class MaskedPrefix:
     # -- decoding ----------------------------------------------------------------------------
 
     def start(self, rows: int) -> Self:
-        """Begin texts, with nothing read."""
+        """Begin empty texts."""
         self.lm.start(rows, capacity=256)
         return self
 
     def read(self, tokens: Tensor, counts: Sequence[int], root: Tensor) -> None:
-        """Read what is new of the texts and the masks behind it, in one pass; keep the text.
+        """Read the new tokens of the texts and the masks in one pass; cache only the text.
 
         Args:
             tokens: as in `Drafter.advance`.
@@ -110,7 +110,7 @@ class MaskedPrefix:
         text, at = unread_text(lm, tokens, counts, root)
         rows, length = text.shape
         end = at.on(text.device)[:, None]  # (B, 1) place of the root
-        # A long text is read in chunks, the last one together with the masks, which stand after the padding.
+        # A long text is read in chunks, the last together with the masks, placed after the padding.
         start = (length - 1) // lm.chunk * lm.chunk
         parts = [lm.read_text(text[:, :start])] if start else []
         slot = torch.arange(length + self.masks, device=text.device)
@@ -126,7 +126,7 @@ class MaskedPrefix:
         self.states = last[row, self._predicting(end, length)]
 
     def read_block(self, tokens: Tensor) -> Tensor:
-        """One pass over (B, K) tokens in place of the masks -> (B, K, D') states; nothing is kept of it."""
+        """One pass over (B, K) tokens instead of the masks -> (B, K, D') states; nothing is cached."""
         assert self.states is not None
         sees = torch.ones(1, self.masks, self.masks, dtype=torch.bool, device=tokens.device)
         last = self.lm.forward(tokens, sees, offsets=torch.arange(self.masks, device=tokens.device))
@@ -139,6 +139,6 @@ class MaskedPrefix:
         self.states = select_rows(self.states, RowInts.of(rows))
 
     def append(self, other: MaskedPrefix) -> None:
-        """Add the other's rows behind these."""
+        """Append the other's rows."""
         self.lm.append(other.lm)
         self.states = append_rows(self.states, other.states)

@@ -1,7 +1,7 @@
 """Multi-token-prediction heads in checkpoints of targets: names, arrangement, and reading them from file.
 
 transformers drops these tensors when it loads a target, so they are read from its safetensors files. Names
-and arrangements are those of vLLM 0.32: `{mimo,deepseek,glm4_moe,qwen3_next,qwen3_5}_mtp.py` and the classes
+and arrangements follow vLLM 0.32: `{mimo,deepseek,glm4_moe,qwen3_next,qwen3_5}_mtp.py` and the classes
 of their targets.
 """
 
@@ -36,12 +36,12 @@ class Family(NamedTuple):
     hidden_norm: str
     norm: str
     layer: str = ""  # of the decoder layer, after `prefix`
-    shared: tuple[str, ...] = ()  # copies of the target's embedding and head, which engines pass over
-    second: str = ""  # prefix of a second such layer
+    shared: tuple[str, ...] = ()  # copies of the target's embedding and head; engines ignore them
+    second: str = ""  # prefix of a second MTP layer
 
 
 class Arrangement(NamedTuple):
-    """What the tensors do not show.
+    """Properties of an MTP head that its tensors do not show.
 
     Attributes:
         hidden_first: whether `fc` reads [hidden; token], not [token; hidden].
@@ -82,7 +82,7 @@ FAMILIES: Mapping[str, Family] = {
         second="model.layers.{m}.",
     ),
 }
-# Targets whose arrangement was read off vLLM's classes, by `model_type`; those of others are scored.
+# Arrangements in vLLM's classes by the target's `model_type`; for other targets they are scored.
 MIMOS, USUAL = Arrangement(True, True, True), Arrangement(False, False, True)
 KNOWN: Mapping[str, Arrangement] = {
     "mimo": MIMOS,
@@ -90,8 +90,8 @@ KNOWN: Mapping[str, Arrangement] = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v32"), USUAL),
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), Arrangement(False, False, False)),
 }
-MIMO = "MiMoForCausalLM"  # an architecture that may stand in the configuration of a Qwen2
-# Our names of the decoder layer's parts and theirs.
+MIMO = "MiMoForCausalLM"  # a Qwen2 configuration may name this architecture
+# Our names of a decoder layer's parts -> theirs.
 PARTS = {
     "o_proj": "self_attn.o_proj",
     "q_norm": "self_attn.q_norm",
@@ -129,21 +129,21 @@ def architecture_of(target: Target) -> str:
 
 
 def arrangement_of(target: Target) -> Arrangement | None:
-    """The arrangement of a target's own head; None: it is not known."""
+    """The arrangement of a target's own head; None: unknown."""
     kind = "mimo" if architecture_of(target) == MIMO else target.config.model_type
     return KNOWN.get(kind)
 
 
 def mimo_arrangement(target: Target) -> Arrangement:
-    """Of vLLM's MiMo head: a target hands on the input of its output head, but for MiMo itself."""
+    """Arrangement of vLLM's MiMo head: all targets but MiMo pass the input of their output head."""
     return Arrangement(hidden_first=True, before_norm=architecture_of(target) == MIMO, norm_output=True)
 
 
 def find(names: Iterable[str], target: Target) -> tuple[str, dict[str, str]]:
-    """The family of a checkpoint's tensors, and the names of the head's: without prefix -> on file.
+    """The family of an MTP head in a checkpoint, and its tensors' names: without prefix -> on file.
 
     Returns:
-        "" and nothing: there is no such head among them.
+        "" and no names if there is no MTP head.
 
     Raises:
         UserError: several layers, a mixture of experts, or latent attention.
@@ -174,7 +174,7 @@ def find(names: Iterable[str], target: Target) -> tuple[str, dict[str, str]]:
 
 
 def read(tensors: Mapping[str, Tensor], target: Target) -> MtpHead | None:
-    """A head among the tensors of a checkpoint; None: there is none.
+    """The MTP head among the tensors of a checkpoint; None: there is none.
 
     Raises:
         UserError: see `find`; tensors that are missing, unknown or of another target's sizes.
@@ -201,15 +201,15 @@ def read(tensors: Mapping[str, Tensor], target: Target) -> MtpHead | None:
     biases = [_take(layer, f"{part}.bias") for part in PRODUCTS["qkv_proj"]] if biased else []
     if layer:
         raise UserError(
-            f"drafter=mtp: {len(layer)} tensors of the MTP head have no place here, {min(layer)} first"
+            f"drafter=mtp: {len(layer)} tensors of the MTP head are not supported, {min(layer)} first"
         )
     if settings["gate"]:
         qkv[0], weights["layer.gate_proj.weight"] = _halves(qkv[0], settings["heads"])
         if biases:
-            raise UserError("drafter=mtp: the MTP head has an output gate with a bias, which ours has not")
+            raise UserError("drafter=mtp: an MTP head with both output gate and bias is not supported")
     for name, parts in products.items():
         weights[f"layer.{name}.weight"] = torch.cat(parts)
-    if biases and any(bias.any() for bias in biases):  # zeros: an engine asks for one
+    if biases and any(bias.any() for bias in biases):  # a zero bias is only there for an engine
         weights["layer.qkv_proj.bias"] = torch.cat(biases)
     settings |= {"qkv_bias": "layer.qkv_proj.bias" in weights, "qk_norm": normed}
     if weights["fc.weight"].shape != (size, 2 * size):
@@ -218,12 +218,12 @@ def read(tensors: Mapping[str, Tensor], target: Target) -> MtpHead | None:
 
 
 def native(weights: Mapping[str, Tensor], settings: Mapping[str, Any], layers: int) -> dict[str, Tensor]:
-    """The inverse of `read`: a head by the names of its family, MiMo's for one that was not read.
+    """The inverse of `read`: a head under the names of its family, or MiMo's for a new head.
 
     Args:
         weights: by the drafter's names.
         settings: of the drafter.
-        layers: number of the target's.
+        layers: number of layers of the target.
     """
     family = FAMILIES[settings["family"] or "mimo"]
     names = {name: f"{family.layer}{theirs}" for name, theirs in PARTS.items()}
@@ -284,14 +284,14 @@ def _sizes(
 
 
 def read_file(target: Target, path: str | None) -> MtpHead | None:
-    """The head in a checkpoint's safetensors files; of several, only those that hold it are opened.
+    """The MTP head in a checkpoint's safetensors files; opens only the files that contain it.
 
     Args:
-        target: whose head it is.
+        target: the head's target.
         path: folder or hub id; None: the target's own.
 
     Returns:
-        None: the target has none.
+        None: there is no head.
 
     Raises:
         UserError: see `read`; a path without such a head.
@@ -336,11 +336,11 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 class FinalNorm(NamedTuple):
-    """Of a target: x -> scale * x / rms(x).
+    """A target's final norm, x -> scale * x / rms(x).
 
     Attributes:
         scale: (D,).
-        zero_centred: whether its weight is scale - 1 (Gemma, Qwen3-Next), as in its MTP head then.
+        zero_centred: whether its weight, and those in the MTP head, are scale - 1 (Gemma, Qwen3-Next).
     """
 
     scale: Tensor
@@ -349,12 +349,12 @@ class FinalNorm(NamedTuple):
 
 @torch.no_grad()
 def final_norm(target: Target) -> FinalNorm | None:
-    """The target's final norm; None: there is none, or no RMS norm."""
+    """The target's final norm; None: it has no final RMS norm."""
     parents = (module for module in target.base.modules() if target.layers in module.children())
     norm: Any = next((getattr(parent, "norm", None) for parent in parents), None)
     if not isinstance(norm, nn.Module):
         return None
-    # Asked, not read: classes write the same norm with different weights, and a weight may be elsewhere.
+    # Measured on inputs: classes store the weight of the same norm differently, or on another device.
     ones = torch.ones(1, 1, target.hidden_size, dtype=target.dtype, device=target.device)
     slope = torch.linspace(LARGE, 4 * LARGE, target.hidden_size).to(ones)[None, None]
     scale, sloped = (norm(x)[0, 0].to(target.device).float() for x in (LARGE * ones, slope))

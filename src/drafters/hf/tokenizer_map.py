@@ -1,9 +1,8 @@
-"""A draft model's tokenizer and the target's: the tokens that both have, and texts in both.
+"""Map between a draft model's tokenizer and the target's: shared tokens, and texts in both.
 
-Token-level intersection (TLI, arXiv:2502.05202): the draft model may propose the tokens whose byte strings
-are tokens of both; the settled text is encoded again for it. transformers' own map of two vocabularies
-(`AssistantToTargetTranslator`) compares names of tokens, which differ for the same bytes from one kind of
-tokenizer to another, and belongs to its loop.
+Token-level intersection (TLI, arXiv:2502.05202): the draft model may propose the byte strings that are
+tokens of both; the settled text is encoded again for it. transformers' `AssistantToTargetTranslator`
+compares names of tokens instead, but kinds of tokenizers name the same bytes differently.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from decode.model.target import Target
 OPTION = "drafter.vocabulary=map"
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's token of a byte
 SPACE = "\u2581"  # SentencePiece's mark of a space
-SENTENCE_PIECE = {"Metaspace", "Replace", "ByteFallback"}  # decoders, one of which its tokenizers have
-MOST = 2**28  # bytes of an unpacked tokenizer.json; the largest known have 33 MB
+SENTENCE_PIECE = {"Metaspace", "Replace", "ByteFallback"}  # types of its decoders
+MAX_BYTES = 2**28  # bytes of an unpacked tokenizer.json; the largest known have 33 MB
 
 
 class TokenBytes(NamedTuple):
-    """What the tokens of a tokenizer stand for.
+    """The byte strings of a tokenizer's tokens.
 
     Attributes:
         words: (V,) byte string of every id, special tokens as their text; empty where there is no token.
-        ids: (is special, byte string) -> id; of tokens with the same bytes, the one that encoding writes.
-        strips: whether decoding takes a space off the beginning of a text, which encoding has put there.
+        ids: (is special, byte string) -> id; of tokens with the same bytes, the one that encoding produces.
+        strips: whether decoding removes a leading space that encoding adds.
     """
 
     words: list[bytes]
@@ -48,7 +47,7 @@ class TokenBytes(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, size: int, what: str) -> Self:
-        """Undo the marks of a byte-level BPE or a SentencePiece tokenizer.
+        """Read the tokens of a byte-level BPE or a SentencePiece tokenizer.
 
         Args:
             tokenizer: of the model.
@@ -73,7 +72,7 @@ class TokenBytes(NamedTuple):
 
         added = tokenizer.get_added_tokens_decoder()
         pieces = {i: token for token, i in tokenizer.get_vocab(with_added_tokens=False).items()}
-        # Of tokens with the same bytes the last stays: `<0x61>` gives way to `a`, a larger id to a smaller.
+        # The last of tokens with the same bytes wins: `a` over `<0x61>`, a smaller id over a larger.
         order = sorted(pieces.keys() - added, key=lambda i: (BYTE.fullmatch(pieces[i]) is None, -i))
         tokens = [(i, False, spell(pieces[i])) for i in order]
         tokens += [(i, token.special, token.content.encode()) for i, token in added.items()]
@@ -104,13 +103,13 @@ class TokenizerMap:
     bytes.
 
     Args:
-        tokenizer: of the draft model; its own from now on.
+        tokenizer: of the draft model; changed in place.
         size: ids that the draft model's head has.
         target: of the target.
 
     Attributes:
-        target_ids: (V',) of the shared tokens, ascending.
-        draft_ids: (V',) of the same tokens.
+        target_ids: (V',) target's ids of the shared tokens, ascending.
+        draft_ids: (V',) draft model's ids of the same tokens.
         special: texts of the special tokens among them.
 
     Raises:
@@ -130,19 +129,19 @@ class TokenizerMap:
         tokenizer.no_padding()
         self._lead = _lead(tokenizer)
         self._lead_text = draft.spell([i for i in self._lead if i < size])
-        tokenizer.post_processor = None  # adds what `_lead` is, and takes spaces off the places of tokens
+        tokenizer.post_processor = None  # it adds `_prefix`, and trims spaces from offsets
         self._tokenizer = tokenizer
         self._bytes = {word[0]: i for (_, word), i in draft.ids.items() if len(word) == 1}
 
     def encode(self, text: bytes, ends: dict[int, int] | None = None) -> list[int]:
         """Draft ids of a text, at least one.
 
-        Bytes that are not UTF-8, such as an incomplete character's, become tokens of single bytes;
-        they are left out if the draft model has none.
+        Bytes that are not UTF-8, such as an incomplete character's, become tokens of single bytes,
+        or are omitted if the draft model has none.
 
         Args:
             text: of the target.
-            ends: filled with the index of the draft token that ends after so many bytes of the text.
+            ends: filled with a number of bytes -> index of the draft token that ends there.
         """
         start = int(self.target.strips and text.startswith(b" "))
         ids = [] if self._lead_text and text.startswith(self._lead_text, start) else list(self._lead)
@@ -165,7 +164,7 @@ class TokenizerMap:
         return ids or [0]  # a model reads one token at least
 
     def align(self, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Encode a text, and find where tokens of both end.
+        """Encode a text, and find where tokens of both end together.
 
         Args:
             tokens: (T,) of the target.
@@ -180,7 +179,7 @@ class TokenizerMap:
 
 
 def _runs(text: bytes) -> Iterator[tuple[str, bytes]]:
-    """The longest piece of UTF-8 and the bytes behind it that are none, and so on."""
+    """Pairs of the longest valid UTF-8 and the invalid bytes after it."""
     while text:
         try:
             run, stray = text.decode(), b""
@@ -191,7 +190,7 @@ def _runs(text: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def _lead(tokenizer: Tokenizer) -> list[int]:
-    """Special tokens that a tokenizer puts before a text, as Llama's."""
+    """Special tokens that a tokenizer puts before a text, such as Llama's."""
     bare, full = (tokenizer.encode("a", add_special_tokens=more).ids for more in (False, True))
     places = range(len(full) - len(bare) + 1)
     return full[: next((i for i in places if full[i : i + len(bare)] == bare), 0)]
@@ -208,7 +207,7 @@ class MappedText:
         """Append tokens of the target, and encode the whole text again.
 
         Returns:
-            Number of draft ids that are as before; at least the last one has to be read (again).
+            Number of unchanged draft ids; at most all but the last, which is always read.
         """
         self.text += tokenizers.target.spell(tokens)
         old, self.ids = self.ids, tokenizers.encode(bytes(self.text))
@@ -229,7 +228,7 @@ def tokenizer_of(name: str, revision: str | None, what: str) -> Tokenizer:
         what: the option that names the model, for errors.
 
     Raises:
-        UserError: it has none, or one that is no `tokenizer.json`.
+        UserError: it has no `tokenizer.json`.
     """
     tokenizer: Any = load_tokenizer(name, revision, what=what)
     if not tokenizer.is_fast:
@@ -238,7 +237,7 @@ def tokenizer_of(name: str, revision: str | None, what: str) -> Tokenizer:
 
 
 def target_tokens(target: Target) -> TokenBytes:
-    """What the target's tokens stand for.
+    """The byte strings of the target's tokens.
 
     Raises:
         UserError: see `tokenizer_of` and `TokenBytes.of`; or the target has no path.
@@ -263,10 +262,10 @@ def unpack(packed: Tensor) -> Tokenizer:
     """The tokenizer of `pack`.
 
     Raises:
-        UserError: damaged.
+        UserError: it is damaged.
     """
     try:
-        text = zlib.decompressobj().decompress(packed.cpu().numpy().tobytes(), MOST)
+        text = zlib.decompressobj().decompress(packed.cpu().numpy().tobytes(), MAX_BYTES)
         return Tokenizer.from_str(text.decode())
     except Exception as error:  # all that tokenizers raises is an Exception
         reason = (str(error).splitlines() or [type(error).__name__])[0][:120]

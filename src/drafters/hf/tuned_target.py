@@ -86,7 +86,7 @@ class Lora(nn.Module):
 
     @classmethod
     def settings_for(cls, target: Target, lora: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the constructor, from the `lora` of a yaml: with the sizes of what is tuned.
+        """Arguments of the constructor, from the `lora` of a yaml and the sizes of the tuned modules.
 
         Raises:
             UserError: see `for_target` and `check_lora`.
@@ -105,12 +105,12 @@ class Lora(nn.Module):
     def read(self, target: Target, tokens: Tensor) -> Tensor:
         """The tuned target's head input (B, T, D) for (B, T) right-padded tokens, with gradients.
 
-        In the target's dtype, or in fp32 where a CPU multiplies that slowly.
+        In the target's dtype, or in fp32 on a CPU that is slow in this dtype.
         """
         return self.adapted(target).base(input_ids=tokens, use_cache=False).last_hidden_state
 
     def adapted(self, target: Target) -> CausalLM:
-        """A model with the target's weights, shared where their dtype stays, and the factors as adapters."""
+        """A model with the target's weights, shared if the dtype is the same, and the factors as adapters."""
         return twin_of(target, self, self.checkpointing, self._adapt)
 
     def _adapt(self, twin: PreTrainedModel) -> None:
@@ -125,7 +125,7 @@ class Lora(nn.Module):
         """A target with merged weights W + alpha / r B A in its dtype; copies the decoder layers.
 
         Raises:
-            ValueError: the target is a merged one.
+            ValueError: the target is already merged.
         """
         if isinstance(target, TunedTarget):
             raise ValueError("a target would be tuned twice")
@@ -140,7 +140,7 @@ class Lora(nn.Module):
         return TunedTarget(model, target, self._digest())
 
     def apart(self, group: ParamGroup, rate: Callable[[float], float]) -> list[ParamGroup]:
-        """A group of parameters without the factors, and the factors with a rate of their own."""
+        """Split a group of parameters into the others and the factors, with their own rate."""
         tuned = [weight for weight in self.parameters() if weight.requires_grad]
         ids = {id(weight) for weight in tuned}
         rest = [weight for weight in group.weights if id(weight) not in ids]
@@ -174,7 +174,7 @@ class TunedTarget(Target):
     Args:
         model: with merged weights.
         source: the original target.
-        weight_hash: of the factors, for the fingerprint; a rounded weight may miss a change of theirs.
+        weight_hash: of the factors, for the fingerprint; rounding may hide a change in merged weights.
     """
 
     def __init__(self, model: PreTrainedModel, source: Target, weight_hash: str) -> None:
@@ -196,12 +196,12 @@ def twin_of(
     checkpointing: bool,
     change: Callable[[PreTrainedModel], None] | None = None,
 ) -> CausalLM:
-    """A copy of a target's modules through which gradients flow; made once for its owner.
+    """A differentiable copy of a target's modules, cached for its owner.
 
     Args:
-        target: unchanged; its tensors are shared where their dtype stays.
-        owner: with which the copy goes.
-        checkpointing: of its layers.
+        target: unchanged; its tensors are shared if the dtype is the same.
+        owner: key of the cache; the copy is freed with it.
+        checkpointing: recompute activations of its layers.
         change: adds adapters to a new copy.
     """
     model, twin = _TWINS.get(owner, (None, None))
@@ -217,7 +217,7 @@ def twin_of(
 
 
 def check_copied(target: Target) -> None:
-    """Check that copies of a target's modules can be read.
+    """Check that copies of a target's modules can run.
 
     Raises:
         UserError: they cannot.
@@ -228,7 +228,7 @@ def check_copied(target: Target) -> None:
 
 
 def _differentiable(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy that shares all tensors, or has its own in fp32 where a CPU multiplies slowly in their dtype."""
+    """A copy that shares all tensors, or has fp32 copies if a CPU is slow in their dtype."""
     dtype = product_dtype(model.dtype, model.device)
     if dtype == model.dtype:
         return _copy(model)

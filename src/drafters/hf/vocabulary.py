@@ -18,17 +18,17 @@ from decode.model.target import Target
 from decode.transfer import RowInts
 
 OPTION = "drafter.path"
-PADDING = 128  # maximum difference of padded vocabulary sizes without tokenizers; llama.cpp's bound
+PADDING = 128  # maximum difference of vocabulary sizes without tokenizers; llama.cpp's bound
 RENAMED = 0.01  # maximum share of ids with different names: related models rename special tokens
 
 
 def known_tokens(lm: CausalLM, tokens: Tensor) -> Tensor:
-    """The tokens; ids beyond the draft model's vocabulary are read as its last id."""
+    """The tokens, with ids beyond the draft model's vocabulary replaced by its last id."""
     return tokens.clamp_max(lm.vocab_size - 1)
 
 
 def unread_text(lm: CausalLM, tokens: Tensor, counts: Sequence[int], root: Tensor) -> tuple[Tensor, RowInts]:
-    """What a draft model that keeps the text, root included, has yet to read of it.
+    """Tokens up to the root that a draft model with a KV cache has not read.
 
     Args:
         lm: the draft model.
@@ -37,10 +37,10 @@ def unread_text(lm: CausalLM, tokens: Tensor, counts: Sequence[int], root: Tenso
         root: (B,) the new roots.
 
     Returns:
-        (B, n) right-padded tokens up to the roots, and the place of each root among them.
+        (B, n) right-padded tokens, and the place of each root among them.
     """
     place = RowInts.of(counts)
-    if lm.lengths[0]:  # tokens[:, 0] is the previous root, which is in the cache
+    if lm.lengths[0]:  # tokens[:, 0] is the previous root, already in the cache
         tokens, place = tokens[:, 1:], place.plus(-1)
     root = root[:, None]
     text = torch.cat([tokens, root], 1).scatter(1, place.on(root.device)[:, None], root)
@@ -54,7 +54,7 @@ def fit_vocabulary(logits: Tensor, target: Target) -> Tensor:
 
 
 def share_vocabulary(head: Head, target: Target) -> Head:
-    """The head restricted to ids that the target also has; ids past the target's are padding."""
+    """The head over the ids that the target also has; further ids are padding."""
     target_size, size = target.vocab_size, len(head.weight)
     if size < target_size:
         return replace(head, d2t=torch.arange(size, device=head.weight.device))
@@ -65,11 +65,11 @@ def share_vocabulary(head: Head, target: Target) -> Head:
 def check_vocabulary(
     model: PreTrainedModel, target: Target, path: str, revision: str | None, advice: str = ""
 ) -> None:
-    """Check that a draft model has the target's vocabulary; `advice` ends the message if it has not.
+    """Check that a draft model has the target's vocabulary; `advice` ends the error message.
 
     Raises:
-        UserError: the tokenizers name ids differently or, without tokenizers, the sizes of the heads
-            differ by more than padding.
+        UserError: the tokenizers differ or, without tokenizers, the sizes of the heads differ by more
+            than padding.
     """
     problem = ""
     names = _names(path, revision)
@@ -78,7 +78,7 @@ def check_vocabulary(
     if names and target_names:
         differences = sum(target_names.get(i) != name for i, name in names.items())
         if differences > RENAMED * len(names):
-            problem = f"{differences} of its tokenizer's {len(names)} ids are other tokens to the target's"
+            problem = f"{differences} of {len(names)} token ids differ from the target's tokenizer"
     elif abs(size - target.vocab_size) > PADDING:
         problem = f"its vocabulary has {size} ids, the target's {target.vocab_size}"
     if problem:
@@ -88,7 +88,7 @@ def check_vocabulary(
 
 
 def _names(path: str, revision: str | None) -> dict[int, str]:
-    """Token of each id by a model's tokenizer; empty without one."""
+    """Token of each id in a model's tokenizer; empty without one."""
     try:
         vocabulary = load_tokenizer(path, revision).get_vocab() if path else {}
     except UserError:

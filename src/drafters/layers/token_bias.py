@@ -1,7 +1,7 @@
 """Low-rank bias of the previous token on a drafter's logits, applied after the hidden states are computed.
 
-Lyanna's token-info embedding (arXiv:2602.21224), a gated one and Domino's corrector (arXiv:2605.29707) are
-settings of one module. DSpark's Markov head (arXiv:2607.05147) is another, which engines load.
+`TokenInfoBias` is Lyanna's token-info embedding (arXiv:2602.21224), a gated one, or Domino's corrector
+(arXiv:2605.29707). `MarkovBias` is DSpark's Markov head (arXiv:2607.05147), as engines load it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from drafters.layers.decoder_layer import RMSNorm
 from drafters.vocabulary import TokenCounts
 
 KINDS = ("none", "vanilla", "gated", "recurrent")
-TABLE_BYTES = 2**28  # limit for a table of all hot token pairs; 8000 tokens in 16 bits take 128 MB
+TABLE_BYTES = 2**28  # limit for a table of all pairs of hot tokens
 
 
 class TokenBias(nn.Module, ABC):
-    """Low-rank bias(t) = W2 u on the logits after token t; subclasses say what u is.
+    """Low-rank bias(t) = W2 u on the logits after token t; subclasses define u.
 
     Args:
         emb: E, rows of tokens.
         out: W2, (rows, r); initialised to 0.
 
     Attributes:
-        hot: ids of the target that W2 has rows for, ascending; None: the whole draft vocabulary.
+        hot: target ids of W2's rows, ascending; None: the whole draft vocabulary.
         reduced: whether the logits are of a reduced draft vocabulary.
     """
 
@@ -55,12 +55,12 @@ class TokenBias(nn.Module, ABC):
     def low_rank_input(
         self, token: Tensor, state: Tensor, memory: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """(..., r) input u of W2, and the state of a memory after these tokens.
+        """(..., r) input u of W2, and the memory after these tokens.
 
         Args:
             token: (...) previous tokens, ids of the target.
-            state: (..., D) hidden states whose logits get the bias.
-            memory: (..., r) before these tokens; None at the root, and where there is none.
+            state: (..., D) hidden states of the biased logits.
+            memory: (..., r) before these tokens; None at the root, or without a memory.
         """
 
     # -- decoding --------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class TokenBias(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """(B, 1, V) logits and (B, 1, D) states below (B, W) tokens -> (B, W, V) logits, (B, W, r) memory.
 
-        If it is small enough, a precomputed table of all pairs of tokens replaces two products.
+        A precomputed table of all pairs of tokens replaces two products if it is small enough.
         """
         state = state.expand(-1, token.shape[1], -1)
         table = self._pairs()
@@ -81,7 +81,7 @@ class TokenBias(nn.Module, ABC):
 
     @abstractmethod
     def _inputs(self) -> Tensor | None:
-        """(N, r) u of every row of E; None if more than the token decides."""
+        """(N, r) u of every row of E; None if u depends on more than the token."""
 
     @abstractmethod
     def _look_up(self, table: Tensor, token: Tensor, state: Tensor) -> Tensor:
@@ -98,8 +98,8 @@ class TokenBias(nn.Module, ABC):
             return None
         version = [(w.device, w.dtype, *weight_state(w)) for w in self.parameters()]
         if self._table is None or self._table[0] != version:
-            with torch.inference_mode(False), torch.no_grad():  # also used outside inference mode later
-                inputs = self._inputs()  # a norm of all of E, and only where the table is made again
+            with torch.inference_mode(False), torch.no_grad():  # usable outside inference mode, too
+                inputs = self._inputs()  # computed only to rebuild the table
                 if inputs is None:
                     return None
                 rows = F.linear(inputs, weight)
@@ -108,7 +108,7 @@ class TokenBias(nn.Module, ABC):
 
 
 class MarkovBias(TokenBias):
-    """u = E[t], without a norm, and with rows for all tokens: DSpark's Markov head (arXiv:2607.05147).
+    """u = E[t], with rows for all tokens and no norm: DSpark's Markov head (arXiv:2607.05147).
 
     Args:
         vocab_size: V, rows of E.
@@ -123,13 +123,13 @@ class MarkovBias(TokenBias):
 
     def __init__(self, vocab_size: int, rank: int, draft_vocab_size: int | None = None) -> None:
         if rank < 1:
-            raise UserError(f"drafter.markov_rank={rank}: must be at least 1; drafter=dflash has no bias")
+            raise UserError(f"drafter.markov_rank={rank}: must be at least 1 (no bias: drafter=dflash)")
         size = draft_vocab_size or vocab_size
         super().__init__(nn.Embedding(vocab_size, rank), Linear(rank, size, bias=False))
         self.reduced = draft_vocab_size is not None
 
     def resize(self, size: int) -> None:
-        """Give the draft vocabulary another size, before anything was learned."""
+        """Give the draft vocabulary another size, before training."""
         weight = self.out.weight
         self.out = Linear(weight.shape[1], size, bias=False).to(weight)
         nn.init.zeros_(self.out.weight)
@@ -164,7 +164,7 @@ class TokenInfoBias(TokenBias):
         vocab_size: V.
         rank: r.
         hot_tokens: number of hot tokens V_s; V or more: all tokens.
-        draft_vocab_size: V' of a reduced draft vocabulary, which hot tokens are chosen from; None: V.
+        draft_vocab_size: V' of a reduced draft vocabulary that contains the hot tokens; None: V.
         eps: of the norm.
 
     Raises:
@@ -193,7 +193,7 @@ class TokenInfoBias(TokenBias):
         super().__init__(nn.Embedding(size, rank), Linear(rank, size, bias=False))
         self.kind, self.rank = kind, rank
         reduced = size < vocab_size
-        self.reduced = draft_vocab_size is not None  # the vocabulary that is drafted from
+        self.reduced = draft_vocab_size is not None
         # Before `fit` the hot tokens are the first ids.
         self.register_buffer("hot", torch.arange(size) if reduced else None)
         place = torch.arange(vocab_size)
@@ -207,7 +207,7 @@ class TokenInfoBias(TokenBias):
 
     @torch.no_grad()
     def choose(self, counts: TokenCounts, d2t: Tensor | None, dtype: torch.dtype) -> str:
-        """Choose the most frequent tokens of the answers as hot tokens; `d2t` has these and more.
+        """Choose the most frequent tokens of the answers as hot tokens; `d2t` contains them.
 
         Returns:
             Their number, their share of the answers, and the size of the table in the `dtype` of decoding.
@@ -263,7 +263,7 @@ class TokenInfoBias(TokenBias):
 
     @override
     def _look_up(self, table: Tensor, token: Tensor, state: Tensor) -> Tensor:
-        bias = table[token if self.place is None else self.place[token]]  # -1 is the last row, which is 0
+        bias = table[token if self.place is None else self.place[token]]  # -1 is the last row, all 0
         return bias if self.gate is None else bias * self._gate(self._embed(token)[0], state)
 
 

@@ -1,4 +1,4 @@
-"""Bigram table counted on the rollouts: the baseline for trained drafters."""
+"""Bigram table counted on the rollouts: a baseline for trained drafters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BigramState:
 
 
 class Bigram(PairTable):
-    """Drafts only by the table of token pairs."""
+    """Drafts from the table of token pairs."""
 
     @override
     def new_state(self, rows: int) -> BigramState:

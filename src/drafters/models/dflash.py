@@ -1,4 +1,4 @@
-"""DFlash block diffusion (arXiv:2602.06036), and DSpark (arXiv:2607.05147), which adds a bias to it.
+"""DFlash block diffusion (arXiv:2602.06036), and DSpark (arXiv:2607.05147), DFlash with a token bias.
 
 Both are identical to the authors' code, speculators and vLLM.
 """
@@ -23,11 +23,12 @@ from drafters.vocabulary import token_embedding, unused_token
 
 
 class DFlash(BlockDrafter):
-    """All masks are the target's embedding of one unused token and differ by position only; queries and
-    keys are normalised (Qwen3's layer).
+    """Block diffusion with one mask: the target's embedding of an unused token, the same at all positions.
+
+    Queries and keys are normalised, as in Qwen3's layer.
 
     Args:
-        mask_id: id of that token.
+        mask_id: id of the unused token.
         **options: of `BlockDrafter`, without `qk_norm`, `steps` and the token bias.
     """
 
@@ -45,7 +46,7 @@ class DFlash(BlockDrafter):
         options["mask_id"] = unused_token(target) if token is None else token
         if not 0 <= options["mask_id"] < target.vocab_size:
             raise UserError(f"drafter.mask_id={token}: the target has the ids 0 to {target.vocab_size - 1}")
-        if not token_embedding(target, options["mask_id"]).any():  # all masks would compute the same
+        if not token_embedding(target, options["mask_id"]).any():  # would make all masks equal
             raise UserError(f"drafter.mask_id={token}: its embedding is 0; choose another token")
         sizes: dict[str, Any] = asdict(LayerShape.of(target)) | {"vocab_size": target.vocab_size}
         drafter = cls.restore(sizes | options, target)
@@ -72,15 +73,15 @@ class DFlash(BlockDrafter):
 
 
 class DSpark(DFlash):
-    """DFlash's block, whose logits get a bias of the previous token (`MarkovBias`), one after the other.
+    """DFlash's block, with a bias of the previous token on the logits (`MarkovBias`).
 
-    A confidence head reads that token's row of the bias and the hidden state.
+    A confidence head reads the hidden state and the previous token's row of the bias.
 
     Args:
         markov_rank: r of the bias.
-        sample_from_anchor: the root predicts the first token, as in DeepSpec, so that a block of K places
-            drafts K tokens; else K masks do, as in DFlash.
-        draft_vocab_size: V' of the tokens that it drafts and is trained over; None: all.
+        sample_from_anchor: whether the root predicts the first token, as in DeepSpec, so a block has K
+            places; otherwise K masks predict, as in DFlash.
+        draft_vocab_size: V', number of tokens that it drafts and trains on; None: all.
         **options: of `DFlash`.
 
     Raises:
@@ -106,7 +107,7 @@ class DSpark(DFlash):
 
     @override
     def output_head(self, head: Head) -> Head:
-        # In training, too: the bias has no rows of other tokens.
+        # Also in training: the bias has no rows for other tokens.
         return self._head_rows.of(head, self.d2t, self.int8 and not self.training)
 
     @override
@@ -117,7 +118,7 @@ class DSpark(DFlash):
 
 
 def _taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:
-    """The configured taps; by default the paper's five for n layers, evenly from 2 to n - 2."""
+    """The configured taps; default: the paper's five for n layers, evenly spaced from 2 to n - 2."""
     if taps is not None:
         return list(taps)
     return [*sorted({round(2 + i * (n - 4) / 4) for i in range(5)} if n > 4 else {n // 2})]

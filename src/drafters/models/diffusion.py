@@ -1,7 +1,7 @@
 """Block diffusion drafter after DFlash (arXiv:2602.06036), adapted to small targets and little data.
 
-The backbone is trained from scratch on the target's features, for one denoising step; for an external
-masked diffusion LM see `hf_dllm`. Objectives for long accepted prefixes (SpecDiff-2, arXiv:2511.00606;
+Trained from scratch on the target's features, for one denoising step; `hf_dllm` drafts with an external
+masked diffusion LM. Objectives for long accepted prefixes (SpecDiff-2, arXiv:2511.00606;
 D-PACE, arXiv:2605.18810) are settings of `objective` and `weights`.
 """
 
@@ -22,16 +22,17 @@ from drafters.layers.decoder_layer import LayerShape, RMSNorm
 
 
 class Diffusion(BlockDrafter):
-    """Differs from DFlash in what is fused and where it goes: taps, each normalised, together with the token
-    behind them, as EAGLE's pairs. The root's place is the newest pair; the first layer computes it alone and
-    predicts the first token. In the other layers a mask begins as the root's state and a learned vector.
+    """Block diffusion over pairs of feature and next token, as in EAGLE; each tap is normalised.
 
-    The context and the root share one map, so that keys and values learn of the tokens as soon as the root
-    does: with a map for each it hardly learns to copy from the text (docs/drafters/diffusion.md).
+    The input at the root is the newest pair. The first layer computes only the root and predicts the first
+    token. The other layers read masks, each the sum of the root's state and a learned vector.
+
+    Context and root share one fusion. With a separate one for each, the drafter hardly learns to copy from
+    the text (docs/drafters/diffusion.md).
 
     Args:
         taps: layer ids (inputs of decoder layers) or "last".
-        depth: tokens that a block predicts, K: the root and K - 1 masks.
+        depth: K, tokens predicted by a block: by the root and K - 1 masks.
         **options: of `BlockDrafter`, without `qk_norm`.
     """
 
@@ -44,22 +45,21 @@ class Diffusion(BlockDrafter):
         self.fc = Linear((1 + len(taps)) * hidden_size, hidden_size, bias=False)
         self.tap_norms = nn.ModuleList(RMSNorm(hidden_size, eps=eps) for _ in taps)
         self.mask = nn.Parameter(torch.zeros(self.masks, hidden_size))
-        self.norm = nn.Identity()  # the size of a state says how sure it is
+        self.norm = nn.Identity()  # keeps the size of a state, a measure of confidence
 
     @override
     @classmethod
     @torch.no_grad()
     def for_target(cls, target: Target, **options: Any) -> Self:
-        """Initialised so that every place is the newest tap, and a mask as large.
+        """Initialise every place to the newest tap, plus a random vector of the same size for masks.
 
-        The masks have to differ from the start: places that are alike ask one set of weights for different
-        tokens, and grow apart slowly.
+        Equal masks would need the same weights to predict different tokens, and would diverge slowly.
         """
         sizes: dict[str, Any] = asdict(LayerShape.of(target)) | {"vocab_size": target.vocab_size}
         drafter = cls(**sizes | options)
         drafter.zero_layer_outputs()
         size = target.hidden_size
-        drafter.mask.normal_()  # the feature is normalised, too
+        drafter.mask.normal_()  # as large as the normalised feature
         drafter.fc.weight.normal_(std=0.32 * size**-0.5)
         drafter.fc.weight[:, -size:] += torch.eye(size)
         return drafter

@@ -21,7 +21,7 @@ from drafters.families.recurrent import RecurrentDrafter, add_feature_noise
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, Rotary
 from drafters.layers.unroll import FirstLayerInput
 
-STARTS = {"default": None, "first": 0, "last": -1}  # which of the target's layers is copied
+STARTS = {"default": None, "first": 0, "last": -1}  # index of the target's layer to copy
 NORM = "input_layernorm.weight"  # of a target's layer
 COPIED = {  # weight of the drafter's layer: weights of the target that it stacks
     "qkv_proj.weight": tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
@@ -29,12 +29,13 @@ COPIED = {  # weight of the drafter's layer: weights of the target that it stack
     "post_attention_layernorm.weight": ("post_attention_layernorm.weight",),
 }
 SIZES = ("hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size")
-LEFT = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # output maps, which begin as 0
+LEFT = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # output maps; initialised to 0
 
 
 class Eagle(RecurrentDrafter):
-    """Pair i is (feature f_i, embedding of x_{i+1}); one decoder layer predicts f_{i+1} from it, and the
-    target's frozen head maps the prediction to logits.
+    """EAGLE: one decoder layer predicts f_{i+1} from pair i, (feature f_i, embedding of x_{i+1}).
+
+    The target's frozen head maps the prediction to logits.
 
     Args:
         depth: depths unrolled in training. 1 is the paper's recipe; more feeds the drafter its own
@@ -71,10 +72,10 @@ class Eagle(RecurrentDrafter):
 
     @torch.no_grad()
     def _initialise(self, hidden_size: int) -> None:
-        """Initialise to predict the current feature plus a little of the token; the layer is the identity."""
+        """Initialise to predict the current feature plus a little of the token; the layer is an identity."""
         self.layer.o_proj.weight.zero_()
         self.layer.down_proj.weight.zero_()
-        self.fc.weight.normal_(std=0.32 * hidden_size**-0.5)  # the same share of the feature at any size
+        self.fc.weight.normal_(std=0.32 * hidden_size**-0.5)  # the same share at any hidden size
         self.fc.weight[:, hidden_size:] += torch.eye(hidden_size)
         if self.fc.bias is not None:
             self.fc.bias.zero_()
@@ -85,13 +86,13 @@ class Eagle(RecurrentDrafter):
         """Build the drafter of a target, with the sizes of its layers.
 
         Args:
-            target: as in `Drafter`.
-            start: of `STARTS`, the layer of the target whose maps the drafter's layer begins with (pruned
+            target: see `Drafter`.
+            start: key of `STARTS`: the layer of the target that initialises the drafter's layer (pruned
                 initialisation: SPIRe, arXiv:2504.06419).
             **options: of the class.
 
         Raises:
-            UserError: an unknown start, or a layer with other weights than the drafter's.
+            UserError: an unknown start, or a target layer of another form.
         """
         if start not in STARTS:
             raise UserError(f"drafter.start={start}: choose {' or '.join(STARTS)}")
@@ -103,8 +104,8 @@ class Eagle(RecurrentDrafter):
     def _copy_maps(self, weights: Mapping[str, Tensor]) -> None:
         """Copy the maps that read the input of a target's layer and of its MLP.
 
-        The target's layer normalises its input and this one does not, so the norm's weights are multiplied
-        into queries, keys and values. The output maps stay 0, and the layer the identity.
+        This layer does not normalise its input, so the target's norm is multiplied into queries, keys and
+        values. The output maps stay 0.
         """
         own = self.layer.state_dict()
         copied = {name: torch.cat([weights[part] for part in parts]) for name, parts in COPIED.items()}
@@ -141,7 +142,7 @@ class Eagle(RecurrentDrafter):
         return pair
 
     def _merged(self, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """No norm stands between `fc` and the q, k, v product, so the two are one: (V, D + P), (D + P, D)."""
+        """`fc` and the q, k, v product as one, since no norm is between them: (V, D + P), (D + P, D)."""
         share, qkv = self.token_projection(embedded), self.layer.qkv_proj.weight
         weight = self.fc.weight[:, embedded.shape[-1] :]
         return torch.cat([share, F.linear(share, qkv)], -1), torch.cat([weight, qkv @ weight])
@@ -182,7 +183,7 @@ class Eagle(RecurrentDrafter):
 
 
 def _fitting_weights(target: Target, index: int, start: str, options: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Weights of a layer of the target that has the form of the drafter's, whose `options` are given.
+    """Weights of a target layer, checked to have the form of a drafter's layer with these `options`.
 
     Raises:
         UserError: it has another form.

@@ -22,24 +22,25 @@ from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rot
 from drafters.layers.unroll import FirstLayerInput
 from drafters.vocabulary import TokenCounts
 
-LEAST_LAYERS = 7  # with fewer, two of the three default taps coincide
-OWN_LOGIT = 12.0  # of attention to one's own place, at first; logits of other tokens are 0 +- 1.5
+LEAST_LAYERS = 7  # fewer would give equal default taps
+OWN_LOGIT = 12.0  # initial attention logit of a place to itself; others are 0 +- 1.5
 
 
 class Eagle3(RecurrentDrafter):
-    """The tapped features are concatenated and projected to one feature (`fc`). The first layer's attention
-    reads the feature and the token's embedding; at later depths the drafter's output replaces the
-    feature. The target's embedding is shared and frozen, the head is trained.
+    """EAGLE-3: taps are concatenated and projected to one feature (`fc`).
+
+    The first layer's attention reads the feature and the token's embedding; at later depths the drafter's
+    output replaces the feature. The target's embedding is shared and frozen, the head is trained.
 
     Args:
         vocab_size: V of the target.
         taps: layer ids (inputs of decoder layers) or "last".
         layers: number of decoder layers; only the first reads the embedding.
         depth: depths unrolled in training.
-        anchors: places per text, on average, that are trained at depth 2 and deeper; 0: all.
+        anchors: places per text trained at depth 2 and deeper, on average; 0: all.
         depth_weight: see `RecurrentDrafter`.
-        rate: of training, as a share of the optimizer's learning rate.
-        draft_vocab_size: V', size of the head's vocabulary, in training, too.
+        rate: its learning rate relative to the optimizer's.
+        draft_vocab_size: V', size of the head's vocabulary, also in training.
         norm_before_residual: whether the first layer's residual is the normalised feature.
         norm_before_fc: whether the concatenated taps are normalised (gpt-oss).
         fc_norm: whether each tap is normalised separately (EAGLE 3.1).
@@ -103,7 +104,7 @@ class Eagle3(RecurrentDrafter):
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
         options["taps"] = _taps(options["taps"], len(target.layers))
-        size = options["draft_vocab_size"]  # None, too, is the target's
+        size = options["draft_vocab_size"]  # None: the target's
         options["draft_vocab_size"] = target.vocab_size if size is None else min(size, target.vocab_size)
         sizes: dict[str, Any] = asdict(LayerShape.of(target)) | {"vocab_size": target.vocab_size}
         drafter = cls(**sizes | options)
@@ -112,8 +113,9 @@ class Eagle3(RecurrentDrafter):
 
     @torch.no_grad()
     def _initialise(self, target: Target) -> None:
-        """Initialise: head rows of the target, `fc` mostly the highest tap, layers the identity, and half
-        of the heads attend to their own place.
+        """Initialise the head from the target, `fc` to mostly the highest tap, and layers to the identity.
+
+        Half of the attention heads attend to their own place.
         """
         for layer in self.stack:
             layer.o_proj.weight.zero_()
@@ -126,15 +128,15 @@ class Eagle3(RecurrentDrafter):
             self.lm_head.weight.copy_(target.head.weight * target.head.scale)
 
     def _attend_to_own_token(self) -> None:
-        """Make a place attend to itself in half of the heads: queries and keys are one map of the token.
+        """Make half of the heads attend to their own place, by equal maps of the token to query and key.
 
-        The token enters only through attention, which from independent weights is nearly the mean over
-        the text: what it says of its own place is then the n-th part of what attention passes on. The other
-        heads stay free to find the token elsewhere, which a saturated head hardly learns.
+        The token enters only through attention. With independent weights, attention is nearly the mean over
+        the text and hides the place's own token. The other heads stay free to attend elsewhere, a pattern
+        that saturated heads hardly learn.
         """
         first, size, own = self.stack[0], len(self.fc.weight), max(1, self.stack[0].heads // 2)
         group = first.heads // first.kv_heads  # query heads that share a key
-        # The embedding is normed, so a place's own logit is |W e|^2 / sqrt(dim) = dim std^2 D / sqrt(dim).
+        # The embedding is normalised, so its own logit is |W e|^2 / sqrt(dim) = dim std^2 D / sqrt(dim).
         std = (OWN_LOGIT / (first.head_dim**0.5 * size)) ** 0.5
         keys = std * torch.randn(-(-own // group), first.head_dim, size)
         queries = keys.repeat_interleave(group, 0)[:own]
@@ -233,7 +235,7 @@ def _height(tap: Tap) -> float:
 
 
 def _taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:
-    """The configured taps; by default the paper's three for n layers: low, middle, high."""
+    """The configured taps; default: the paper's three for n layers: low, middle, high."""
     if taps is not None:
         return list(taps)
     if n < LEAST_LAYERS:
@@ -245,6 +247,6 @@ def _taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:
 
 
 def _spread(n: int) -> str:
-    """Up to three layers of a small target, on the command line; engines cannot all tap layer 0."""
+    """Up to three layers of a small target, as an option; not layer 0, which some engines cannot tap."""
     layers = {min(max(layer, 1), n - 1) for layer in (n // 2 - 1, n // 2, n - 1)}
     return f"[{','.join(map(str, sorted(layers)))}]"

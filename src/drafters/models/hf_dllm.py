@@ -1,4 +1,4 @@
-"""Masked diffusion language model as drafter: it predicts all next tokens in parallel.
+"""Masked diffusion language model as drafter: predicts all next tokens in parallel.
 
 SpecDiff (Christopher et al., arXiv:2408.05636), with one denoising step as in SpecDiff-2 (Sandler et
 al., arXiv:2511.00606).
@@ -46,9 +46,9 @@ class Dllm(HFModelDrafter, TextDrafter):
     All predictions of a draft come from one pass and are independent given the text: a tree is the
     product of the depths' top tokens.
 
-    With `prefix=none` attention is bidirectional. There is no KV cache, since every token attends to the
-    masks: a round reads the whole text again, or its newest part that fits into the model's context. With
-    `prefix=causal` the text is causal and does not see the masks, and a round reads what is new of it.
+    With `prefix=none` attention is bidirectional, so there is no KV cache: a round reads the whole text, or
+    as much of its end as fits into the model's context. With `prefix=causal` the text is causal and does not
+    see the masks, and a round reads only new tokens.
 
     Args:
         config: of the model as transformers writes it, `model_type` included.
@@ -65,7 +65,7 @@ class Dllm(HFModelDrafter, TextDrafter):
         base: as in `lm.DraftLM`.
 
     Raises:
-        UserError: the configuration is not one of a language model, or an option is out of range.
+        UserError: not the configuration of a language model, or an option out of range.
     """
 
     masked_lm = True
@@ -108,14 +108,14 @@ class Dllm(HFModelDrafter, TextDrafter):
         self.model.eval()
         if self.keeps_prefix and is_masked(self.model.config):
             raise UserError(
-                f"drafter.prefix=causal: in a {type(self.model).__name__} text sees the masks, so nothing of "
-                "it can be kept; set drafter.prefix=none"
+                f"drafter.prefix=causal: in a {type(self.model).__name__} text sees the masks, so it has "
+                "no KV cache; set drafter.prefix=none"
             )
 
     @property
     @override
     def max_depth(self) -> int:
-        """More masks were not trained."""
+        """Number of masks in training."""
         return self.depth
 
     @override
@@ -133,12 +133,12 @@ class Dllm(HFModelDrafter, TextDrafter):
         """Load a model.
 
         Args:
-            target: the vocabulary has to be the same.
+            target: has to have the same vocabulary.
             path: folder or hub id, remote code is never run.
             revision: of a hub id.
             mask_token: id or text; None: from the tokenizer or the configuration.
             train: train in fp32; a frozen model keeps its dtype.
-            lora: keyword arguments of `add_lora`; None trains all weights.
+            lora: keyword arguments of `add_lora`; None: train all weights.
             **options: of the constructor.
 
         Raises:
@@ -164,7 +164,7 @@ class Dllm(HFModelDrafter, TextDrafter):
 
     @property
     def prefixed(self) -> MaskedPrefix:
-        """The model with a text that it keeps."""
+        """The model with a KV cache of the text."""
         return MaskedPrefix(self.model, self.settings["mask_token"], self.depth, self.shift)
 
     @property
@@ -183,7 +183,7 @@ class Dllm(HFModelDrafter, TextDrafter):
 
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        """Masks behind the roots of sampled anchors; those past a kept prefix' context are left out."""
+        """Predict masks after the roots of sampled anchors; a cached prefix limits these to its context."""
         length, prefixed = batch.tokens.shape[1], self.prefixed if self.keeps_prefix else None
         anchors = supervised_anchors(batch.loss_mask, 1)
         if prefixed:
@@ -196,7 +196,7 @@ class Dllm(HFModelDrafter, TextDrafter):
         row, root = anchor // length, anchor % length + 1
         if prefixed:  # M may be 0: the layers run anyway, since other ranks wait for their collectives
             hidden = prefixed.read_packed(batch.tokens, row, root)  # (M, K, D')
-        else:  # one window for each, since with bidirectional attention anchors cannot share a pass
+        else:  # with bidirectional attention each anchor needs its own window
             hidden = self.masked.read(self.masked.window(batch.tokens[row], (root + 1).tolist()))
         head = share_vocabulary(self.masked.head, target)
         weight = len(candidates) / max(1, len(anchor))  # sampled anchors stand for all
@@ -213,7 +213,7 @@ class Dllm(HFModelDrafter, TextDrafter):
         if self.steps > 1 and plan.depth and plan.proposal not in ("auto", "fixed"):
             raise UserError(
                 f"decode.proposal={plan.proposal}: with drafter.steps={self.steps} tokens depend on later "
-                "ones, so no row is the distribution of its token, and min(1, p/q) would not be lossless; "
+                "ones, so sampling by their distributions would not be lossless; "
                 "set decode.proposal=fixed or drafter.steps=1"
             )
         super().check(plan)
@@ -263,7 +263,7 @@ class Dllm(HFModelDrafter, TextDrafter):
                 filled = window.tokens.scatter(1, window.masks, tokens)
                 return masked.read(window._replace(tokens=filled))
 
-        if self.steps > 1:  # logits stand in for states, which a filled mask does not have
+        if self.steps > 1:  # filled masks have no states, so logits are used instead
             logits = states = self._denoise(masked.head, states, read_block, target)[:, : plan.depth]
         else:
             states = states[:, : plan.depth]
@@ -275,20 +275,20 @@ class Dllm(HFModelDrafter, TextDrafter):
     def _denoise(
         self, head: Head, states: Tensor, read_block: Callable[[Tensor], Tensor], target: Target
     ) -> Tensor:
-        """(B, K, V) logits of every mask, from the pass after which it was filled, or else the last.
+        """(B, K, V) logits of every mask, from the pass that filled it, or the last pass.
 
         Args:
             head: of the model.
             states: (B, K, D') of the first pass.
-            read_block: a further pass: (B, K) tokens in place of the masks -> (B, K, D').
-            target: of the vocabulary.
+            read_block: a further pass: (B, K) tokens instead of the masks -> (B, K, D').
+            target: defines the vocabulary.
         """
         mask_token = self.settings["mask_token"]
         block = torch.full(states.shape[:2], mask_token, device=states.device)  # (B, K)
         levels: Tensor | None = None
         unfilled = torch.ones_like(block, dtype=torch.bool)  # not filled yet
         remaining = self.depth  # of each row
-        for passes_left in range(self.steps, 0, -1):  # passes, this one included
+        for passes_left in range(self.steps, 0, -1):  # this one included
             logits = fit_vocabulary(head(states), target)
             if mask_token < target.vocab_size:  # the mask token itself is no prediction
                 logits[..., mask_token] = -torch.inf
@@ -306,7 +306,7 @@ class Dllm(HFModelDrafter, TextDrafter):
 
 
 def _window(masked: MaskedModel, state: list[IndexedText], target: Target, coin: KeyedCoin) -> Window:
-    """The newest part of each text that there is room for, and masks."""
+    """As much of each text's end as fits, and masks."""
     lengths = [len(history.tokens) for history in state]
     padded = [
         [n, *history.tokens, *[0] * (max(lengths) - n)] for n, history in zip(lengths, state, strict=True)

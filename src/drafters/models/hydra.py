@@ -18,7 +18,7 @@ from drafters.layers.lm_heads import PerDepthHeads, ResBlock
 
 
 class HydraBlock(nn.Module):
-    """R x + SiLU(W x) with x a feature and token embeddings, followed by residual layers.
+    """R x + SiLU(W x) of a feature and token embeddings x, followed by residual layers.
 
     R is initialised to select the feature and W to 0, so that a new block returns the feature.
 

@@ -1,7 +1,7 @@
 """An independent draft model (Leviathan et al., arXiv:2211.17192): any language model.
 
 Trained as in DistillSpec (arXiv:2310.08461) and Online Speculative Decoding (arXiv:2310.07177), or
-used without training. With a tokenizer of its own it drafts the tokens that the target has as well (TLI,
+used without training. With another tokenizer than the target's it drafts the shared tokens (TLI,
 arXiv:2502.05202).
 """
 
@@ -57,7 +57,7 @@ from drafters.layers.decoder_layer import level_visibility
 from drafters.vocabulary import TokenCounts, Vocabulary
 
 VOCABULARIES = ("same", "map")
-LEAST = 0.5  # share of the answers that the shared tokens make
+LEAST = 0.5  # minimum share of the answers' tokens that are shared
 
 
 @dataclass(slots=True)
@@ -66,35 +66,34 @@ class LMState:
 
     lm: CausalLM
     last: Tensor | None = None  # (B, D') input of the head at the root
-    logits: Tensor | None = None  # (B, V) at the root; (B, V') with a tokenizer of its own
-    texts: list[MappedText] = field(default_factory=list)  # of each row, with a tokenizer of its own
+    logits: Tensor | None = None  # (B, V) at the root; (B, V') with its own tokenizer
+    texts: list[MappedText] = field(default_factory=list)  # of each row, with its own tokenizer
 
 
 class DraftLM(HFModelDrafter):
     """A causal language model that drafts autoregressively.
 
-    Beyond its context length it drafts at its last position: with low acceptance, but still losslessly.
+    Beyond its context length it drafts at its last position: acceptance is low, decoding still lossless.
 
-    With a tokenizer of its own it reads the target's text in its own tokens, encoded in every round, and
-    drafts only the shared tokens, each of which is one token of both. Its distributions are over these: q of
-    a draft token over the sum of q of all that are shared.
+    With its own tokenizer it reads the target's text in its own tokens, encoded again in every round, and
+    drafts only tokens that both have. Its distributions are normalised over these.
 
     Args:
         config: of the model as transformers writes it, `model_type` included.
-        model: of that configuration; None: random weights.
+        model: with this configuration; None: random weights.
         lora: settings of adapters, see `HFModelDrafter`.
         base: fields of `LoraBase`, the base model of adapters.
         tokenizer_bytes: size of its own tokenizer in the checkpoint; 0: the target's vocabulary.
 
     Attributes:
         tokenizer: (tokenizer_bytes,) its own tokenizer, see `tokenizer_map.pack`.
-        mapping: of its own tokenizer and the target's.
+        mapping: map of its own tokenizer to the target's.
         d2t: (V',) the target's id of each shared token, ascending.
         draft_ids: (V',) its own id of each.
         t2d: (V,) its own id of each token of the target; 0 where it is not shared.
 
     Raises:
-        UserError: the configuration is not one of a causal LM.
+        UserError: not the configuration of a causal LM.
     """
 
     traits = Traits(depth_invariant=True)  # a prediction depends on the previous text only, drafted or not
@@ -137,13 +136,13 @@ class DraftLM(HFModelDrafter):
         """Load a model, or build one from layers of the target.
 
         Args:
-            target: that it drafts for.
+            target: target of the drafter.
             path: folder or hub id, remote code is never run; None: use layers of the target.
             revision: of a hub id.
             layers: number of layers of the target; see `cut_target`.
             vocabulary: `same`: the target's; `map`: the model's own tokenizer is mapped to the target's.
             train: train in fp32; a frozen model keeps its dtype.
-            lora: keyword arguments of `add_lora`; None trains all weights.
+            lora: keyword arguments of `add_lora`; None: train all weights.
             **options: none.
 
         Raises:
@@ -191,7 +190,7 @@ class DraftLM(HFModelDrafter):
         ids, own = self.mapping.target_ids.to(device), self.mapping.draft_ids.to(device)
         back = own.new_zeros(len(self.target_tokens.words)).index_copy_(0, ids, own)
         for name, value in {"d2t": ids, "draft_ids": own, "t2d": back}.items():
-            self.register_buffer(name, value, persistent=False)  # they follow from the tokenizers
+            self.register_buffer(name, value, persistent=False)  # derived from the tokenizers
 
     @property
     @override
@@ -200,18 +199,18 @@ class DraftLM(HFModelDrafter):
 
     @override
     def convert_weights(self, weights: dict[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
-        """See `HFModelDrafter`; the tokenizers have to be the same."""
+        """See `HFModelDrafter`; both need the same tokenizer."""
         theirs, own = weights.get("tokenizer"), self.tokenizer
         same = theirs is own if theirs is None or own is None else torch.equal(theirs, own.cpu())
         if not same:
-            raise UserError("its draft model has another tokenizer; begin with drafter.path instead")
+            raise UserError("its draft model has another tokenizer; set drafter.path instead")
         return super().convert_weights(weights, settings)
 
     # -- training ----------------------------------------------------------------------------
 
     @override
     def choose_tokens(self, counts: TokenCounts, target: Target) -> str:
-        """Check that the shared tokens are enough; there is nothing to choose."""
+        """Check that enough tokens are shared; none are chosen."""
         assert self.d2t is not None
         assert self.mapping is not None
         ids = self.d2t.cpu()
@@ -232,12 +231,12 @@ class DraftLM(HFModelDrafter):
 
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        """One causal pass; anchors beyond the model's context length are left out."""
+        """One causal pass; anchors beyond the model's context length are skipped."""
         lm = CausalLM(self.model)
         length = batch.tokens.shape[1]
         tokens, places = self._own_tokens(batch)
         reach = min(tokens.shape[1], lm.max_positions or tokens.shape[1])
-        after = places.roll(-1, 1)  # (B, T) of x_{t+1}, at t; the last is of no anchor
+        after = places.roll(-1, 1)  # (B, T) place of x_{t+1}, at t; no anchor is last
         anchors = supervised_anchors(batch.loss_mask, 1) & (after >= 0) & (after < reach)
         # M may be 0: the layers run anyway, since other ranks wait for their collectives.
         row, t = anchors.nonzero(as_tuple=True)  # (M,)
@@ -246,10 +245,10 @@ class DraftLM(HFModelDrafter):
         yield DraftStep(last[row, after[row, t]], row * length + t, 1, head, {})
 
     def _own_tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(B, T') the texts in its own tokens, and (B, T) the place there where each token of them ends.
+        """(B, T') texts in its own tokens, and (B, T) the place there at which each target token ends.
 
-        The place is -1 where a token of its own spans the end, so that nothing is predicted there, and
-        behind the last supervised token, where the text is not read.
+        The place is -1 where no own token ends, so that nothing is predicted there, and after the last
+        supervised token, where the text is not read.
         """
         tokens, device = batch.tokens, batch.tokens.device
         number = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
@@ -261,7 +260,7 @@ class DraftLM(HFModelDrafter):
         return _padded(own, device), _padded(places, device, -1, tokens.shape[1])
 
     def _trained_head(self, head: Head, target: Target) -> Head:
-        """The head over the tokens that the target has as well."""
+        """The head over the tokens that the target also has."""
         if self.d2t is None:
             return share_vocabulary(head, target)
         bias = None if head.bias is None else head.bias[self.draft_ids]
@@ -304,15 +303,15 @@ class DraftLM(HFModelDrafter):
     def unread(
         self, state: LMState, tokens: Tensor, counts: Sequence[int], root: Tensor
     ) -> tuple[Tensor, RowInts]:
-        """(B, M) settled tokens and the root that it has not read, right-padded, and where each row ends."""
+        """(B, M) unread settled tokens with the root, right-padded, and the index of each row's root."""
         if self.mapping is None:
             return unread_text(state.lm, tokens, counts, root)
         return self._reencoded(state, new_tokens(tokens, counts, root, first=not state.lm.lengths[0]))
 
     def _reencoded(self, state: LMState, grown: Sequence[Sequence[int]]) -> tuple[Tensor, RowInts]:
-        """What the model has to read, (B, M) right-padded, and where each row ends there.
+        """(B, M) own tokens to read, right-padded, and the index of each row's last one.
 
-        What it has read already of a token that has become another one by the new text is forgotten.
+        Tokens that the new text has changed are removed from the KV cache.
         """
         assert self.mapping is not None
         kept = [text.extend(new, self.mapping) for text, new in zip(state.texts, grown, strict=True)]
@@ -369,7 +368,7 @@ def _check_option(vocabulary: str, path: str | None) -> None:
 
 
 def _connect_loaded(drafter: nn.Module, keys: object) -> None:
-    """Map the tokenizer of a checkpoint that was read."""
+    """Map the tokenizer of a loaded checkpoint."""
     del keys
     assert isinstance(drafter, DraftLM)
     if drafter.target_tokens is not None:

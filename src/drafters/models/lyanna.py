@@ -1,6 +1,6 @@
 """Lyanna (Chen et al., arXiv:2602.21224): autoregression over hidden states without token inputs.
 
-There is no public code or full recipe; docs/drafters/lyanna.md lists what is the paper's and what is ours.
+There is no public code or full recipe; docs/drafters/lyanna.md separates the paper's choices from ours.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from drafters.vocabulary import Vocabulary
 
 @dataclass(slots=True)
 class LyannaState(RecurrentState):
-    """Also holds the states of the latest draft, for reuse after a rejection."""
+    """A `RecurrentState` with the states of the latest draft, for reuse after a rejection."""
 
     root: Tensor | None = None  # (B,)
     drafted: Tensor | None = None  # (B, K, D) states of the latest draft
     stale: Tensor | None = None  # (B, K, D) states of the previous draft, shifted to their current depth
-    left: Tensor | None = None  # (B,) number of valid ones
+    left: Tensor | None = None  # (B,) number of valid stale states
 
 
 class Lyanna(TokenBiasDrafter, RecurrentDrafter):
-    """s_0 is the feature f_t, s_k = layer(W s_{k-1}) predicts f_{t+k}; the logits of depth k are the target's
-    head on s_k plus a low-rank bias of the previous token.
+    """Lyanna: s_0 is the feature f_t, and s_k = layer(W s_{k-1}) predicts f_{t+k}.
 
-    No drafted token enters a state. So the K head products of a draft are one, and in a round with a
-    accepted tokens s_{a+2} .. s_K stay valid: they predict tokens after the new root.
+    The logits of depth k are the target's head on s_k plus a low-rank bias of the previous token. No drafted
+    token enters a state, so one head product serves all K depths. After a accepted tokens s_{a+2} .. s_K stay
+    valid: they predict tokens after the new root.
 
     Args:
         vocab_size: V of the target.
         layers: number of decoder layers.
         depth: depths unrolled in training.
-        anchors: places per text, on average, that are trained at depth 2 and deeper; 0: all.
+        anchors: places per text trained at depth 2 and deeper, on average; 0: all.
         root_token: `none`; or `add`: settled tokens enter with the feature before them (not in the
-            paper), and the bias acts from depth 2 on. Drafted tokens never enter.
-        drafted_states: `shared`: W and layers of the settled places (the paper's); or `own`: s_2,
-            s_3, ... have others, and their losses stop at the state before and at what settled places wrote.
+            paper), and the bias acts from depth 2. Drafted tokens never enter.
+        drafted_states: `shared`: W and layers of the settled places, as in the paper; or `own`: separate ones
+            for s_2, s_3, ..., with gradients that stop at the previous state and at settled keys and values.
         token_info: `none`, or a kind of `TokenInfoBias`.
         info_rank: rank of the bias.
         hot_tokens: vocabulary of the bias.
@@ -74,8 +74,8 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
 
     Attributes:
         detach: see `drafted_states`.
-        biased_from: the first depth that the bias acts on.
-        later: W and layers of s_2, s_3, ..., if they have their own.
+        biased_from: the first depth with the bias.
+        later: W and layers of s_2, s_3, ... with `drafted_states=own`.
 
     Raises:
         UserError: an option out of range.
@@ -125,7 +125,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         hidden_size = shape.hidden_size
         self.in_proj = Linear(hidden_size * (1 + add), hidden_size, bias=False)
         self.reads_tokens = add
-        # Stands for the token of drafted states, where the map of settled places makes them
+        # Input instead of a token for drafted states, if W is shared
         self.no_token = nn.Parameter(torch.zeros(hidden_size)) if add and drafted_states == "shared" else None
         self.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope)
         self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(layers))
@@ -140,7 +140,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
     @classmethod
     @torch.no_grad()
     def for_target(cls, target: Target, **options: Any) -> Self:
-        """Initialised to predict the current feature as the next one."""
+        """Initialise to predict the current feature as the next one."""
         sizes: dict[str, Any] = asdict(LayerShape.of(target)) | {"vocab_size": target.vocab_size}
         drafter, size = cls(**sizes | options), target.hidden_size
         for states in (drafter, drafter.module_at(2)):
@@ -157,11 +157,11 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
 
     @property
     def detach_text(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether drafted states are trained on settled keys and values as they are."""
+        """Whether gradients of drafted states stop at settled keys and values."""
         return self.detach and self.later is not None
 
     def depends_on_rounds(self, plan: Plan) -> bool:
-        """Whether a draft depends on where the round before began."""
+        """Whether a draft depends on where the previous round began."""
         return self.reuse.applies_to(plan)
 
     def remark(self, plan: Plan) -> str:
@@ -247,7 +247,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         divergence, _, base = self._schedule(batch.progress)
         teaching = TeacherForcedBias(self.info, batch.tokens)
         for step in super().unroll(batch, target):
-            # Of every depth: a bias with a memory reads all tokens.
+            # At every depth, since a bias with a memory reads all tokens.
             hidden = teaching.with_bias_input(step.hidden, step.anchor, step.depth)
             unbiased = step._replace(head=self.output_head(target.head))
             if step.depth < self.biased_from:
@@ -332,9 +332,9 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         return self.reuse.merged_with_drawn(fresh, levels(old, stale), left, coin, plan)
 
     def _with_root(self, raw: Sequence[Tensor], stale: Tensor, root: Tensor) -> list[Tensor]:
-        """Add the root's bias to the first logits of old states, the last rows, where fresh ones have none.
+        """Add the root's bias to the first logits of old states, the last rows, with `root_token=add`.
 
-        A fresh state of depth 1 has the root in it then; an old one was drafted before the root was known.
+        New states of depth 1 contain the root; old ones were drafted before the root was known.
         """
         if self.info is None or self.biased_from == 1:
             return list(raw)
@@ -343,7 +343,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         return [torch.cat([fresh, biased[:, 0]]), *raw[1:]]
 
     def _states(self, state: LyannaState, depth: int) -> Tensor:
-        """(B, K, D) states, computed one after the other; keys and values stay in scratch slots."""
+        """(B, K, D) states, computed sequentially; keys and values stay in scratch slots."""
         assert state.newest is not None
         _, newest = self.emit(state.newest)  # (B, 1, D)
         states, module = [newest], self.module_at(2)

@@ -31,11 +31,11 @@ from drafters.vocabulary import Vocabulary
 
 
 class Medusa(TokenBiasDrafter, FeatureHeadsDrafter):
-    """Head j reads the feature f_t and predicts x_{t+1+j}; it reads no token, not even the root.
+    """Head j reads only the feature f_t, no token, and predicts x_{t+1+j}.
 
     Depths are independent given the context: q at depth 2 is the same below every token of depth 1, so
     the logits of all depths are computed at once, and a tree is the product of the depths' top tokens.
-    With `token_info` each token adds a bias to the logits of the next, as in DSpark (arXiv:2607.05147).
+    With `token_info` each token adds a bias to the next logits, as in DSpark (arXiv:2607.05147).
 
     Args:
         hidden_size: D of the target.
@@ -135,8 +135,8 @@ class Medusa2(Medusa):
     Args:
         lora: arguments of `Lora`.
         heads: weight of the heads' loss; the tuned target's loss has weight 1.
-        warmup: share of the steps in which only the heads train; over the same number of steps after
-            that, the LoRA's learning rate rises.
+        warmup: share of the steps in which only the heads train; the LoRA's learning rate rises over as many
+            further steps.
         lora_lr: ratio of the LoRA's learning rate to the heads'.
         **options: of `Medusa`.
 

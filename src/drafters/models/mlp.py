@@ -22,7 +22,7 @@ EPS = 1e-6
 
 
 class Norm(nn.Module):
-    """x / rms(x), scaled and shifted: what vLLM's MLPSpeculatorLayerNorm computes."""
+    """x / rms(x), scaled and shifted, as vLLM's MLPSpeculatorLayerNorm."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -35,24 +35,24 @@ class Norm(nn.Module):
 
 
 def per_depth(depth: int, make: Callable[[int], nn.Module], alike: int) -> nn.ModuleList:
-    """One module per depth; from index `alike` on all depths share one."""
+    """One module per depth; depths from index `alike` share one."""
     modules = [make(i) for i in range(min(depth, alike + 1))]
     return nn.ModuleList(modules[min(i, alike)] for i in range(depth))
 
 
 class Speculator(ChainedHeadsDrafter):
-    """A small recurrent cell: the initial state is the feature f_t; at depth j it reads x_{t+j}, and the
-    depth's output head predicts x_{t+1+j} from the new state.
+    """Base of speculators with a small recurrent cell; the initial state is the feature f_t.
 
-    The cell's input is a weighted sum of state and token in which the state has the share s^2 of the
-    power, s^(2 K) = 1/2, for states with mean square 1/2 and embeddings with the initial 1 / S.
+    At depth j the cell reads x_{t+j}, and the depth's head predicts x_{t+1+j} from the new state. The cell's
+    input is a weighted sum of state and token; the state has a share s^2 of the power, s^(2 K) = 1/2, for
+    states with mean square 1/2 and embeddings with the initial 1 / S.
 
     Args:
         hidden_size: D of the target.
         vocab_size: V of the target.
         inner_size: size of the state, S; 0: D.
         depth: maximum draft length, K.
-        tie_weights: all depths share embedding, head and norm; depths from 2 on share the projection.
+        tie_weights: all depths share embedding, head and norm; depths from 2 share the projection.
         scale_input: whether the feature is divided by sqrt(2) times its rms.
         draft_vocab_size: see `Drafter`.
     """
@@ -140,10 +140,10 @@ class Mlp(Speculator):
 
 
 class Lstm(Speculator):
-    """LSTM cell in place of the MLP (ArcticTraining's `sum_lstm`); depths share all weights except the
-    first projection, which reads the feature.
+    """LSTM cell instead of the MLP (ArcticTraining's `sum_lstm`).
 
-    The state tensor is the hidden state and the memory cell concatenated, S each.
+    Depths share all weights except the first projection, of the feature. The state tensor is the hidden state
+    and the memory cell concatenated, S each.
     """
 
     def __init__(

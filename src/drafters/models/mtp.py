@@ -30,7 +30,7 @@ from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rot
 from drafters.layers.fused_backward import rms_norm
 from drafters.layers.unroll import FirstLayerInput
 
-PROBE_TEXTS, PROBE_TOKENS = 2, 256  # that an unknown arrangement is scored on
+PROBE_TEXTS, PROBE_TOKENS = 2, 256  # to score an unknown arrangement
 
 
 class ZeroCentredNorm(RMSNorm):
@@ -42,7 +42,7 @@ class ZeroCentredNorm(RMSNorm):
 
     @property
     def scale(self) -> Tensor:
-        """(D,) what it multiplies by."""
+        """(D,) factor."""
         return 1 + self.weight
 
     @override
@@ -52,13 +52,13 @@ class ZeroCentredNorm(RMSNorm):
 
 
 class MtpLayer(DecoderLayer):
-    """A decoder layer with what MTP layers have besides Llama's.
+    """A decoder layer with the options of MTP layers that Llama's has not.
 
     Args:
         shape: sizes.
         qkv_bias: of the q, k, v product (MiMo, GLM).
         qk_norm: of queries and keys by head (GLM, Qwen3).
-        gate: whether attention's output is multiplied by a sigmoid of the layer's input (Qwen3-Next).
+        gate: whether a sigmoid of the layer's input multiplies attention's output (Qwen3-Next).
         zero_centred: whether its norms multiply by 1 + weight.
     """
 
@@ -85,28 +85,29 @@ class MtpLayer(DecoderLayer):
 
 
 class Mtp(RecurrentDrafter):
-    """h_j = Layer(fc [norm(e(x_{t+j})); norm(h_{j-1})]), one module for all depths; h_0 is the target's state
-    at t, and the target's frozen head maps norm(h_j) to logits. EAGLE with two norms before the fusion and
-    one behind the layer.
+    """MTP: h_j = Layer(fc [norm(e(x_{t+j})); norm(h_{j-1})]), with one module for all depths.
+
+    h_0 is the target's state at t, and the target's frozen head maps norm(h_j) to logits: EAGLE with two
+    norms before the fusion and one after the layer.
 
     Args:
         depth: depths unrolled in training.
         hidden_first: whether `fc` reads [hidden; token], not [token; hidden].
         before_norm: whether h_0 is taken before the target's final norm.
         norm_output: whether h_j has passed the norm when it is fed back.
-        family: key of `mtp_weights.FAMILIES`, by whose names it was read and is written; "": a new head.
-        qkv_bias: see `MtpLayer`, as for the next three.
-        qk_norm: normalised queries and keys.
-        gate: gated attention.
-        zero_centred: of all norms.
+        family: key of `mtp_weights.FAMILIES`, for the names in files; "": a new head.
+        qkv_bias: see `MtpLayer`.
+        qk_norm: see `MtpLayer`.
+        gate: see `MtpLayer`.
+        zero_centred: whether all norms multiply by 1 + weight.
         draft_vocab_size: see `Drafter`.
         **sizes: of `LayerShape`.
 
     Attributes:
-        undecided: the arrangement is not known, and `fit` scores all.
+        undecided: whether the arrangement is unknown, so that `fit` chooses it.
 
     Raises:
-        UserError: a depth below 1, or a family that is not known.
+        UserError: a depth below 1, or an unknown family.
     """
 
     taps = (LAST,)
@@ -137,7 +138,7 @@ class Mtp(RecurrentDrafter):
         size, eps = shape.hidden_size, shape.eps
         norm: Any = ZeroCentredNorm if zero_centred else RMSNorm
         self.depth, self.hidden_first, self.norm_output = depth, hidden_first, norm_output
-        # RMS(x) = RMSNorm(x) / scale: the state before the target's norm, as far as a norm sees it.
+        # RMS(x) = RMSNorm(x) / scale: the state before the target's norm, up to a factor that norms ignore.
         self.register_buffer("target_scale", torch.ones(size) if before_norm else None)
         self.token_norm, self.hidden_norm = norm(size, eps=eps), norm(size, eps=eps)
         self.fc = Linear(2 * size, size, bias=False)
@@ -148,13 +149,13 @@ class Mtp(RecurrentDrafter):
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
-        """The target's own head (or that of `path`), or a new one.
+        """Load the target's own head, or the one in `path`, or build a new head.
 
-        Options of the arrangement that are None are the family's; see `fit` where that is not known.
+        Options of the arrangement that are None follow the family; `fit` chooses them if it is unknown.
         """
         head = read_file(target, options.pop("path"))
         asked = {name: options.pop(name) for name in Arrangement._fields}
-        # A new head is what vLLM's `mtp` takes for a target of any class (see export/mtp.py).
+        # A new head has the form that vLLM's `mtp` accepts for every target (see export/mtp.py).
         known, new = arrangement_of(target), mimo_arrangement(target)
         arrangement = (known if head and known else new)._asdict() | {
             k: v for k, v in asked.items() if v is not None
@@ -177,10 +178,10 @@ class Mtp(RecurrentDrafter):
         return drafter
 
     def _arrange(self, target: Target, arrangement: Arrangement) -> None:
-        """Read pairs as an arrangement says.
+        """Set the arrangement.
 
         Raises:
-            UserError: a state from before a final norm that is none of RMS.
+            UserError: `before_norm`, and the target's final norm is no RMS norm.
         """
         self.settings |= arrangement._asdict()
         self.hidden_first, self.norm_output = arrangement.hidden_first, arrangement.norm_output
@@ -191,7 +192,7 @@ class Mtp(RecurrentDrafter):
             raise UserError(
                 "drafter.before_norm=true: the target's final norm is no RMS norm; set it to false"
             )
-        # Where a scale is 0 the target's head reads nothing either.
+        # Where a scale is 0, the target's head ignores the state, too.
         self.target_scale = torch.where(norm.scale == 0, 1, norm.scale).to(self.fc.weight)
 
     @torch.no_grad()
@@ -204,7 +205,7 @@ class Mtp(RecurrentDrafter):
         self._hidden_half(self.fc.weight).add_(torch.eye(size))
         if (norm := final_norm(target)) is not None:
             scale = norm.scale.to(self.norm.weight)
-            # What comes before the final norm gets its scale; what comes after has it, but for its size.
+            # A state before the final norm gets its scale; one after it, only the scale's mean size.
             self.norm.weight.copy_(
                 scale if self.target_scale is not None else scale.square().mean().sqrt().expand(size)
             )
@@ -216,7 +217,7 @@ class Mtp(RecurrentDrafter):
     def _token_half(self, weight: Tensor) -> Tensor:
         return weight.chunk(2, -1)[1 if self.hidden_first else 0]
 
-    # -- arrangements of unknown families ------------------------------------------------------
+    # -- unknown arrangements ------------------------------------------------------------------
 
     @property
     @override
@@ -225,7 +226,7 @@ class Mtp(RecurrentDrafter):
 
     @override
     def fit(self, texts: Iterable[Text], target: Target, progress: Progress | None = None) -> str:
-        """Choose the arrangement by the share of tokens that the head as read has right, teacher-forced."""
+        """Choose the arrangement with the highest teacher-forced top-1 accuracy of the loaded head."""
         texts = iter(texts)
         lines = []
         if self.undecided:
@@ -247,20 +248,20 @@ class Mtp(RecurrentDrafter):
             found[arrangement] = self._right(batch, target, 1)
         best = max(orders, key=lambda order: found[order])
         deeper = {}
-        for norm_output in (True, False):  # the first depth does not show it
+        for norm_output in (True, False):  # no effect at the first depth
             self._arrange(target, best._replace(norm_output=norm_output))
             deeper[norm_output] = self._right(batch, target, 2)
         chosen = best._replace(norm_output=deeper[True] >= deeper[False])
         self._arrange(target, chosen)
         settings = ", ".join(f"{name}={str(value).lower()}" for name, value in chosen._asdict().items())
         shares = " ".join(f"{share:.3f}" for share in sorted(found.values(), reverse=True))
-        return f"its arrangement is not known, so each was scored: {settings} (top-1 {shares})"
+        return f"its arrangement is unknown, so all were scored: {settings} (top-1 {shares})"
 
     def _right(self, batch: Batch, target: Target, depth: int) -> float:
-        """Share of the target's likeliest tokens that are also the likeliest here at a depth."""
+        """Share of anchors at which the head and the target have the same top token, at a depth."""
         mine, self.depth = self.depth, depth
         training, scored = self.training, self.scored
-        self.train()  # the whole vocabulary; none is chosen yet
+        self.train()  # whole vocabulary, since none is chosen yet
         self.scored = None
         try:
             *_, step = self.unroll(batch, target)
@@ -270,7 +271,7 @@ class Mtp(RecurrentDrafter):
             self.depth, self.scored = mine, scored
             self.train(training)
 
-    # -- the two faces ---------------------------------------------------------------------------
+    # -- layers ----------------------------------------------------------------------------------
 
     @property
     @override
@@ -337,7 +338,7 @@ class Mtp(RecurrentDrafter):
 
 
 def _batch(texts: Sequence[Text], target: Target) -> Batch:
-    """The beginnings of a few texts, with what the target reads in them."""
+    """The beginnings of a few texts, with the target's taps."""
     rows = [list(text.tokens[:PROBE_TOKENS]) for text in texts]
     width = max(map(len, rows))
     tokens, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width)

@@ -16,12 +16,12 @@ MATCHES = 32  # maximum number of matches in a tree
 
 
 class Ngram(LookupDrafter):
-    """Finds the longest n-gram suffix of the text, prompt included, at an earlier place.
+    """Finds the longest n-gram suffix of the text, prompt included, at an earlier place, and copies from it.
 
-    Of equally long matches the most recent is copied (transformers and vLLM take the first), and a copy
+    Of equally long matches the most recent is copied (transformers and vLLM copy the first), and a copy
     that reaches the end of the text repeats periodically (theirs ends). In a tree each match outweighs
-    all later ones, so whole matches are added one by one until the plan's nodes are used up. After a match
-    of n tokens a copy is assumed to continue with probability n / (n + 2) for every token.
+    all later ones, so matches are added one by one until the plan's nodes are used up. After a match of n
+    tokens each further token is assumed to agree with probability n / (n + 2).
 
     Args:
         min_n: minimum number of matching tokens.
@@ -66,14 +66,16 @@ class Ngram(LookupDrafter):
         return [(token, share * fade) for token, share in _shares(copies, ())[:count]]
 
     def _fade(self, history: IndexedText, places: Sequence[int]) -> float:
-        """Probability that a copy continues for another token."""
+        """Probability that the next token of a copy agrees."""
         n = max((history.agreement(place, self.orders[-1]) for place in places[:1]), default=0)
         return n / (n + 2)
 
 
 def _shares(copies: Sequence[Sequence[int]], path: Path) -> list[tuple[int, float]]:
-    """What follows a path in the copies that begin with it, the earliest copy first, and its share of their
-    weight, which halves from copy to copy."""
+    """Tokens after a path in the copies that begin with it, and their shares of the copies' weight.
+
+    The weight halves from copy to copy.
+    """
     weights: dict[int, float] = {}
     for i, copy in enumerate(copies):
         if len(copy) > len(path) and tuple(copy[: len(path)]) == path:

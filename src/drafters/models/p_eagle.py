@@ -22,20 +22,20 @@ from drafters.vocabulary import Vocabulary
 
 
 class PEagle(Eagle3):
-    """Depth 1 is EAGLE-3's. Each further depth is a mask after the newest pair: learned vectors in place of
-    token and feature, with causal attention to the settled pairs and earlier masks.
+    """EAGLE-3 with masks for depths from 2: learned vectors instead of token and feature.
 
-    No drafted token enters a state, so all masks run in one pass and all logits are one head product. q
-    at depth 2 is the same below every token of depth 1: a tree is the product of the depths' top tokens.
+    Masks attend causally to settled pairs and earlier masks. No drafted token enters a state, so all masks
+    run in one pass and all logits are one head product. q at depth 2 is the same below every token of depth
+    1: a tree is the product of the depths' top tokens.
 
     `unroll` is EAGLE-3's with masks fed back: a step attends to the first step up to its anchor and to
-    its own anchor's later steps, which is the paper's mask. With `anchors`, depths from 2 on train a sample
-    of the anchors, as the paper does with fewer at larger depths.
+    its own anchor's later steps, as in the paper. With `anchors`, depths from 2 train on a sample of the
+    anchors; the paper uses fewer at larger depths.
 
     Args:
-        depth: depths unrolled in training, and the maximum draft length: a later mask would attend to
+        depth: depths unrolled in training, and the maximum draft length: later masks would attend to
             more masks than in training.
-        **options: of `Eagle3`, without `norm_output`, since no output is fed back.
+        **options: of `Eagle3`, without `norm_output`: no output is fed back.
     """
 
     warm_starts_from = "eagle3"
@@ -44,7 +44,7 @@ class PEagle(Eagle3):
         super().__init__(depth=depth, norm_output=False, **options)
         del self.settings["norm_output"]
         size = len(self.norm.weight)
-        # Small, as residual of the first layer; not 0, where the gradient of a norm is largest.
+        # Small, since it is the first layer's residual; not 0, where a norm's gradient is largest.
         self.mask_token = nn.Parameter(0.02 * torch.randn(size))
         self.mask_hidden = nn.Parameter(0.02 * torch.randn(size))
 
@@ -55,7 +55,7 @@ class PEagle(Eagle3):
     @property
     @override
     def max_depth(self) -> int:
-        """Masks of later depths were not trained."""
+        """Number of depths in training."""
         return self.depth
 
     @override

@@ -14,8 +14,9 @@ from drafters.models.eagle import Eagle
 
 
 class Prism(Eagle):
-    """Step k runs module m(k), a fusion and a layer. Module 0 reads the settled pairs; all modules share
-    one KV cache, and each is fed the feature of the previous step.
+    """EAGLE with several modules, each a fusion and a layer; step k runs module m(k).
+
+    Module 0 reads the settled pairs. All modules share one KV cache and read the previous step's feature.
 
     Args:
         modules: module of steps 1, 2, ...; the last one repeats. `[0]` is EAGLE.
@@ -34,16 +35,16 @@ class Prism(Eagle):
         used = {*self.order[:depth]}
         if self.order[:1] != [0] or not {*self.order} == used == {*range(len(used))}:
             raise UserError(
-                f"drafter.modules={self.order}: give a number for each step, 0 first and none left out "
+                f"drafter.modules={self.order}: give a number for each step, from 0 and without gaps "
                 f"in the {depth} of drafter.depth"
             )
-        options["draft_vocab_size"] = None  # the head's, of which there is one
+        options["draft_vocab_size"] = None  # only of the whole drafter
         self.later = nn.ModuleList(Eagle(depth=depth, **options) for _ in range(len(used) - 1))
 
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
-        """All modules start with the same weights."""
+        """Build modules with the same initial weights."""
         drafter = super().for_target(target, **options)
         drafter.load_state_dict(drafter.adopt_weights(drafter.state_dict()))
         return drafter

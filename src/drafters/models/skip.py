@@ -1,4 +1,4 @@
-"""Drafts with some of the target's own sublayers (Draft & Verify, SWIFT, LayerSkip)."""
+"""Drafts with some of the target's sublayers (Draft & Verify, SWIFT, LayerSkip)."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ EXITS = ("none", "linear")
 
 
 class Skip(SelfDrafter):
-    """The target without some of its attention and MLP sublayers, which add nothing.
+    """The target without some of its attention and MLP sublayers.
 
-    Settled text is seen as the target read it: at each attention that is kept, keys and values are its own.
-    Those of drafted tokens are of their pass through the sublayers that are kept.
+    Kept attention sublayers use the target's keys and values of settled text; those of drafted tokens come
+    from the drafting pass.
 
-    With only the first k layers (early exit), and with a trained `exit`, the target's head reads n + W n,
-    where n is the final norm of the k-th layer's output. The first layers compute what they compute in the
-    target, so the exit is trained on stored hidden states, and one depth stands for all.
+    With only the first k layers (early exit) and a trained `exit`, the target's head reads n + W n, where n
+    is the final norm of the k-th layer's output. These layers give the same output as in the target, so the
+    exit is trained on stored hidden states, at one depth for all.
 
     Args:
         hidden_size: D of the target.
-        cost: multiply-adds of a pass over the target's, head included, that a search may use.
+        cost: maximum multiply-adds of a pass relative to the target's, head included, for the search.
         sublayers: one letter a layer: b both, a attention, m MLP, - neither; None: not searched yet.
         exit: `none`, or `linear`: W is trained.
 
     Raises:
-        UserError: an option out of range, or an exit behind other layers than the first.
+        UserError: an option out of range, or an exit that is not after the first layers.
     """
 
-    traits = replace(SelfDrafter.traits, depth_invariant=True)  # of what is trained
+    traits = replace(SelfDrafter.traits, depth_invariant=True)  # of the exit
 
     def __init__(
         self, hidden_size: int, cost: float, sublayers: str | None = None, exit: str = "none"
@@ -72,13 +72,13 @@ class Skip(SelfDrafter):
         """Build one that fits a target.
 
         Args:
-            target: that drafts for itself.
+            target: target and source of the sublayers.
             sublayers: see the class.
-            layers: early exit behind the first `layers` layers, in place of `sublayers`.
+            layers: early exit after this many layers, instead of `sublayers`.
             **options: `cost` and `exit`, see the class.
 
         Raises:
-            UserError: see the class; a target whose layers cannot be run one by one, or has other layers.
+            UserError: see the class; a target with layers that cannot run one by one, or too few layers.
         """
         if layers is not None:
             if sublayers is not None or not 0 < layers < len(target.layers):
@@ -128,7 +128,7 @@ class Skip(SelfDrafter):
         assert self.exit is not None
         length = batch.tokens.shape[1]
         row, t = supervised_anchors(batch.loss_mask, 1).nonzero(as_tuple=True)  # (M,)
-        # The tap at the root, which the drafter computes itself.
+        # The tap at the root: the drafter computes this state itself.
         last = target.base.norm(batch.taps[row, t + 1, 0])  # (M, D)
         yield DraftStep(self._exited(last), row * length + t, 1, target.head, {})
 

@@ -1,4 +1,4 @@
-"""Drafts with the whole target over a part of the keys (SparseSpec, MagicDec, StreamingLLM)."""
+"""Drafts with the whole target and sparse attention (SparseSpec, MagicDec, StreamingLLM)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from decode.model.target import Target
 from decode.transfer import RowInts
 from drafters.families.self_drafting import Read, SelfDrafter, SelfState
 
-ROOM = 32  # scratch slots to begin with
+ROOM = 32  # initial scratch slots
 
 
 @dataclass(slots=True)
 class SparseState(SelfState):
-    """What is known of the settled text; None before the first `advance`.
+    """Settled text and selected places; None before the first `advance`.
 
     Attributes:
-        lengths: settled places of each row.
-        tail: (B, m) tokens of the newest of them, right-aligned.
-        chosen: (B, layers, K, heads) most attended places, of the newest selection.
-        bytes: of a token in the target's cache.
+        lengths: number of settled places of each row.
+        tail: (B, m) newest settled tokens, right-aligned.
+        chosen: (B, layers, K, heads) most attended places, from the newest selection.
+        bytes: size of a token in the target's cache.
     """
 
     lengths: RowInts | None = None
@@ -38,21 +38,20 @@ class SparseState(SelfState):
 
 
 class Sparse(SelfDrafter):
-    """The whole target, which sees the first places of the text, the newest, and those most attended to.
+    """The whole target, attending only to the first, the newest, and the most attended places of the text.
 
-    The latter are chosen for every layer and head of keys whenever the text grows past a multiple of
-    `refresh` places, by the last `queries` of them: the places that they attend to most, over all heads that
-    share the keys. All newer places are kept, so that there are from `recent` - `refresh` to `recent` of
-    them. What is seen depends only on the text, not on where rounds begin. (SparseSpec, arXiv:2512.01278,
-    takes the mass of each verification. MagicDec, arXiv:2408.11049, drafts from the first and newest places,
-    `places=0`.)
+    The most attended places are selected for every layer and KV head whenever the text grows past a multiple
+    of `refresh` places: those with the most attention from the last `queries` places, over all query heads of
+    the KV head. Newer places are all kept, so there are `recent` - `refresh` to `recent` newest places. The
+    selection depends only on the text, not on where rounds begin. (SparseSpec, arXiv:2512.01278, uses the
+    attention of each verification. MagicDec, arXiv:2408.11049, uses the first and newest places: `places=0`.)
 
     Args:
-        sinks: first places.
-        recent: most of the newest places.
-        places: most attended places of each head of keys, K.
+        sinks: number of first places.
+        recent: maximum number of newest places.
+        places: K, number of most attended places of each KV head.
         refresh: places between two selections.
-        queries: places that a selection is made by.
+        queries: number of newest places that decide a selection by their attention.
 
     Raises:
         UserError: an option out of range.
@@ -69,7 +68,7 @@ class Sparse(SelfDrafter):
         self.settings |= {"refresh": refresh, "queries": queries}
         self.sinks, self.recent, self.places = sinks, recent, places
         self.refresh, self.queries = refresh, queries
-        # Kept without the places that are newer than a selection
+        # Visible places without those newer than the selection
         self.least = sinks + places + recent - refresh
 
     @override
@@ -84,7 +83,7 @@ class Sparse(SelfDrafter):
         super().check_target(target)
         if getattr(target.config, "sliding_window", None):
             raise UserError(
-                "drafter=sparse: the target has a sliding window, so there are no far keys to leave out"
+                "drafter=sparse: a target with a sliding window has no keys to skip; choose another drafter"
             )
 
     # -- decoding ----------------------------------------------------------------------------
@@ -105,7 +104,7 @@ class Sparse(SelfDrafter):
     ) -> None:
         assert state.lengths is not None
         before, added = state.lengths, RowInts.of(counts)
-        before.on(root.device)  # so that sums with it are made on the device
+        before.on(root.device)  # so that sums with it are computed on the device
         state.root, state.lengths = root, before.plus(added)
         state.bytes = target.cache.store.bytes_per_token
         if state.chosen is None:
@@ -116,39 +115,39 @@ class Sparse(SelfDrafter):
             self._select(state, target, before)
 
     def _append(self, state: SparseState, tokens: Tensor, added: RowInts) -> None:
-        """Shift the rows' newest tokens in."""
+        """Append to the rows' newest tokens."""
         width = self.refresh + self.queries
         tail = tokens.new_zeros(len(tokens), width) if state.tail is None else state.tail
         at = added.on(tokens.device)[:, None] + torch.arange(width, device=tokens.device)
         state.tail = torch.cat([tail, tokens], 1).gather(1, at)
 
     def _selects(self, before: int, after: int) -> bool:
-        """Whether places are chosen as a text grows from `before` settled places to `after`."""
+        """Whether places are selected as a text grows from `before` settled places to `after`."""
         selected = after - after % self.refresh
         return selected > max(before, self.least)
 
     def _select(self, state: SparseState, target: Target, before: RowInts) -> None:
-        """Choose places again in rows that have grown past a multiple of `refresh`."""
+        """Select places again in rows that have grown past a multiple of `refresh`."""
         assert state.lengths is not None
         assert state.tail is not None
         assert state.chosen is not None
         device = state.tail.device
         length, count = state.lengths.on(device), torch.arange(self.queries, device=device)
-        end = length - length % self.refresh  # (B,) places that a selection knows
-        # A row with fewer is not selected from: any tokens will do.
+        end = length - length % self.refresh  # (B,) places before the selection
+        # Rows with fewer places are not selected, so their tokens do not matter.
         at = (state.tail.shape[1] - (length - end) - self.queries)[:, None] + count
         asking = (end[:, None] - self.queries + count).clamp_min(0)  # (B, q)
         assert target.fused is not None
         mass = attention_mass(target.fused, target.cache.store, state.tail.gather(1, at), asking)
         place = torch.arange(mass.shape[-1], device=device)
-        last = (end - (self.recent - self.refresh))[:, None]  # (B, 1) the first that is kept anyway
+        last = (end - (self.recent - self.refresh))[:, None]  # (B, 1) first of the newest places
         free = (place >= self.sinks) & (place < last)  # (B, T)
         chosen = mass.masked_fill(~free[:, None, None], -1).topk(self.places).indices.transpose(2, 3)
         grown = (end > before.on(device))[:, None, None, None]
         state.chosen = torch.where(grown, chosen, state.chosen)
 
     def _kept(self, state: SparseState, target: Target) -> tuple[Tensor, RowInts]:
-        """(layers, B, P, heads) places that are seen, and how many of them in each row."""
+        """(layers, B, P, heads) visible places, and their number in each row."""
         assert state.lengths is not None
         assert state.chosen is not None
         device, (layers, heads) = state.chosen.device, _keys(target)
@@ -166,7 +165,7 @@ class Sparse(SelfDrafter):
         return torch.cat([before, torch.where(whole[:, None, None], middle, chosen), newest], 2), kept
 
     def _counts(self, lengths: Sequence[int]) -> list[int]:
-        """How many of so many places are seen."""
+        """Number of visible places of texts of these lengths."""
         return [n if n - n % self.refresh <= self.least else self.least + n % self.refresh for n in lengths]
 
     @override
@@ -179,28 +178,28 @@ class Sparse(SelfDrafter):
         return read
 
     def kv_bytes_per_token(self, state: SparseState) -> int:
-        """Of the copies that a round drafts from, per settled token."""
+        """Bytes of the copied keys and values of a round, per settled token."""
         assert state.lengths is not None
         return -(-state.bytes * sum(self._counts(state.lengths)) // max(1, sum(state.lengths)))
 
 
 def _keys(target: Target) -> tuple[int, int]:
-    """Layers, and heads of keys in each."""
+    """Number of layers, and of KV heads in each."""
     assert target.fused is not None
     layer = target.fused.layers[0]
     return len(target.layers), layer.qk_heads - layer.heads
 
 
 def attention_mass(fused: Fused, store: RowStore, tokens: Tensor, places: Tensor) -> Tensor:
-    """Attention of settled tokens, summed over them and over the query heads that share keys.
+    """Attention of settled tokens, summed over these tokens and the query heads of each KV head.
 
-    They are read once more, over the cache as it is; nothing is written.
+    The tokens are read again over the cache, without writing to it.
 
     Args:
         fused: the target's layers.
         store: keys and values of the text.
         tokens: (B, n) settled tokens.
-        places: (B, n) of them.
+        places: (B, n) of the tokens.
 
     Returns:
         (B, layers, kv_heads, T) sums of probabilities over the T places of the longest row.
@@ -208,7 +207,7 @@ def attention_mass(fused: Fused, store: RowStore, tokens: Tensor, places: Tensor
     x, masses = fused.embed(tokens), []
     wide = torch.promote_types(x.dtype, torch.float32)
     angles = fused.angles(max(store.lengths), x)[places]
-    hidden: Tensor | None = None  # (B, 1, 1, n, T) places that a token does not see
+    hidden: Tensor | None = None  # (B, 1, 1, n, T) places hidden from a token
     for index, layer in enumerate(fused.layers):
         q, *_ = layer.project(x, angles)
         keys, values = store.settled(index, layer.dim)

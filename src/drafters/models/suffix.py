@@ -1,6 +1,6 @@
 """SuffixDecoding (Oliaro et al., arXiv:2411.04975): frequent continuations in the text and past rollouts.
 
-With a datastore also those in any other texts (REST, He et al., arXiv:2311.08252).
+With a datastore also those in other texts (REST, He et al., arXiv:2311.08252).
 """
 
 from __future__ import annotations
@@ -25,27 +25,26 @@ from drafters.drafting.datastore import DEPTH, Datastore
 from drafters.drafting.ngram_counts import NgramCounts, hashes
 from drafters.families.lookup import IndexedText, LookupDrafter, Node, best_tree
 
-OCCURRENCES = 32  # newest ones in the row's own text that count, of an n-gram
-LONGEST = 64  # tokens of a match
+OCCURRENCES = 32  # newest occurrences of an n-gram counted in the row's own text
+LONGEST = 64  # maximum tokens of a match
 NEGLIGIBLE = 0.01  # probability below which shorter matches are not looked up
 
 
 class Suffix(LookupDrafter):
-    """Proposes the most probable continuations of the newest tokens, estimated from what followed them in
-    the row's own text, prompt included, in the rollouts that the drafter was fitted on, and in a datastore.
+    """Proposes the most probable continuations of the newest tokens, from counts of earlier continuations.
 
-    The newest n tokens are looked up for n = 1, 2, 4, ... up to `longest`. Estimates of all n are blended
-    as in prediction by partial matching (Cleary and Witten 1984), with escape probabilities after Witten
-    and Bell (1991). Where N occurrences in the row's own text were followed by D different tokens, c times
-    by token t, and N', D' and c' are the same of the rollouts,
+    Sources are the row's own text, prompt included, the rollouts of `fit`, and a datastore. The newest n
+    tokens are looked up for n = 1, 2, 4, ... up to `longest`. Estimates of all n are blended as in prediction
+    by partial matching (Cleary and Witten 1984), with escape probabilities after Witten and Bell (1991). If
+    N occurrences in the row's own text are followed by D different tokens, c times by token t, and by N', D'
+    and c' in the rollouts,
 
         p_n(t) = (w c + c' + E p_m(t)) / (w N + N' + E),    E = w D + escape D',
 
-    w being `own_weight` and m the next shorter length. Occurrences in the datastore, at most
-    `datastore.SAMPLE` of an n-gram and n at most `datastore.DEPTH`, are added to N', D' and c' with the
-    weight `store_weight`. The tokens of a drafted path are looked up in the same way, so that a node's
-    probability is the product of its path's. (The paper takes the tree of one n and one source that has the
-    largest score.)
+    with w = `own_weight` and m the next shorter length. Occurrences in the datastore, at most
+    `datastore.SAMPLE` of an n-gram and n at most `datastore.DEPTH`, are added to N', D' and c' with weight
+    `store_weight`. Tokens below a drafted path are estimated likewise; a node's probability is the product
+    along its path. (The paper uses one n and one source, those with the largest score.)
 
     Args:
         longest: maximum number of matching tokens; powers of two up to it are looked up.
@@ -54,7 +53,7 @@ class Suffix(LookupDrafter):
         vocab_size: V of the target.
         own_weight: of an occurrence in the row's own text, relative to one in a rollout.
         escape: weight of shorter matches where rollouts have longer ones.
-        store: name of the texts of the datastore, which is not in the checkpoint; None: there is none.
+        store: name of the datastore's texts (not part of the checkpoint); None: no datastore.
         store_key: of the datastore, see `Datastore.open`.
         store_weight: of an occurrence in the datastore, relative to one in a rollout.
         size: of the corpus, including one separator per rollout.
@@ -84,7 +83,7 @@ class Suffix(LookupDrafter):
         for name, least in low.items():
             if settings[name] < least:
                 raise UserError(f"drafter.{name}={settings[name]}: must be at least {least}")
-        if longest > LONGEST:  # a file may name any; counting takes a pass over the corpus for each
+        if longest > LONGEST:  # untrusted; every length costs a pass over the corpus
             raise UserError(f"drafter.longest={longest}: must be at most {LONGEST}")
         super().__init__([2**i for i in range(longest.bit_length())])
         self.settings = settings
@@ -109,7 +108,7 @@ class Suffix(LookupDrafter):
         return drafter
 
     def _open_store(self) -> None:
-        """Open the datastore, if there is one.
+        """Open the datastore, if any.
 
         Raises:
             UserError: see `Datastore.open`.
@@ -166,7 +165,7 @@ class Suffix(LookupDrafter):
         assert self._counts is not None
         newest = (*history.tokens[-self.longest :], *path)[-self.longest :]
         found: dict[int, float] = {}
-        left = 1.0  # probability that longer matches leave to shorter ones
+        left = 1.0  # probability left to shorter matches
         hashed = hashes(newest, self.orders)
         for n, value in zip(reversed(self.orders[: len(hashed)]), reversed(hashed), strict=True):
             past = self._counts.after(n, value)
@@ -191,7 +190,7 @@ class Suffix(LookupDrafter):
         return nlargest(count, found.items(), key=itemgetter(1))
 
     def _stored(self, ngram: Path) -> dict[int, int]:
-        """Token -> how often it followed an n-gram in the datastore."""
+        """Token -> its count after an n-gram in the datastore."""
         if self._store is None or not self.store_weight or len(ngram) > DEPTH:
             return {}
         return self._store.next_tokens(ngram)

@@ -1,6 +1,6 @@
-"""Two drafters in one draft: a trained one, and one that looks up what followed the same tokens before.
+"""Two drafters in one draft: a trained one and a lookup.
 
-As FastDeploy drafts with an n-gram and MTP (pull request 3610) and TensorRT-LLM with a suffix automaton
+As in FastDeploy with an n-gram and MTP (pull request 3610), and in TensorRT-LLM with a suffix automaton
 and EAGLE-3 (`sa_config`).
 """
 
@@ -38,39 +38,37 @@ from drafters.families.lookup import (
 from drafters.families.two_drafters import TwoDrafters, built, check_rounds
 from drafters.registry import short_name
 
-DEFERRED = 64  # tokens of a row that may wait for the first drafter
-BRANCHES = 8  # tokens below the root that each of the two proposes
+DEFERRED = 64  # tokens of a row that the first drafter may read later
+BRANCHES = 8  # tokens that each of the two proposes below a node
 
 
 @dataclass(slots=True)
 class UnionState:
-    """The states of both; the first's is behind by the rounds that wait."""
+    """The states of both drafters; tokens in `waiting` are not yet in the first's."""
 
     first: Any
     second: Any
     waiting: Deferred = field(default_factory=Deferred)
-    begun: bool = False  # whether the first has read anything
+    begun: bool = False  # whether the first has read a prompt
 
 
 class Union(TwoDrafters[LookupDrafter]):
-    """In every round the second, a lookup, drafts. Where it expects `second_alone` tokens or more to be
-    accepted, a row's draft is its own. If that is so in all rows, the first does not run, and reads what
-    was settled later, in one pass. Elsewhere the first drafts a tree of `first_depth` levels, and the row's
-    draft is the chain or tree of the most probable nodes under the mixture of both,
+    """The second drafter, a lookup, drafts in every round; the first drafts in rows that need it.
+
+    A row uses only the second's draft if the second expects at least `second_alone` accepted tokens: the sum
+    of the estimated probabilities of its nodes. If all rows do, the first does not run, and reads the
+    settled tokens later in one pass. In other rows the first drafts a tree of `first_depth` levels, and the
+    draft is the chain or tree of the most probable nodes under a mixture,
 
         p(t | path) = w q(t | path) + (1 - w) (r(t | path) + left q(t | path)),    w = `first_weight`,
 
-    of the first's distribution q and the second's estimate r, `left` being the probability that r leaves to
-    tokens it does not know. Below a path that the first has not looked at, p is r. What the second expects
-    is the sum of the estimated probabilities of its nodes, a function of the settled text. Every node is
-    fixed, so `match` is lossless for any of them. All other plans are the first drafter's: a drawn node's q
-    is its own.
-
-    It is trained, and exported, as its first drafter is.
+    with the first's distribution q, the second's estimate r, and `left` the probability that r does not
+    assign. Below paths without q, p is r. All nodes are fixed, so `match` is lossless. Other plans use only
+    the first drafter. Training and export are the first drafter's.
 
     Args:
-        first: built, or its short name and the settings of its constructor, {drafter: ..., settings: ...}.
-        second: the same of a lookup in text, ngram or suffix.
+        first: a drafter, or its short name and constructor settings, {drafter: ..., settings: ...}.
+        second: the same for a lookup, ngram or suffix.
         second_alone: in tokens; None: the first drafts in every round.
         first_depth: in levels; None: as deep as the plan.
         first_weight: from 0 to 1.
@@ -103,7 +101,7 @@ class Union(TwoDrafters[LookupDrafter]):
         return plan.depth > 0 and plan.proposal == "fixed" and not plan.tree and not plan.min_confidence
 
     def _tree_of_first(self, plan: Plan) -> Plan:
-        """What the first drafts for a plan, see `_shape`."""
+        """The first drafter's plan."""
         depth = plan.depth if self.first_depth is None else min(self.first_depth, plan.depth)
         return _shape(plan, min(depth, self.first.max_depth or depth))
 
@@ -122,7 +120,7 @@ class Union(TwoDrafters[LookupDrafter]):
         root: Tensor,
     ) -> None:
         self.second.advance(state.second, target, tokens, taps[:, :, :0], counts, root)
-        if self.second_alone is None or not state.begun:  # a prompt is read at once: its taps are large
+        if self.second_alone is None or not state.begun:  # a prompt does not wait: its taps are large
             state.begun = True
             self.first.advance(state.first, target, tokens, taps, counts, root)
             return
@@ -131,7 +129,7 @@ class Union(TwoDrafters[LookupDrafter]):
             self._catch_up(state, target)
 
     def _catch_up(self, state: UnionState, target: Target) -> None:
-        """Have the first read what waits."""
+        """Have the first drafter read the waiting tokens."""
         if (waiting := state.waiting.take()) is not None:
             self.first.advance(state.first, target, *waiting)
 
@@ -160,7 +158,7 @@ class Union(TwoDrafters[LookupDrafter]):
         return pack_drafts(rows, target.device, coin)
 
     def _suffices(self, nodes: Sequence[Node]) -> bool:
-        """Whether only the second drafts a row."""
+        """Whether a row uses only the second's draft."""
         return self.second_alone is not None and sum(node.chance for node in nodes) >= self.second_alone
 
     def _mixture(self, tree: _Tree, history: IndexedText, plan: Plan) -> list[Node]:
@@ -185,10 +183,10 @@ _Tree = Mapping[Path, Sequence[tuple[int, float]]]  # path -> tokens below it wi
 
 
 def _probabilities(draft: Draft) -> list[dict[Path, list[tuple[int, float]]]]:
-    """Each row's tree of fixed nodes, as q of the tokens below every path."""
+    """Each row's tree of fixed nodes, as tokens with their q below every path."""
     if not draft.depth:
         return [{} for _ in draft.tokens]
-    assert draft.score is not None  # as of every dynamic tree
+    assert draft.score is not None  # every dynamic tree has it
     nodes = torch.stack([draft.tokens.double(), draft.parents.double(), draft.score.double()], -1)
     trees = []
     for row in nodes.tolist():
@@ -205,9 +203,9 @@ def _probabilities(draft: Draft) -> list[dict[Path, list[tuple[int, float]]]]:
 
 @lru_cache(maxsize=64)
 def _shape(plan: Plan, depth: int) -> Plan:
-    """The tree that a first drafter grows for a plan; made once, since plans are checked."""
+    """The first drafter's plan for a plan; cached, since plans are checked when built."""
     width = BRANCHES if depth == 1 else max(plan.width, 2)
-    whole = width + (depth - 1) * width * width  # all nodes that are scored
+    whole = width + (depth - 1) * width * width  # all scored nodes
     return replace(plan, depth=depth, width=width, nodes=whole, adapt=None)
 
 

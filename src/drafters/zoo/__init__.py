@@ -1,1 +1,1 @@
-"""Drafters that reproduce a paper and lose to another drafter on both targets, with what only they need."""
+"""Reproductions of papers that lose to another drafter on both targets, and their helpers."""

@@ -1,4 +1,4 @@
-"""Boosted drafters: a second one, trained on what the first misses; drafts have the best nodes of both.
+"""Boosted drafters: the second is trained on tokens that the first misses; drafts mix nodes of both.
 
 Collective boost-tuning of small models (Col-BT), of SpecInfer (Miao et al., arXiv:2305.09781).
 """
@@ -28,36 +28,37 @@ from drafters.families.hf_model import check_no_adapters
 from drafters.families.two_drafters import PARTS, TwoDrafters, built, check_rounds
 from drafters.registry import short_name
 
-ROWS = 256  # of logits that exist at a time
+ROWS = 256  # of logits computed at a time
 
 
 @dataclass(slots=True)
 class BoostedState:
-    """The states of both."""
+    """The states of both drafters."""
 
     first: Any
     second: Any
 
 
 class Boosted(TwoDrafters[Drafter]):
-    """The first is trained already and frozen. The second is trained by its own `unroll`, where a row counts
+    """A frozen, trained first drafter, and a second one trained where the first is wrong.
 
-        c / mean(c),    c = 1 where the first's most probable token is not the text's, else `hit_weight`,
+    The second is trained by its own `unroll`, with row weights
 
-    the mean over the batch's rows of a depth, so that the loss stays an average over anchors. The
-    text's token is what the target drew, and so what `match` compares a node with: over texts, a row counts
-    1 - p(the first's token). The first's tokens come from its own unroll of the batch, without gradients
-    and in evaluation mode; where that has none for an anchor and depth, it has missed.
+        c / mean(c),    c = 1 if the first's most probable token is not the text's, else `hit_weight`.
 
-    A draft is a tree of fixed nodes. Each of the two grows its own, and the nodes of the draft are the most
-    probable paths under w q_1 + (1 - w) q_2 (`mix_trees`), w = `first_weight`; any such tree is verified
-    losslessly by `match`. All other plans are the first's, which was trained on all anchors.
+    The mean is over the batch's rows of a depth, so the loss stays an average over anchors. Since the target
+    drew the text, the expected c is 1 - p(the first's token), the chance that `match` rejects it. The first's
+    tokens come from its own unroll, without gradients and in evaluation mode; a missing one counts as wrong.
+
+    Each drafter grows a tree of fixed nodes, and the draft has the most probable paths under
+    w q_1 + (1 - w) q_2 (`mix_trees`), w = `first_weight`; `match` verifies such a tree losslessly. All other
+    plans use only the first drafter, since it is trained on all anchors.
 
     Args:
-        first: built, or its short name and the settings of its constructor, {drafter: ..., settings: ...}.
-        second: the same; a trained one is used as it is.
+        first: a drafter, or its short name and constructor settings, {drafter: ..., settings: ...}.
+        second: the same; a trained one is not trained further.
         first_weight: from 0 to 1.
-        hit_weight: from 0 to 1; 1: the second is trained on all anchors alike, as for an ensemble.
+        hit_weight: from 0 to 1; 1: the second is trained equally on all anchors, as in an ensemble.
 
     Raises:
         UserError: drafters that cannot be combined, or an option out of range.
@@ -93,13 +94,13 @@ class Boosted(TwoDrafters[Drafter]):
         """See `TwoDrafters.for_target`.
 
         Raises:
-            UserError: a first drafter that is not trained.
+            UserError: the first drafter is not trained.
         """
         drafter = super().for_target(target, **options)
         if (first := drafter.first).trains and first.origin is None:
             name = short_name(first)
             raise UserError(
-                f"drafter.first={name}: not trained, so that there is nothing to learn from what it misses; "
+                f"drafter.first={name}: not trained, so the second cannot learn from its errors; "
                 f"train it (python train.py drafter={name}) and give its checkpoint's folder"
             )
         return drafter
@@ -140,7 +141,7 @@ class Boosted(TwoDrafters[Drafter]):
         return chosen
 
     def _weigh(self, hit: Tensor) -> Tensor:
-        """(M,) bool -> (M,) what the rows count, 1 on average; 0 where no row counts."""
+        """(M,) bool -> (M,) weights of the rows, 1 on average; 0 if all rows have weight 0."""
         counts = torch.where(hit, self.hit_weight, 1.0)
         total = counts.sum()
         return counts * torch.where(total > 0, len(hit) / total, 0.0)
@@ -148,7 +149,7 @@ class Boosted(TwoDrafters[Drafter]):
     @property
     @override
     def state_size(self) -> int | None:
-        """A tree has no confidences, and chains are the first's."""
+        """None: a tree has no confidences, and chains are the first drafter's."""
         return None
 
     @override
@@ -171,7 +172,7 @@ class Boosted(TwoDrafters[Drafter]):
             self.check_part(name, self._plan_of(name, plan))
 
     def _plan_of(self, name: str, plan: Plan) -> Plan:
-        """What one of the two drafts for a plan; the second may have fewer levels."""
+        """The plan of one of the two drafters; the second may have fewer levels."""
         deepest = self.second.max_depth
         return plan if name == "first" or deepest is None else _cut(plan, min(plan.depth, deepest))
 
@@ -216,7 +217,7 @@ class Boosted(TwoDrafters[Drafter]):
         return sum(optional.kv_bytes_per_token(*part) for part in parts)
 
     def _own(self, part: Drafter, taps: Tensor) -> Tensor:
-        """(B, T, L, D) taps of both -> of one."""
+        """(B, T, L, D) taps of both drafters -> of one."""
         if part.taps == self.taps:
             return taps
         if not part.taps:
@@ -227,14 +228,14 @@ class Boosted(TwoDrafters[Drafter]):
 
 @lru_cache(maxsize=64)
 def _cut(plan: Plan, depth: int) -> Plan:
-    """The plan with so many levels; made once, since plans are checked."""
+    """The plan with another depth; cached, since plans are checked when built."""
     return plan if depth == plan.depth else replace(plan, depth=depth, adapt=None)
 
 
 def _check(name: str, part: Drafter) -> None:
     kind = f"drafter.{name}={short_name(part)}"
     if type(part).unroll is Drafter.unroll:
-        raise UserError(f"{kind}: it predicts nothing in training; choose a drafter that is trained")
+        raise UserError(f"{kind}: it cannot be trained; choose a trained drafter")
     if part.traits.tunes_target:
         raise UserError(
             f"{kind}: it drafts for a tuned copy of the target, and cannot be combined; choose another"

@@ -38,14 +38,14 @@ from drafters.zoo.read_ahead import ReadAhead, ReadNodes, guessed, read_drafted,
 
 @dataclass(slots=True)
 class CascadeState:
-    """The states of both.
+    """The states of both drafters.
 
     Attributes:
-        first: of the first; what waits is not in it yet.
+        first: of the first, without the waiting tokens.
         second: of the second.
         waiting: settled tokens that the first reads with the next guesses.
-        ahead: nodes that it has read below the root; None: no pass has read any.
-        begun: whether it has read anything.
+        ahead: nodes below the root that the first has read; None: none.
+        begun: whether the first has read a prompt.
     """
 
     first: Any
@@ -58,26 +58,25 @@ class CascadeState:
 class Cascade(TwoDrafters[LookupDrafter]):
     """The first, a draft model, drafts a chain or a tree, and the second, a lookup, guesses its nodes.
 
-    Vertical cascade: the first reads the newest tokens and several guesses of the nodes below them in one
-    pass, and chooses or draws its own at each place, as it would have without them. While these are among the
-    guesses, no pass is needed. So tokens and distributions q are the first's own, up to rounding; only the
-    number of passes differs. The first guesses of a round are read in the pass over the settled tokens, put
-    off until then. With `trees` it reads guesses of a tree's nodes, too (staged speculation): a pass is
-    spared where all nodes of a level that are expanded were guessed. Otherwise trees, and chains side by
-    side, are the first's.
+    Vertical cascade: the first reads the newest tokens and guesses of the nodes below them in one pass, then
+    chooses or draws its own nodes as without guesses. It needs no pass for a node that was guessed. Tokens
+    and distributions q are those of the first drafter, up to rounding; only the number of passes differs.
+    The pass over settled tokens is delayed and also reads a round's first guesses. With `trees`, guesses of a
+    tree's nodes are read as well (staged speculation), and a level needs no pass if all its expanded nodes
+    were guessed. Without it, only the first drafts trees and parallel chains.
 
-    Horizontal cascade: with `first_depth` the first drafts that many tokens of a chain and the second those
-    after them, which are accepted seldom. q of such a token is the second's distribution, all on that token.
+    Horizontal cascade: with `first_depth` the first drafts that many tokens of a chain, and the second the
+    later, rarely accepted ones. q of these is one-hot.
 
-    It is trained, and exported, as its first is.
+    Training and export are the first drafter's.
 
     Args:
-        first: built, or its short name and the settings of its constructor, {drafter: ..., settings: ...}; a
-            draft model with the target's vocabulary.
-        second: the same of a lookup in text, ngram or suffix.
-        second_length: most guesses of a row that are read in one pass; None: as many as the plan has nodes.
+        first: a drafter, or its short name and constructor settings, {drafter: ..., settings: ...}; a draft
+            model with the target's vocabulary.
+        second: the same for a lookup, ngram or suffix.
+        second_length: maximum guesses of a row in one pass; None: the plan's number of nodes.
         first_depth: of a chain, in tokens; None: the whole chain.
-        trees: whether guesses are read in trees and in chains side by side.
+        trees: whether guesses are read in trees and in parallel chains.
 
     Raises:
         UserError: drafters that cannot be combined, or an option out of range.
@@ -107,18 +106,18 @@ class Cascade(TwoDrafters[LookupDrafter]):
 
     @override
     def remark(self, plan: Plan) -> str:
-        said = [optional.remark(self.first, plan)]
+        lines = [optional.remark(self.first, plan)]
         if plan.has_siblings and not self.trees:
-            said.append(
+            lines.append(
                 f"drafter.second={short_name(self.second)}: adds nothing to {plan.name}, which is no single "
                 "chain (decode=chain, or drafter.trees=true)"
             )
         if plan.has_siblings and self.first_depth is not None:
-            said.append(
+            lines.append(
                 f"drafter.first_depth={self.first_depth}: changes nothing in {plan.name}, which is no single "
                 "chain (decode=chain)"
             )
-        return "; ".join(filter(None, said))
+        return "; ".join(filter(None, lines))
 
     # -- decoding --------------------------------------------------------------------------------
 
@@ -140,7 +139,7 @@ class Cascade(TwoDrafters[LookupDrafter]):
         state.ahead = None
         if state.begun:
             state.waiting.add(tokens, taps, counts, root)
-        else:  # a prompt is no part of a round
+        else:  # a prompt does not wait
             state.begun = True
             self.first.advance(state.first, target, tokens, taps, counts, root)
 
@@ -163,7 +162,7 @@ class Cascade(TwoDrafters[LookupDrafter]):
     ) -> Draft:
         if plan.has_siblings and not self.trees:
             self._catch_up(state, target, [()] * len(state.second))
-            state.ahead = None  # its slots are used
+            state.ahead = None  # its slots are overwritten
             return self.first.propose(state.first, target, sampler, coin, plan)
         depth = self._depth_of_first(plan)
         own = _of_first(plan, depth)
@@ -177,18 +176,18 @@ class Cascade(TwoDrafters[LookupDrafter]):
         step = ReadAhead(read, guess, length, state.ahead, state.first.last)
         confidence = self.first.confidence_of(lambda: step.last)
         draft = expand(state.first.logits, step, sampler, coin, own, confidence=confidence)
-        if draft.depth < depth or depth == plan.depth:  # all rows have ended, or there is nothing to add
+        if draft.depth < depth or depth == plan.depth:  # all rows have ended, or the second adds nothing
             return draft
         return self._go_on(draft, state.second, plan.depth - depth)
 
     def _depth_of_first(self, plan: Plan) -> int:
-        """Tokens of a path that the first drafts."""
+        """Number of tokens of a path that the first drafts."""
         if plan.has_siblings or self.first_depth is None:
             return plan.depth
         return min(plan.depth, self.first_depth)
 
     def _catch_up(self, state: CascadeState, target: Target, guesses: Sequence[Sequence[Path]]) -> None:
-        """Have the first read what waits, and guesses of each row below the root."""
+        """Have the first drafter read the waiting tokens, and guesses below each row's root."""
         if (waiting := state.waiting.take()) is None:
             return
         state.ahead = ReadNodes(len(guesses))
@@ -200,9 +199,9 @@ class Cascade(TwoDrafters[LookupDrafter]):
     def _guess(
         self, texts: Sequence[IndexedText], plan: Plan, row: int, path: Path, count: int
     ) -> list[Path]:
-        """At most `count` paths that the second expects below a row's path; none of the plan's last level.
+        """At most `count` guesses below a row's path, by the second drafter.
 
-        The nodes of that are not read.
+        None are of the plan's last level, since its nodes are not read.
         """
         depth = plan.depth - 1 - len(path)
         if depth < 1 or count < 1:
@@ -214,7 +213,7 @@ class Cascade(TwoDrafters[LookupDrafter]):
         return found[:count]
 
     def _looked_up(self, history: IndexedText, path: Sequence[int], plan: Plan) -> list[Node]:
-        """What the second drafts behind a path."""
+        """The second's draft after a path."""
         history.extend(path)
         try:
             return self.second.nodes(history, plan)
@@ -222,7 +221,7 @@ class Cascade(TwoDrafters[LookupDrafter]):
             history.retract(len(path))
 
     def _go_on(self, draft: Draft, texts: Sequence[IndexedText], count: int) -> Draft:
-        """The horizontal cascade: up to `count` tokens of the second behind the first's.
+        """Append up to `count` tokens of the second (horizontal cascade).
 
         Rows that have ended get none.
         """
@@ -236,19 +235,19 @@ class Cascade(TwoDrafters[LookupDrafter]):
         tokens = torch.cat([draft.tokens, later], 1)
         if draft.q is None:
             return Draft.chain(tokens)
-        q = F.one_hot(later.clamp_min(0), draft.q.shape[-1]).to(draft.q)  # of an absent token it is not read
+        q = F.one_hot(later.clamp_min(0), draft.q.shape[-1]).to(draft.q)  # absent tokens' q is not read
         return Draft.chain(tokens, torch.cat([draft.q, q], 1))
 
 
 @lru_cache(maxsize=64)
 def _of_first(plan: Plan, depth: int) -> Plan:
-    """The part of a plan that the first drafts; made once, since plans are checked."""
+    """The first drafter's plan, with this depth; cached, since plans are checked when built."""
     return plan if depth == plan.depth else replace(plan, depth=depth, nodes=0, tree=(), adapt=None)
 
 
 @lru_cache(maxsize=256)
 def _lookup(depth: int, width: int, nodes: int) -> Plan:
-    """What a lookup drafts; a plan has as many nodes as levels or more."""
+    """A lookup's plan, with at least as many nodes as levels."""
     return Plan(depth, width, max(nodes, depth))
 
 

@@ -1,4 +1,4 @@
-"""Lookahead decoding (Fu et al., arXiv:2402.02057): n-grams of Jacobi iterations in the verifying pass."""
+"""Lookahead decoding (Fu et al., arXiv:2402.02057): n-grams of Jacobi iterations in verification."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from drafters.families.lookup import FixedNodesDrafter, Node
 
 @dataclass(slots=True)
 class Trajectories:
-    """Guesses of one row.
+    """Window and n-gram pool of one row.
 
     Attributes:
-        columns: of the window, W.
-        rows: of the window, N - 1.
-        limit: most n-grams kept of each first token.
-        remembers_text: whether the text's own n-grams are kept, too.
+        columns: W, columns of the window.
+        rows: N - 1, rows of the window.
+        limit: maximum n-grams kept for each first token.
+        remembers_text: whether the text's own n-grams are kept.
         tokens: the text, root included.
         window: (N - 1, W) guesses; entry (i, j) is for the (i + j + 1)-th token after the root.
-        pool: n-grams by their first token, the newest last.
-        places: nodes of the window's entries in the newest draft, by row; shorter where there was no room.
+        pool: first token -> rest of each n-gram, the newest last.
+        places: nodes of the window's entries in the newest draft, by row; without those that did not fit.
         answers: the target's most likely token after each node of that draft, the root's first.
     """
 
@@ -41,7 +41,7 @@ class Trajectories:
     answers: list[int] = field(default_factory=list)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append settled tokens, and take the window one iteration further."""
+        """Append settled tokens, and advance the window by one iteration."""
         before = len(self.tokens)
         self.tokens += tokens
         if self.remembers_text:
@@ -50,22 +50,22 @@ class Trajectories:
         self._iterate(len(tokens) - 1)
 
     def _iterate(self, accepted: int) -> None:
-        """The next window: one row newer, and without the columns of accepted tokens."""
+        """Build the next window: with one new row, and without the columns of accepted tokens."""
         rows, used = self.window or [[]] * self.rows, len(self.places) if self.answers else 0
         if used:
-            newest = [self.answers[node + 1] for node in self.places[-1]]  # to the last row that was drafted
+            newest = [self.answers[node + 1] for node in self.places[-1]]  # to the last drafted row
             for column, answer in enumerate(newest):
                 self._remember([*(guesses[column] for guesses in rows[:used]), answer])
             rows = [*rows[1:used], newest, *rows[used:]]
         # Entry (i, j) is for token i + j + 1 after the root: a newer row is for one token later.
         passed = accepted + (not used)
-        # Missing guesses are the newest tokens of the text, backwards.
+        # Missing guesses are filled with the text's newest tokens, backwards.
         filled = [self.tokens[-1 - column % len(self.tokens)] for column in range(self.columns)]
         self.window = [[*guesses[passed:], *filled[len(guesses[passed:]) :]] for guesses in rows]
         self.places, self.answers = [], []
 
     def _remember(self, gram: Sequence[int]) -> None:
-        """Put an n-gram into the pool as the newest of its first token."""
+        """Add an n-gram to the pool as the newest of its first token."""
         if not self.limit:
             return
         kept = self.pool.setdefault(gram[0], {})
@@ -77,21 +77,20 @@ class Trajectories:
 
 
 class Lookahead(FixedNodesDrafter):
-    """Guesses later tokens in the pass that verifies, and drafts n-grams that such guesses have formed.
+    """Guesses later tokens in the verification pass, and drafts n-grams formed by earlier guesses.
 
-    A window of W columns and N - 1 rows of guesses hangs below the root: the first row is a chain, and below
-    its j-th token hang the j-th entries of the other rows. Since the target reads every entry after those
-    that it belongs to, its answers to the last row are the next iteration of a Jacobi solver (Santilli et
-    al., arXiv:2305.10427): with the column above they are an n-gram for the pool, and the newest row of the
-    next window. Beside the window, n-grams of the pool that begin with the root are drafted, newest first.
-    With ngram=2 and no pool it is plain Jacobi decoding, whose guesses are the draft. All nodes are fixed and
-    verified alike, window included, so that the text is the target's.
+    A window of N - 1 rows and W columns of guesses is drafted below the root: the first row is a chain, and
+    the j-th entries of the other rows are below its j-th token. The target's answers to the last row are the
+    next iteration of a Jacobi solver (Santilli et al., arXiv:2305.10427). Each answer completes the n-gram of
+    the column above it for the pool; together the answers are the newest row of the next window. N-grams
+    of the pool that begin with the root are drafted in addition, newest first. With ngram=2 and no pool this
+    is plain Jacobi decoding. All nodes are fixed and verified, window included, so decoding is lossless.
 
     Args:
-        columns: of guesses, W.
+        columns: W, columns of guesses.
         ngram: N, tokens of an n-gram.
-        pool: most n-grams kept of each first token.
-        text: put n-grams of the row's own text into the pool, too.
+        pool: maximum n-grams kept for each first token.
+        text: whether n-grams of the row's own text enter the pool.
 
     Raises:
         UserError: an option out of range.
@@ -117,13 +116,13 @@ class Lookahead(FixedNodesDrafter):
         return [Trajectories(self.columns, self.rows, self.pool, self.text) for _ in range(rows)]
 
     def observe(self, state: list[Trajectories], answers: Sequence[Sequence[int]]) -> None:
-        """Take the target's most likely token at every slot of the draft, row by row."""
+        """Store the target's most likely token at every slot of the draft, row by row."""
         for row, line in zip(state, answers, strict=True):
             row.answers = list(line)
 
     @override
     def nodes(self, history: Trajectories, plan: Plan) -> list[Node]:
-        """N-grams of the row's pool, and the columns of its window that there is room for."""
+        """N-grams of the row's pool, and as many columns of its window as fit."""
         trie = _Trie()
         grams = [gram[: plan.depth] for gram in reversed(history.pool.get(history.tokens[-1], {}))]
         if plan.width == 1:  # a chain: an n-gram, or the first row of the window
@@ -150,14 +149,14 @@ class Lookahead(FixedNodesDrafter):
 
 
 class _Trie:
-    """Paths below the root, whose common beginnings are one; parents precede children."""
+    """Paths below the root with shared prefixes; parents precede children."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.index: dict[Path, int] = {(): -1}
 
     def add(self, path: Path) -> int:
-        """Add a path; returns how many nodes are new."""
+        """Add a path; returns the number of new nodes."""
         before = len(self.nodes)
         for end in range(1, len(path) + 1):
             if path[:end] not in self.index:

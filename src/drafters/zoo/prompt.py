@@ -1,4 +1,4 @@
-"""Learned prompts in the verifying pass: PaSS (arXiv:2311.13581), PPD (Chen et al., arXiv:2405.18628)."""
+"""Learned prompts in the verification pass: PaSS (arXiv:2311.13581), PPD (arXiv:2405.18628)."""
 
 from __future__ import annotations
 
@@ -37,31 +37,30 @@ from drafters.zoo.prompted_target import PromptedTarget, check_embedded, read_wi
 
 @dataclass(slots=True)
 class AheadState:
-    """Of every row; None before the first `advance`."""
+    """State of all rows; None before the first `advance`."""
 
-    ahead: Tensor | None = None  # (B, K, D) outputs of the prompts behind the token before the root
+    ahead: Tensor | None = None  # (B, K, D) outputs of the prompts after the token before the root
     root: Tensor | None = None  # (B,)
 
 
 class Prompt(TokenBiasDrafter):
-    """Learned vectors, E of each of K depths, that the target reads behind every slot; their outputs draft.
+    """Learned vectors (prompts) that the target reads after every slot; their outputs predict the draft.
 
-    The prompts of depth j behind x_t stand in the place of x_{t+j}, and the mean of their outputs predicts
-    x_{t+1+j}, the token at depth j below the root x_{t+1}, with the target's frozen head. So there is no pass
-    for drafting but the first of a text, and the target's own distributions stay what they are
-    (`PromptedTarget`). As Medusa's heads, the prompts know no token behind x_t, not even the root: the logits
-    of all depths are there at once.
+    There are E prompts for each of K depths. Those of depth j after x_t take the position of x_{t+j}, and the
+    target's frozen head predicts x_{t+1+j}, the token at depth j below the root, from their mean output. Only
+    the first draft of a text needs a pass of its own, and the target's distributions do not change
+    (`PromptedTarget`). As in Medusa, prompts see no token after x_t, so all depths are predicted at once.
 
     Args:
         hidden_size: D of the target.
         vocab_size: V of the target.
         depth: K, the maximum draft length.
-        anchors: places a text in a batch whose prompts are trained, on average; 0: all.
-        token_info: `none`, or a kind of `TokenInfoBias`, which has many more weights than the prompts.
+        anchors: places per text in a batch with trained prompts, on average; 0: all.
+        token_info: `none`, or a kind of `TokenInfoBias`; it has many more weights than the prompts.
         info_rank: rank of the bias.
         hot_tokens: vocabulary of the bias.
         draft_vocab_size: see `Drafter`.
-        ensemble: prompts E of each depth; each sees those with its own number at earlier depths (PPD).
+        ensemble: E, prompts of each depth; each sees those of the same index at earlier depths (PPD).
 
     Raises:
         UserError: an option out of range.
@@ -97,7 +96,7 @@ class Prompt(TokenBiasDrafter):
         check_copied(target)
         check_embedded(target)
         drafter = cls(hidden_size=target.hidden_size, vocab_size=target.vocab_size, **options)
-        with torch.no_grad():  # begin with the mean embedding, and noise so that prompts differ
+        with torch.no_grad():  # the mean embedding plus noise, so that prompts differ
             words = target.embed(torch.arange(target.vocab_size, device=target.device)).float()  # (V, D)
             vectors = drafter.prompts.weight
             vectors.copy_(words.mean(0).to(vectors) + 0.1 * words.std().to(vectors) * vectors)
@@ -106,7 +105,7 @@ class Prompt(TokenBiasDrafter):
     @property
     @override
     def max_depth(self) -> int:
-        """There are prompts for so many depths."""
+        """Number of depths with prompts."""
         return self.depth
 
     def by_depth(self) -> Tensor:
@@ -116,18 +115,18 @@ class Prompt(TokenBiasDrafter):
     # -- training ----------------------------------------------------------------------------
 
     def trained_model(self, target: Target) -> CausalLM:
-        """The model that reads texts in training, without prompts."""
+        """The model that reads texts in training; has no prompts itself."""
         return twin_of(target, self, self.checkpointing)
 
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        """Read texts with prompts behind all sampled anchors, then yield their supervised rows by depth."""
+        """Read texts with prompts after all sampled anchors, then yield supervised rows by depth."""
         chosen, weight = self.sample(batch)
         _, ahead = self.read(batch, target, chosen)
         yield from self.depths(ahead, chosen, weight, batch, target)
 
     def sample(self, batch: Batch) -> tuple[Tensor, float]:
-        """(A,) anchors on the host, and for how many each of them stands."""
+        """(A,) anchors on the host, and the number of candidates that each represents."""
         candidates = supervised_anchors(batch.loss_mask.cpu(), 1).flatten().nonzero()[:, 0]  # (N,)
         limited = self.training and self.anchors
         count = len(batch.tokens) * self.anchors if limited else len(candidates)
@@ -135,12 +134,12 @@ class Prompt(TokenBiasDrafter):
         return chosen, len(candidates) / max(1, len(chosen))
 
     def read(self, batch: Batch, target: Target, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs (B, T, D) of the texts, and (A, K, D) of the prompts behind (A,) anchors."""
+        """Outputs (B, T, D) of the texts, and (A, K, D) of the prompts after (A,) anchors."""
         (rows, length), device = batch.tokens.shape, batch.tokens.device
         row, place = chosen // length, chosen % length
         counts = torch.bincount(row, minlength=rows)  # (B,)
-        number = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]  # (A,) of an anchor in its text
-        # A text with fewer anchors than another gets prompts behind its first token, which nobody reads.
+        number = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]  # (A,) index of each in its text
+        # Texts with fewer anchors get padding prompts after their first token.
         places = place.new_zeros(rows, max(1, int(counts.max()))).index_put((row, number), place)
         lm = self.trained_model(target)
         last, ahead = read_with_prompts(lm, self.by_depth(), batch.tokens, places.to(device))
@@ -149,7 +148,7 @@ class Prompt(TokenBiasDrafter):
     def depths(
         self, ahead: Tensor, chosen: Tensor, weight: float, batch: Batch, target: Target
     ) -> Iterator[DraftStep]:
-        """Supervised rows by depth, of (A, K, D) outputs behind (A,) anchors that have this weight."""
+        """Supervised rows by depth, from (A, K, D) outputs after (A,) anchors; `weight` of each row."""
         mask, device = batch.loss_mask.cpu(), batch.tokens.device
         teaching, head = TeacherForcedBias(self.info, batch.tokens), self.biased_head(target.head)
         for depth in range(1, self.depth + 1):
@@ -192,7 +191,7 @@ class Prompt(TokenBiasDrafter):
         root: Tensor,
     ) -> None:
         if not isinstance(target, PromptedTarget):
-            raise UserError("this drafter's prompts are read by drafter.verifier(target): decode with that")
+            raise UserError("decode with drafter.verifier(target), which reads this drafter's prompts")
         state.root = root
         if taps.shape[2]:
             end = RowInts.of(counts).on(taps.device) - 1  # (B,)

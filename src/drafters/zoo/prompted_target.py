@@ -1,9 +1,9 @@
-"""A target that also reads learned prompts, whose outputs predict tokens further ahead.
+"""A target that also reads learned prompts; their outputs predict later tokens.
 
-Behind a token at position t stand E prompts of each depth j from 1 to K, at position t + j. Prompt e of a
+After a token at position t there are E prompts of each depth j from 1 to K, at position t + j. Prompt e of a
 depth sees the tokens up to t, the prompts e of earlier depths and itself. The mean output of depth j predicts
 the token at t + 1 + j (ensemble prompt tokens: PPD, Chen et al., arXiv:2405.18628). No token sees a prompt,
-and none is kept in the cache: what the target predicts after its tokens is what it predicts without them.
+and the cache contains none, so prompts do not change the target's predictions.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from decode.model.causal_lm import CausalLM
 from decode.model.own_cache import cache_name
 from decode.model.target import Target, TargetOutput
 
-READ_TOGETHER = 512  # prompts in one pass over a text that has been read: its mask has (512, T + 512) entries
+READ_TOGETHER = 512  # prompts in one training pass; bounds its mask, (512, T + 512)
 
 
 class PromptedTarget(Target):
-    """A target whose taps are outputs of the prompts behind each slot, their means by depth (B, n, K, D).
+    """A target with mean outputs by depth of the prompts after each slot as taps, (B, n, K, D).
 
-    It shares all weights, and what was compiled for them, with the target that it is made of. A pass over a
-    draft of S slots reads S (1 + K E). One without a draft, as in a prefill and in plain decoding, reads
-    tokens alone and has no taps (B, n, 0, D); `look_ahead` may follow it.
+    It shares all weights and compiled code with `source`. A pass over a draft of S slots reads S (1 + K E)
+    slots. A pass without a draft (prefill, plain decoding) reads only tokens and has no taps, (B, n, 0, D);
+    `look_ahead` may follow it.
 
     Args:
-        source: all of whose weights are in this process, on one device.
-        prompts: (K, E, D) input of the first layer in place of embeddings.
+        source: target with all weights in this process, on one device.
+        prompts: (K, E, D) input of the first layer instead of embeddings.
     """
 
     def __init__(self, source: Target, prompts: Tensor) -> None:
@@ -72,7 +72,7 @@ class PromptedTarget(Target):
         return TargetOutput(last[:, :slots], _depth_means(last[:, slots:], slots, self.prompts))
 
     def look_ahead(self) -> Tensor:
-        """(B, K, D) mean outputs of the prompts behind each row's newest settled token; nothing is kept."""
+        """(B, K, D) mean outputs of the prompts after each row's newest settled token; nothing is cached."""
         rows, (depth, ensemble, _) = len(self.lengths), self.prompts.shape
         block = _own_prompts(1, depth, ensemble, self.prompts.device).expand(rows, -1, -1)  # (B, K E, K E)
         return _depth_means(self.forward(self._ids(1).expand(rows, -1), block), 1, self.prompts)[:, 0]
@@ -80,32 +80,31 @@ class PromptedTarget(Target):
     @override
     @torch.no_grad()
     def read(self, tokens: Tensor, lengths: Sequence[int] | None = None) -> TargetOutput:
-        """As `Target.read`, with padding, and with prompts behind every token."""
+        """As `Target.read`, with padding, and with prompts after every token."""
         places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         with fast_linears(self.head.weight, begins=True):
             return TargetOutput(*read_with_prompts(self, self.prompts, tokens, places))
 
     def _ids(self, slots: int) -> Tensor:
-        """(1, slots K E) ids of the prompts behind so many slots."""
+        """(1, slots K E) ids of the prompts after this number of slots."""
         count = self.slots(1) - 1
         ids = torch.arange(self.vocab_size, self.vocab_size + count, device=self.prompts.device)
         return ids.repeat(slots)[None]
 
 
 def read_with_prompts(lm: CausalLM, prompts: Tensor, tokens: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Read texts, and prompts behind some of their tokens, with gradients.
+    """Read texts, and prompts after some of their tokens, with gradients.
 
-    A text is read once, by itself, and its prompts after it. Where no weight trains, gradients are computed
-    only for the prompts.
+    A text is read once by itself, then its prompts. If no weights train, only prompts get gradients.
 
     Args:
         lm: model without prompts.
         prompts: (K, E, D) input of its first layer.
         tokens: (B, T) right-padded.
-        places: (B, A) of tokens.
+        places: (B, A) places of tokens.
 
     Returns:
-        Head inputs (B, T, D) of the tokens, and (B, A, K, D) means of the prompts behind the places.
+        Head inputs (B, T, D) of the tokens, and (B, A, K, D) means of the prompts after the places.
     """
     text = [_ReadText() for _ in lm.layers]
     cache = {cache_name(type(lm.base)): Cache(layers=[*text])}
@@ -116,7 +115,7 @@ def read_with_prompts(lm: CausalLM, prompts: Tensor, tokens: Tensor, places: Ten
 
 
 def _read_behind(lm: CausalLM, prompts: Tensor, text: Sequence[_ReadText], places: Tensor) -> Tensor:
-    """(B, A, K, D) mean outputs of the prompts behind (B, A) places of texts that were read."""
+    """(B, A, K, D) mean outputs of the prompts after (B, A) places of cached texts."""
     (rows, anchors), (depth, ensemble, _), device = places.shape, prompts.shape, places.device
     place = torch.arange(text[0].length, device=device)  # (T,)
     number = torch.arange(depth, device=device).repeat_interleave(ensemble)  # (K E,)
@@ -138,10 +137,10 @@ def _read_behind(lm: CausalLM, prompts: Tensor, text: Sequence[_ReadText], place
 
 
 def _depth_means(last: Tensor, slots: int, prompts: Tensor) -> Tensor:
-    """(B, S K E, D) head inputs behind S slots -> their means by depth of the prompts, (B, S, K, D).
+    """(B, S K E, D) head inputs after S slots -> their means by depth, (B, S, K, D).
 
-    PPD takes the mean of logits. A head is linear, up to the soft cap that some have, so these are the same
-    logits by one product with the head in place of E.
+    PPD averages logits. A head is linear, apart from a soft cap, so this gives the same logits with one head
+    product instead of E.
     """
     return last.unflatten(1, (slots, *prompts.shape[:2])).mean(3)
 
@@ -156,10 +155,10 @@ def _own_prompts(slots: int, depth: int, ensemble: int, device: torch.device) ->
 
 
 def check_embedded(target: Target) -> None:
-    """Check that a target makes of embeddings what it makes of their tokens.
+    """Check that a target gives the same output for embeddings as for their tokens.
 
     Raises:
-        UserError: its layers read more of a token, so that prompts cannot take a token's place.
+        UserError: its layers read more of a token than the embedding.
     """
     tokens = torch.arange(min(8, target.vocab_size), device=target.device)[None]
     with torch.no_grad():
@@ -171,12 +170,12 @@ def check_embedded(target: Target) -> None:
     if found is None or not torch.allclose(found, expected):
         raise UserError(
             f"drafter: layers of a {type(target.model).__name__} read more than embeddings of its tokens, "
-            "so that prompts cannot stand next to them; choose another drafter"
+            "so prompts cannot replace tokens; choose another drafter"
         )
 
 
 class _Layer(CacheLayerMixin):
-    """A layer of a cache that is used once, so that a pass can be computed again for its gradient."""
+    """A cache layer that is used once, so that gradient checkpointing can repeat a pass."""
 
     is_sliding = False
 
@@ -193,7 +192,7 @@ class _Layer(CacheLayerMixin):
 
 
 class _ReadText(_Layer):
-    """Takes the keys and values of a text."""
+    """Stores the keys and values of a text."""
 
     length = 0
 
@@ -203,12 +202,12 @@ class _ReadText(_Layer):
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Nothing is before a text."""
+        """0: nothing precedes a text."""
         return 0
 
 
 class _Behind(_Layer):
-    """Puts the keys and values of a text before those of prompts."""
+    """Prepends the keys and values of a text to those of prompts."""
 
     def __init__(self, text: _ReadText) -> None:
         super().__init__()
@@ -222,5 +221,5 @@ class _Behind(_Layer):
         return torch.cat([text.keys, key_states], 2), torch.cat([text.values, value_states], 2)
 
     def get_seq_length(self) -> int:
-        """Tokens of the text."""
+        """Number of tokens of the text."""
         return self._text.length

@@ -1,10 +1,10 @@
-"""A draft model's chain or tree in fewer passes: nodes that another drafter expects are read early.
+"""A draft model's chain or tree in fewer passes: guesses of another drafter are read early.
 
 The vertical cascade of Cascade Speculative Drafting (Chen et al., arXiv:2312.11462) and TriForce (Sun et al.,
 arXiv:2404.11912), and the drafted drafter of staged speculative decoding (Spector and Re, arXiv:2308.04623).
-There the draft model accepts or rejects each guess by a draw. Here it chooses or draws every token itself, at
-the same key, from the same distribution as without guesses; a guess counts if it is a node that is expanded.
-So the draft is the same, up to rounding.
+There the draft model accepts or rejects each guess at random. Here it chooses or draws every token itself,
+with the same random key and distribution as without guesses; a guess helps if it is an expanded node. The
+draft is the same, up to rounding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from drafters.models.lm import DraftLM, LMState
 
 
 class Reading(NamedTuple):
-    """What a draft model makes of n tokens of each row."""
+    """Outputs of a draft model for n tokens of each row."""
 
     last: Tensor  # (B, n, D') input of the head after each token
     logits: Tensor  # (B, n, V) of the token that follows each
@@ -41,10 +41,10 @@ def read_settled(
     guesses: Tensor,
     reach: Tensor | None = None,
 ) -> Reading:
-    """`DraftLM.advance`, with (B, G) guesses of what it will draft read behind the root.
+    """`DraftLM.advance`, with (B, G) guesses of the draft read after the root.
 
-    They take the first scratch slots. `reach` is (B, G, G) bool, which of the guesses each sees, itself
-    included; None: all up to itself.
+    Guesses use the first scratch slots. `reach` (B, G, G) bool: the guesses that each sees, itself included;
+    None: all up to itself.
     """
     lm, count = state.lm, guesses.shape[1]
     text, end = drafter.unread(state, tokens, counts, root)
@@ -60,7 +60,7 @@ def read_settled(
 
 
 def _seen(text: Tensor, at: Tensor, reach: Tensor) -> Tensor:
-    """(B, n, n) bool: which of (B, n) tokens each sees; those at (B, G) see one another by `reach`."""
+    """(B, n, n) bool: the (B, n) tokens that each sees; those at (B, G) see one another by `reach`."""
     rows, width = text.shape
     block = torch.ones(width, width, dtype=torch.bool, device=text.device).tril().repeat(rows, 1, 1)
     row = torch.arange(rows, device=text.device)[:, None, None]
@@ -77,7 +77,7 @@ def read_drafted(
     reach: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Reading:
-    """Read (B, n) tokens below the root, behind the first `scratch` ones that were read there.
+    """Read (B, n) tokens below the root, after `scratch` tokens that were read there.
 
     `reach` and `offsets` are `block` and `offsets` of `CausalLM.forward`.
     """
@@ -86,9 +86,9 @@ def read_drafted(
 
 
 class ReadNodes:
-    """Nodes below the root that a draft model has read, by the paths of tokens to them.
+    """Nodes below the root that a draft model has read, by their paths of tokens.
 
-    Rows have nodes of their own, in the same number of scratch slots: where a row has fewer, token 0 is read.
+    All rows use the same number of scratch slots; a row with fewer nodes is padded with token 0.
 
     Args:
         rows: B.
@@ -101,14 +101,14 @@ class ReadNodes:
         self.count = 0
         self._slots: list[dict[Path, int]] = [{} for _ in range(rows)]
         self._parents: list[list[int]] = [[] for _ in range(rows)]  # slot of each slot's parent; -1: the root
-        self._readings: list[tuple[int, Reading]] = []  # first slot of each pass; a later one has its slots
+        self._readings: list[tuple[int, Reading]] = []  # first slot of each pass; it ends at the next one's
 
     def have(self, paths: Sequence[Sequence[Path]]) -> bool:
-        """Whether all these nodes of each row were read."""
+        """Whether all these nodes were read in each row."""
         return all(path in slots for slots, row in zip(self._slots, paths, strict=True) for path in row)
 
     def forget_others(self, paths: Sequence[Sequence[Path]]) -> None:
-        """Forget nodes neither above nor below these; slots behind the last that is left are free again."""
+        """Forget nodes neither above nor below these, and free the slots after the last remaining node."""
         for row, kept in enumerate(paths):
             self._slots[row] = {
                 path: slot
@@ -120,15 +120,15 @@ class ReadNodes:
         self._readings = [(begin, reading) for begin, reading in self._readings if begin < self.count]
 
     def add(self, paths: Sequence[Sequence[Path]], device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Give slots to each row's nodes that have none.
+        """Assign slots to new nodes of each row.
 
         Args:
             paths: of each row, parents before children.
             device: of the draft model.
 
         Returns:
-            (B, n) tokens to read in the next n slots, and (B, m, m) bool, which of all m slots each sees,
-            itself included; None: all up to itself. What is made of the tokens goes to `extend`.
+            (B, n) tokens to read in the next n slots, and (B, m, m) bool: of all m slots those that each
+            sees, itself included; None: all up to itself. Pass the tokens' `Reading` to `extend`.
         """
         new = [
             [p for p in dict.fromkeys(row) if p not in slots]
@@ -139,39 +139,39 @@ class ReadNodes:
             for path in row:
                 slots[path] = len(parents)
                 parents.append(slots[path[:-1]] if path[:-1] else -1)
-            parents += range(len(parents) - 1, self.count - 1)  # so that a chain stays one
-        told = np.zeros((len(new), self.count, 1 + self.count), np.int64)  # tokens, then what each slot sees
+            parents += range(len(parents) - 1, self.count - 1)  # padding continues a chain
+        table = np.zeros((len(new), self.count, 1 + self.count), np.int64)  # tokens, then the mask
         for row, added in enumerate(new):
-            told[row, begin : begin + len(added), 0] = [path[-1] for path in added]
+            table[row, begin : begin + len(added), 0] = [path[-1] for path in added]
         chain = list(range(-1, self.count - 1))
         if all(parents == chain for parents in self._parents):
-            return upload(told[:, begin:, 0].copy(), device), None
+            return upload(table[:, begin:, 0].copy(), device), None
         for row, parents in enumerate(self._parents):
             for slot, parent in enumerate(parents):
                 if parent >= 0:
-                    told[row, slot, 1:] = told[row, parent, 1:]
-                told[row, slot, 1 + slot] = 1
-        on_device = upload(told, device)
+                    table[row, slot, 1:] = table[row, parent, 1:]
+                table[row, slot, 1 + slot] = 1
+        on_device = upload(table, device)
         return on_device[:, begin:, 0], on_device[..., 1:].bool()
 
     def extend(self, reading: Reading) -> None:
-        """Store what was made of the tokens of the newest slots."""
+        """Store the outputs of the tokens in the newest slots."""
         self._readings.append((self.count - reading.last.shape[1], reading))
 
     def of(self, paths: Sequence[Sequence[Path]]) -> Reading:
-        """What follows W nodes of each row, all of which were read."""
+        """Outputs of W nodes of each row; all must have been read."""
         slots = [[s[path] for path in row] for s, row in zip(self._slots, paths, strict=True)]
         lowest, highest = min(map(min, slots)), max(map(max, slots))
         begin, *parts = self._between(lowest, highest)
         width = len(slots[0])
-        if all(row == list(range(lowest, lowest + width)) for row in slots):  # no copy of their logits
+        if all(row == list(range(lowest, lowest + width)) for row in slots):  # a view, not a copy
             return Reading(*(part[:, lowest - begin : lowest - begin + width] for part in parts))
         slot = upload(np.array(slots, np.int64) - begin, parts[0].device)  # (B, W)
         row = torch.arange(len(slots), device=slot.device)[:, None]
         return Reading(*(part[row, slot] for part in parts))
 
     def _between(self, lowest: int, highest: int) -> tuple[int, Tensor, Tensor]:
-        """Slots of as few passes as these are among: the first slot, and `Reading` of all."""
+        """Outputs of the fewest passes that contain these slots: first slot, last, logits."""
         ends = [*(begin for begin, _ in self._readings[1:]), self.count]
         used = [
             (begin, end, reading)
@@ -193,15 +193,14 @@ Guess = Callable[[int, Path, int], Sequence[Path]]  # row, path, n -> at most n 
 class ReadAhead:
     """The `Step` of a draft (see `expand`) that reads nodes together with guesses of those below them.
 
-    Where every row has read all nodes that are expanded, no pass is made. Otherwise one pass reads those that
-    are missing, in all rows, with guesses below all that are expanded.
+    If every row has read all expanded nodes, there is no pass. Otherwise one pass reads the missing nodes of
+    all rows, with guesses below all expanded nodes.
 
     Args:
-        read: (B, n) tokens, number of slots before them, `reach` and `offsets` of `read_drafted`
-            -> what follows each token.
+        read: (B, n) tokens, number of slots before them, `reach` and `offsets` of `read_drafted` -> outputs.
         guess: nodes that a row may expand next.
-        length: most guesses of a row in one pass.
-        nodes: what was read below the root; changed in place.
+        length: maximum guesses of a row in one pass.
+        nodes: nodes read below the root; changed in place.
         last: (B, D') input of the head at the root.
 
     Attributes:
@@ -221,9 +220,9 @@ class ReadAhead:
         self._paths: list[list[Path]] = [[()]] * len(last)  # of the newest nodes
 
     def __call__(self, token: Tensor, parent: Tensor) -> Tensor:
-        """(B, W) tokens, and (B, W) their parents among the nodes before -> (B, W, V) logits below them."""
-        told = torch.stack([token, parent], -1).tolist()  # read at once
-        self._paths = [[(*above[p], t) for t, p in row] for above, row in zip(self._paths, told, strict=True)]
+        """(B, W) tokens, and (B, W) their parents in the previous level -> (B, W, V) logits below them."""
+        rows = torch.stack([token, parent], -1).tolist()  # one transfer to the host
+        self._paths = [[(*above[p], t) for t, p in row] for above, row in zip(self._paths, rows, strict=True)]
         if not self._nodes.have(self._paths):
             self._pass(token.device)
         found = self._nodes.of(self._paths)
@@ -231,7 +230,7 @@ class ReadAhead:
         return found.logits
 
     def _pass(self, device: torch.device) -> None:
-        """Read the newest nodes that were not read, and guesses."""
+        """Read the newest unread nodes, and guesses."""
         nodes, paths = self._nodes, self._paths
         nodes.forget_others(paths)
         scratch = nodes.count
@@ -239,12 +238,12 @@ class ReadAhead:
         tokens, reach = nodes.add(wanted, device)
         if reach is None:
             nodes.extend(self._read(tokens, scratch, None, None))
-        else:  # positions of all slots, since a window goes by them
+        else:  # positions of all slots, since sliding windows need them
             nodes.extend(self._read(tokens, scratch, reach[:, scratch:], reach.sum(-1) - 1))
 
 
 def guessed(guess: Guess, row: int, paths: Sequence[Path], count: int) -> list[Path]:
-    """At most `count` guesses below a row's nodes, as many of each; what is left over is of the first."""
+    """At most `count` guesses below a row's nodes, equally many for each; the first get the remainder."""
     paths = list(dict.fromkeys(paths))
     shares = [count // len(paths) + (i < count % len(paths)) for i in range(len(paths))]
     return [below for path, n in zip(paths, shares, strict=True) for below in guess(row, path, n)]

@@ -1,4 +1,4 @@
-"""Token recycling (Luo et al., arXiv:2408.08696): what was expected after a token is expected again."""
+"""Token recycling (Luo et al., arXiv:2408.08696): reuses the target's distributions after a token."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from drafters.base import Progress, Text
 from drafters.drafting.tree import expand
 from drafters.families.pair_table import PairTable
 
-RECENT = 8  # occurrences of a token that count
-LOGITS = 1 << 24  # that the target's head computes at once
+RECENT = 8  # newest occurrences of a token that are averaged
+LOGITS = 1 << 24  # computed by the target's head at once
 
 
 @dataclass(slots=True)
 class RecycledRows:
-    """The target's distribution after every token of every text: its most probable tokens.
+    """The most probable tokens of the target's distribution after every token of every text.
 
-    Columns are in the order of the text; rows that settled fewer tokens in a round have `PAD` there.
+    Columns are in the order of the text; rows that settle fewer tokens in a round are filled with `PAD`.
     """
 
-    root: Tensor  # (B,) newest token, which the target has not read
+    root: Tensor  # (B,) newest token, not read by the target yet
     text: Tensor  # (B, T) tokens that it has read
     tokens: Tensor  # (B, T, k) the most probable after each
     probs: Tensor  # (B, T, k)
 
     @classmethod
     def empty(cls, rows: int, count: int, like: Tensor) -> RecycledRows:
-        """Nothing read yet; `like` has the device and the dtype of probabilities."""
+        """The empty state; `like` has the device and the dtype of probabilities."""
         root = torch.full((rows,), PAD, device=like.device)
         none = root.new_empty(rows, 0)
         return cls(root, none, root.new_empty(rows, 0, count), like.new_empty(rows, 0, count))
@@ -50,7 +50,7 @@ class RecycledRows:
         self._set([select_rows(part, rows) for part in self._parts])
 
     def append(self, other: RecycledRows) -> None:
-        """Add another state's rows behind these; the shorter texts are padded on the left."""
+        """Append another state's rows; the shorter texts are padded on the left."""
         width = max(self.text.shape[1], other.text.shape[1])
         pairs = zip(self._padded(width), other._padded(width), strict=True)
         self._set([append_rows(mine, theirs) for mine, theirs in pairs])
@@ -74,24 +74,24 @@ class RecycledRows:
 
 
 class Recycle(PairTable):
-    """Drafts from the target's own distributions, seen in verification, at earlier places of the same token.
+    """Drafts from the target's distributions at earlier places of the same token, as seen in verification.
 
     After a token v, the target's distributions at the `RECENT` newest places of v in the row's text, prompt
-    included, are averaged: the newest counts 1, the one before it `decay`, and so on. That average r has the
-    weight `own_weight`; the rest is the bigram table's, which is counted on the rollouts and has all tokens:
+    included, are averaged with weights 1, `decay`, `decay`^2, ... from the newest. This average r is mixed
+    with the bigram table of the rollouts:
 
         q(w | v) = own_weight r(w | v) + (1 - own_weight) bigram(w | v)
 
-    Where v is new in the text only the table counts. (The paper keeps the newest distribution of each token
-    for all requests, rejected nodes included, ranked and without probabilities. Here a draft is a
-    function of the row's text, so that it does not depend on other requests and replay is exact.)
+    If v is new in the text, q is the table's. (The paper keeps the newest ranking of each token for all
+    requests, rejected nodes included, without probabilities. Here a draft depends only on the row's text, not
+    on other requests, so replay is exact.)
 
     Args:
         vocab_size: V of the target.
-        candidates: most probable tokens kept of each place, k.
-        own_weight: of the row's own text.
+        candidates: k, most probable tokens kept at each place.
+        own_weight: weight of the row's own text.
         decay: weight of a place relative to the next newer one of the same token.
-        pairs: count pairs of tokens in the rollouts; else other tokens have nothing but r.
+        pairs: whether to count pairs of tokens in the rollouts; otherwise q has no other tokens than r's.
         successors, prior: of the table, see `PairTable`.
 
     Raises:
@@ -165,17 +165,17 @@ class Recycle(PairTable):
         self, state: RecycledRows, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
     ) -> Draft:
         def step(token: Tensor, parent: Tensor) -> Tensor:
-            del parent  # children depend on the token and on the settled text
+            del parent  # children depend only on token and settled text
             return self._mixed(state, token, target.dtype)
 
         return expand(step(state.root[:, None], state.root)[:, 0], step, sampler, coin, plan)
 
     def _mixed(self, state: RecycledRows, token: Tensor, dtype: torch.dtype) -> Tensor:
-        """(B, W) tokens -> (B, W, V) log-probabilities of what follows them."""
+        """(B, W) tokens -> (B, W, V) log-probabilities of the next token."""
         table = super().logits(token, dtype).softmax(-1)
         places = torch.arange(1, state.text.shape[1] + 1, device=token.device)
         found = (state.text[:, None] == token[..., None]) * places  # (B, W, T) 0: another token
-        newest = found.topk(min(RECENT, len(places))).values  # (B, W, R) from 1 on, the newest first
+        newest = found.topk(min(RECENT, len(places))).values  # (B, W, R) from 1, the newest first
         weight = (newest > 0) * self.decay ** torch.arange(newest.shape[-1], device=token.device)  # (B, W, R)
         share = self.own_weight * weight / weight.sum(-1, keepdim=True).clamp_min(1)
         row = torch.arange(len(token), device=token.device)[:, None, None]

@@ -20,8 +20,8 @@ from drafters.zoo.prompt import Prompt
 class Tidar(Prompt):
     """Prompts, and a LoRA of the target that is trained together with them.
 
-    The prompts are the paper's masks: the LoRA teaches the target to fill them in, and to keep predicting
-    what follows a token. The original is the teacher of both (the paper's is the text):
+    The prompts are the paper's masks: the LoRA learns to fill them in and to keep the target's predictions.
+    The original target is the teacher of both (in the paper, the text):
 
         loss = divergence(original, tuned) + drafts * sum_j w_j divergence(original, prompt j).
 
@@ -29,7 +29,7 @@ class Tidar(Prompt):
 
     Args:
         lora: arguments of `Lora`.
-        drafts: weight of the prompts' loss; the tuned target's own has weight 1.
+        drafts: weight of the prompts' loss; the tuned target's loss has weight 1.
         lora_lr: ratio of the LoRA's learning rate to the optimizer's.
         **options: of `Prompt`.
 

@@ -353,7 +353,7 @@ def test_adapters_of_another_model_are_no_start(target, tmp_path):
         with pytest.raises(UserError, match=f"on another model; set drafter.path={tmp_path / 'draft'}$"):
             checkpoint_io.warm_start(stranger, folder, target)
     other = fresh(target, tmp_path, lora=LORA)
-    with pytest.raises(UserError, match=r"it holds a whole model, .* set drafter\.lora=null"):
+    with pytest.raises(UserError, match=r"it contains a whole model, .* set drafter\.lora=null"):
         checkpoint_io.warm_start(other, whole, target)
     with pytest.raises(UserError, match="none of its 28 tensors fits this drafter"):
         checkpoint_io.warm_start(fresh(target, tmp_path, lora=LORA | {"r": 4}), folder, target)

@@ -130,7 +130,7 @@ def test_unknown_arrangement_is_found_by_scoring(tiny_target, tmp_path, order):
     assert read.undecided
     assert read.needs_fit
     line = read.fit([Text(row, [1] * len(row)) for row in texts.tolist()], target)
-    assert "its arrangement is not known" in line
+    assert "its arrangement is unknown" in line
     assert {name: read.settings[name] for name in order._fields} == order._asdict()
     assert logits_of(read, target)[0][1].equal(logits_of(head, target)[0][1])
 
@@ -138,7 +138,7 @@ def test_unknown_arrangement_is_found_by_scoring(tiny_target, tmp_path, order):
 REFUSED = {
     "mlp.experts.0.up_proj.weight": "mixture of experts",
     "self_attn.kv_a_proj_with_mqa.weight": "latent attention",
-    "post_mlp_layernorm.weight": "1 tensors of the MTP head have no place here, post_mlp_layernorm.weight",
+    "post_mlp_layernorm.weight": "1 tensors of the MTP head are not supported, post_mlp_layernorm.weight",
 }
 
 
