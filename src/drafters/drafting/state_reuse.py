@@ -78,26 +78,26 @@ class Reuse:
         """Merge the fixed trees grown from new levels, rows 0 to B, and old levels, rows B to 2 B."""
         limit = torch.cat([torch.full_like(left, plan.depth), left])
         grown = best_nodes(both.first, both.step, coin, plan, limit, both.vocabulary)
-        fresh, old = (Beam(*half) for half in zip(*(t.chunk(2) for t in _rows(grown)), strict=True))
-        return self._union(_fixed(fresh, plan), old, plan)
+        fresh, old = (Beam(*half) for half in zip(*(t.chunk(2) for t in _expanded(grown)), strict=True))
+        return self._merge(_fixed_draft(fresh, plan), old, plan)
 
     def merged_with_drawn(
         self, fresh: Draft, old: ParallelLogits, left: Tensor, coin: Coin, plan: Plan
     ) -> Draft:
         """Merge a hybrid tree with the tree of fixed nodes grown from old levels."""
         grown = best_nodes(old.first, old.step, coin, plan, left, old.vocabulary)
-        return self._union(fresh, grown, plan)
+        return self._merge(fresh, grown, plan)
 
-    def _union(self, fresh: Draft, old: Beam, plan: Plan) -> Draft:
-        return merge_trees(fresh, _fixed(old, plan), max(plan.nodes - self.nodes, 0), plan.nodes)
+    def _merge(self, fresh: Draft, old: Beam, plan: Plan) -> Draft:
+        return merge_trees(fresh, _fixed_draft(old, plan), max(plan.nodes - self.nodes, 0), plan.nodes)
 
 
-def _fixed(beam: Beam, plan: Plan) -> Draft:
+def _fixed_draft(beam: Beam, plan: Plan) -> Draft:
     """A draft of fixed nodes."""
     return Draft(beam.tokens, beam.parents, plan.depth, score=beam.score)
 
 
-def _rows(beam: Beam) -> list[Tensor]:
+def _expanded(beam: Beam) -> list[Tensor]:
     """All fields, expanded to the batch size."""
     return [field.expand(len(beam.tokens), -1) for field in beam]
 

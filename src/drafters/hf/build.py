@@ -57,7 +57,7 @@ def build(config: dict[str, Any], masked: bool = False) -> PreTrainedModel:
         full = AutoConfig.for_model(**portable_config(config))
         return auto_class(full, masked).from_config(full, trust_remote_code=False, **kernels(full))
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, StrictDataclassError) as error:
-        raise UserError(f"drafter: its config gives no language model ({_brief(error)})") from None
+        raise UserError(f"drafter: its config gives no language model ({_first_line(error)})") from None
 
 
 def training_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -105,7 +105,7 @@ def cut_target(target: Target, count: int) -> PreTrainedModel:
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise UserError(f"{refusal} ({_brief(error)})") from None
+        raise UserError(f"{refusal} ({_first_line(error)})") from None
     return model.eval()
 
 
@@ -151,7 +151,7 @@ def add_lora(
             warnings.simplefilter("ignore")  # peft warns of a tied head; it is refused below
             inject_adapter_in_model(config, model)
     except ValueError as error:
-        raise UserError(f"drafter.lora: {_brief(error)}") from None
+        raise UserError(f"drafter.lora: {_first_line(error)}") from None
     shapes = {name: weight.shape for name, weight in model.named_parameters() if ".lora_" in name}
     stems = [name.removesuffix(DOWN) for name in shapes if name.endswith(DOWN)]
     if 2 * len(stems) != len(shapes):
@@ -176,7 +176,7 @@ def merge_lora(weights: Mapping[str, Any], model: torch.nn.Module, scale: float)
     """
     plain = {n.replace(f"{BASE}.", "."): w for n, w in weights.items() if not n.endswith((DOWN, UP))}
     for stem in [name.removesuffix(DOWN) for name in weights if name.endswith(DOWN)]:
-        name, layer = f"{stem}.weight", _map(model, stem)
+        name, layer = f"{stem}.weight", _submodule(model, stem)
         down, up = (weights[stem + part].to(training_dtype(plain[name].dtype)) for part in (DOWN, UP))
         delta = scale * (up @ down)
         transposed = isinstance(getattr(layer, "base_layer", layer), Conv1D)
@@ -184,14 +184,14 @@ def merge_lora(weights: Mapping[str, Any], model: torch.nn.Module, scale: float)
     return plain
 
 
-def _map(model: torch.nn.Module, name: str) -> torch.nn.Module:
+def _submodule(model: torch.nn.Module, name: str) -> torch.nn.Module:
     try:
         return model.get_submodule(name)
     except AttributeError:
         raise KeyError(name) from None
 
 
-def _brief(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:120]
 
 

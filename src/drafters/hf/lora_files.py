@@ -75,7 +75,7 @@ def locate_base(model: PreTrainedModel, path: str, revision: str | None = None) 
 
 def split_adapters(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Split tensors into adapters, by PEFT's names on file, and all others."""
-    pairs = {_on_file(n): w for n, w in tensors.items() if n.endswith((DOWN, UP))}
+    pairs = {_file_name(n): w for n, w in tensors.items() if n.endswith((DOWN, UP))}
     return pairs, {n: w for n, w in tensors.items() if not n.endswith((DOWN, UP))}
 
 
@@ -120,7 +120,7 @@ def missing_adapters(tensors: Iterable[str], targets: Iterable[str], stem: str) 
     return sorted(expected - set(tensors))
 
 
-def _on_file(name: str) -> str:
+def _file_name(name: str) -> str:
     return "base_model." + name.replace(".default.weight", ".weight")
 
 

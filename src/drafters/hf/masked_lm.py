@@ -48,7 +48,7 @@ class MaskedModel:
         lm = CausalLM(model)
         self.model, self.mask_token, self.masks, self.shift = model, mask_token, masks, shift
         self.head, self.vocab_size = lm.head, lm.vocab_size
-        context = _context(lm)
+        context = _context_length(lm)
         if context is not None and context <= masks:
             raise UserError(
                 f"drafter.depth={masks}: the model reads {context} tokens, masks and text; "
@@ -79,7 +79,7 @@ class MaskedModel:
             hidden.append(args[0].gather(1, places[..., None].expand(-1, -1, args[0].shape[-1])))
             return (args[0][:, :0],)  # the model's own head gets no rows
 
-        hook = self._output().register_forward_pre_hook(capture)
+        hook = self._output_layer().register_forward_pre_hook(capture)
         try:
             self.model(**self.inputs(window))
         finally:
@@ -100,13 +100,13 @@ class MaskedModel:
             "use_cache": False,
         }
 
-    def _output(self) -> nn.Module:
+    def _output_layer(self) -> nn.Module:
         output = self.model.get_output_embeddings()
         assert isinstance(output, nn.Module)
         return output
 
 
-def _context(lm: CausalLM) -> int | None:
+def _context_length(lm: CausalLM) -> int | None:
     """Maximum number of input tokens; None: unlimited."""
     limit = lm.max_positions
     for module in lm.base.modules():
@@ -122,7 +122,7 @@ def mask_id(model: PreTrainedModel, path: str, revision: str | None, token: int 
     Raises:
         UserError: there is no mask token, or the model has no such id.
     """
-    mask = token if isinstance(token, int) else _named(path, revision, token)
+    mask = token if isinstance(token, int) else _token_id(path, revision, token)
     if mask is None and token is None:
         mask = getattr(model.config.get_text_config(), "mask_token_id", None)
     if mask is None:
@@ -138,7 +138,7 @@ def mask_id(model: PreTrainedModel, path: str, revision: str | None, token: int 
     return mask
 
 
-def _named(path: str, revision: str | None, token: str | None) -> int | None:
+def _token_id(path: str, revision: str | None, token: str | None) -> int | None:
     """Id of a token, or of the mask token, from the model's tokenizer; None if there is none."""
     try:
         tokenizer: Any = load_tokenizer(path, revision)
@@ -155,7 +155,7 @@ def check_fills_masks(masked: MaskedModel, path: str) -> None:
         UserError: names the assumption that fails.
     """
     try:
-        problem = _wrong(masked)
+        problem = _find_problem(masked)
     except Exception as error:  # a foreign model's code may raise anything
         problem = f"raised {type(error).__name__} ({(str(error).splitlines() or [''])[0][:120]})"
     if problem:
@@ -163,7 +163,7 @@ def check_fills_masks(masked: MaskedModel, path: str) -> None:
         raise UserError(f"{OPTION}={path}: {kind} cannot fill in masks here: it {problem}")
 
 
-def _wrong(masked: MaskedModel) -> str:
+def _find_problem(masked: MaskedModel) -> str:
     head, vocab = masked.head, masked.vocab_size
     texts = torch.arange(1, 13, device=head.weight.device).view(2, 6) % vocab
     window = masked.window(texts, [6, 3])
@@ -171,16 +171,16 @@ def _wrong(masked: MaskedModel) -> str:
     junk = torch.where(window.seen, window.tokens, (window.tokens + 1) % vocab)
     # Tolerance for rounding: all passes have the same shapes.
     near = 1e-4 if head.weight.dtype.itemsize >= 4 else 2e-2
-    if _apart(masked.read(window._replace(tokens=junk)), hidden) > near:
+    if _difference(masked.read(window._replace(tokens=junk)), hidden) > near:
         return "reads padding"
     last = window.tokens.scatter(1, window.masks[:, -1:], (masked.mask_token + 1) % vocab)
     first = torch.zeros_like(window.masks[:, :1])
-    if not _apart(masked.forward(window._replace(tokens=last), first), masked.forward(window, first)):
+    if not _difference(masked.forward(window._replace(tokens=last), first), masked.forward(window, first)):
         return "attends only to earlier tokens, whatever mask it is given"
     places = (window.masks - masked.shift)[..., None].expand(-1, -1, vocab)
     logits = masked.model(**masked.inputs(window)).logits.gather(1, places)
-    return "" if _apart(head(hidden), logits) <= near else "does more to its logits than its head"
+    return "" if _difference(head(hidden), logits) <= near else "does more to its logits than its head"
 
 
-def _apart(actual: Tensor, expected: Tensor) -> float:
+def _difference(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max())

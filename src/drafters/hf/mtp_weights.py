@@ -190,21 +190,21 @@ def read(tensors: Mapping[str, Tensor], target: Target) -> MtpHead | None:
         "hidden_norm.weight": family.hidden_norm,
         "norm.weight": family.norm,
     }
-    weights = {ours: _take(found, f"{theirs}.weight") for ours, theirs in vectors.items()}
+    weights = {ours: _pop(found, f"{theirs}.weight") for ours, theirs in vectors.items()}
     layer = {name.removeprefix(family.layer): found.pop(name) for name in list(found)}
     biased, normed = layer.keys() >= BIASES, layer.keys() >= OPTIONAL
     for ours, theirs in PARTS.items():
         if normed or f"{theirs}.weight" not in OPTIONAL:
-            weights[f"layer.{ours}.weight"] = _take(layer, f"{theirs}.weight")
-    products = {name: [_take(layer, f"{part}.weight") for part in parts] for name, parts in PRODUCTS.items()}
-    qkv, settings = products["qkv_proj"], _sizes(products, weights, target)
-    biases = [_take(layer, f"{part}.bias") for part in PRODUCTS["qkv_proj"]] if biased else []
+            weights[f"layer.{ours}.weight"] = _pop(layer, f"{theirs}.weight")
+    products = {name: [_pop(layer, f"{part}.weight") for part in parts] for name, parts in PRODUCTS.items()}
+    qkv, settings = products["qkv_proj"], _layer_sizes(products, weights, target)
+    biases = [_pop(layer, f"{part}.bias") for part in PRODUCTS["qkv_proj"]] if biased else []
     if layer:
         raise UserError(
             f"drafter=mtp: {len(layer)} tensors of the MTP head are not supported, {min(layer)} first"
         )
     if settings["gate"]:
-        qkv[0], weights["layer.gate_proj.weight"] = _halves(qkv[0], settings["heads"])
+        qkv[0], weights["layer.gate_proj.weight"] = _split_gate(qkv[0], settings["heads"])
         if biases:
             raise UserError("drafter=mtp: an MTP head with both output gate and bias is not supported")
     for name, parts in products.items():
@@ -250,19 +250,19 @@ def native(weights: Mapping[str, Tensor], settings: Mapping[str, Any], layers: i
     return {family.prefix.format(n=layers) + name: value for name, value in tensors.items()}
 
 
-def _take(tensors: dict[str, Tensor], name: str) -> Tensor:
+def _pop(tensors: dict[str, Tensor], name: str) -> Tensor:
     if name not in tensors:
         raise UserError(f"drafter=mtp: the MTP head has no {name}")
     return tensors.pop(name)
 
 
-def _halves(weight: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+def _split_gate(weight: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """(heads * 2 * dim, D), queries and gate of each head in turn -> queries and gates."""
     query, gate = weight.unflatten(0, (heads, 2, -1)).unbind(1)
     return query.flatten(0, 1), gate.flatten(0, 1)
 
 
-def _sizes(
+def _layer_sizes(
     products: Mapping[str, list[Tensor]], weights: Mapping[str, Tensor], target: Target
 ) -> dict[str, Any]:
     q, k, _ = products["qkv_proj"]
@@ -305,7 +305,7 @@ def read_file(target: Target, path: str | None) -> MtpHead | None:
         if not is_hub_id(name):
             raise UserError(f"drafter.path={name}: no such folder")
         folder = download.snapshot(name, revision, (INDEX, WHOLE))
-    files = _files(folder)
+    files = _tensor_files(folder)
     kind, own = find(files, target)
     if not kind:
         if path:
@@ -322,7 +322,7 @@ def read_file(target: Target, path: str | None) -> MtpHead | None:
     return read(tensors, target)
 
 
-def _files(folder: Path) -> dict[str, str]:
+def _tensor_files(folder: Path) -> dict[str, str]:
     """File of every tensor of a checkpoint; empty without safetensors."""
     if (folder / INDEX).is_file():
         files = read_json(folder / INDEX)["weight_map"]

@@ -63,7 +63,7 @@ class TokenBytes(NamedTuple):
             raise UserError(
                 f"{what}: its tokenizer is neither byte-level BPE nor SentencePiece; {OPTION} maps no other"
             )
-        letters = _letters() if "ByteLevel" in kinds else {SPACE: b" "}
+        letters = _byte_letters() if "ByteLevel" in kinds else {SPACE: b" "}
 
         def spell(token: str) -> bytes:
             if "ByteFallback" in kinds and (byte := BYTE.fullmatch(token)):
@@ -88,7 +88,7 @@ class TokenBytes(NamedTuple):
         return b"".join(map(self.words.__getitem__, tokens))
 
 
-def _letters() -> dict[str, bytes]:
+def _byte_letters() -> dict[str, bytes]:
     """The byte of each letter of byte-level BPE: Latin-1 letters are their own, the rest follow in order."""
     alphabet = sorted(ByteLevel.alphabet())
     own = [ord(letter) for letter in alphabet if ord(letter) < 256]
@@ -127,8 +127,8 @@ class TokenizerMap:
         self.target = target
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._lead = _lead(tokenizer)
-        self._lead_text = draft.spell([i for i in self._lead if i < size])
+        self._prefix = _prefix_tokens(tokenizer)
+        self._prefix_text = draft.spell([i for i in self._prefix if i < size])
         tokenizer.post_processor = None  # it adds `_prefix`, and trims spaces from offsets
         self._tokenizer = tokenizer
         self._bytes = {word[0]: i for (_, word), i in draft.ids.items() if len(word) == 1}
@@ -144,8 +144,8 @@ class TokenizerMap:
             ends: filled with a number of bytes -> index of the draft token that ends there.
         """
         start = int(self.target.strips and text.startswith(b" "))
-        ids = [] if self._lead_text and text.startswith(self._lead_text, start) else list(self._lead)
-        for run, stray in _runs(text[start:]):
+        ids = [] if self._prefix_text and text.startswith(self._prefix_text, start) else list(self._prefix)
+        for run, stray in _utf8_runs(text[start:]):
             encoded: Any = self._tokenizer.encode(run, add_special_tokens=False)
             if ends is not None:
                 places = list(accumulate((len(letter.encode()) for letter in run), initial=start))
@@ -178,7 +178,7 @@ class TokenizerMap:
         return ids, [ends.get(end, -1) for end in accumulate(len(self.target.words[i]) for i in tokens)]
 
 
-def _runs(text: bytes) -> Iterator[tuple[str, bytes]]:
+def _utf8_runs(text: bytes) -> Iterator[tuple[str, bytes]]:
     """Pairs of the longest valid UTF-8 and the invalid bytes after it."""
     while text:
         try:
@@ -189,7 +189,7 @@ def _runs(text: bytes) -> Iterator[tuple[str, bytes]]:
         text = text[len(run.encode()) + len(stray) :]
 
 
-def _lead(tokenizer: Tokenizer) -> list[int]:
+def _prefix_tokens(tokenizer: Tokenizer) -> list[int]:
     """Special tokens that a tokenizer puts before a text, such as Llama's."""
     bare, full = (tokenizer.encode("a", add_special_tokens=more).ids for more in (False, True))
     places = range(len(full) - len(bare) + 1)

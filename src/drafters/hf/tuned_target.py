@@ -1,4 +1,4 @@
-"""LoRA of the target, trained with a drafter: held by the drafter and applied to copies of the target.
+"""LoRA of the target, trained with a drafter: stored in the drafter and applied to copies of the target.
 
 LoRA (arXiv:2106.09685) adds alpha / r B A to a weight W (out, in), with A (r, in) and B (out, r). While
 training, `Lora.read` runs a copy that shares the target's weights and has the factors as adapters; for
@@ -97,9 +97,9 @@ class Lora(nn.Module):
     @property
     def shapes(self) -> dict[str, list[int]]:
         """`targets` of the constructor."""
-        return {name: [pair.down.in_features, pair.up.out_features] for name, pair in self._named()}
+        return {name: [pair.down.in_features, pair.up.out_features] for name, pair in self._named_pairs()}
 
-    def _named(self) -> Iterator[tuple[str, Any]]:
+    def _named_pairs(self) -> Iterator[tuple[str, Any]]:
         return ((name.replace("/", "."), pair) for name, pair in self.pairs.items())
 
     def read(self, target: Target, tokens: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class Lora(nn.Module):
 
     def _adapt(self, twin: PreTrainedModel) -> None:
         add_lora(twin, self.r, self.alpha, list(self.shapes))
-        for name, pair in self._named():
+        for name, pair in self._named_pairs():
             layer: Any = twin.get_submodule(name)
             # Assign modules, not weights, so that FSDP wrapping of the drafter applies here too.
             layer.lora_A["default"], layer.lora_B["default"] = pair.down, pair.up
@@ -131,7 +131,7 @@ class Lora(nn.Module):
             raise ValueError("a target would be tuned twice")
         check_copied(target)
         model = _copy(target.model, {id(weight) for weight in target.layers.parameters()})
-        for name, pair in self._named():
+        for name, pair in self._named_pairs():
             layer: Any = model.get_submodule(name)
             parts = {BASE + ".weight": layer.weight, DOWN: pair.down.weight, UP: pair.up.weight}
             whole = merge_lora({name + end: w for end, w in parts.items()}, model, self.alpha / self.r)
@@ -152,13 +152,13 @@ class Lora(nn.Module):
 
     def export_adapter(self, target: Target, folder: Path) -> None:
         """Write the factors into a folder for `peft.PeftModel.from_pretrained(target, folder)`."""
-        parts = [(f"model.{name}", pair) for name, pair in self._named()]
+        parts = [(f"model.{name}", pair) for name, pair in self._named_pairs()]
         pairs = {stem + DOWN: pair.down.weight for stem, pair in parts}
         pairs |= {stem + UP: pair.up.weight for stem, pair in parts}
-        held = {name: weight.detach().cpu().contiguous() for name, weight in pairs.items()}
+        tensors = {name: weight.detach().cpu().contiguous() for name, weight in pairs.items()}
         lora = {"r": self.r, "alpha": self.alpha, "targets": list(self.shapes)}
         base = locate_base(target.model, target.model.name_or_path or "")
-        write_adapters(folder, split_adapters(held)[0], lora, target.model, base)
+        write_adapters(folder, split_adapters(tensors)[0], lora, target.model, base)
 
     def _digest(self) -> str:
         digest = hashlib.sha256(f"{self.alpha / self.r}".encode())

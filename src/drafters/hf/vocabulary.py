@@ -72,8 +72,8 @@ def check_vocabulary(
             than padding.
     """
     problem = ""
-    names = _names(path, revision)
-    target_names = _names(target.model.name_or_path or "", getattr(target.model.config, "_commit_hash", None))
+    names = _vocab(path, revision)
+    target_names = _vocab(target.model.name_or_path or "", getattr(target.model.config, "_commit_hash", None))
     size = model.config.get_text_config().vocab_size
     if names and target_names:
         differences = sum(target_names.get(i) != name for i, name in names.items())
@@ -87,7 +87,7 @@ def check_vocabulary(
         )
 
 
-def _names(path: str, revision: str | None) -> dict[int, str]:
+def _vocab(path: str, revision: str | None) -> dict[int, str]:
     """Token of each id in a model's tokenizer; empty without one."""
     try:
         vocabulary = load_tokenizer(path, revision).get_vocab() if path else {}

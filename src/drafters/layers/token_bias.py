@@ -73,14 +73,14 @@ class TokenBias(nn.Module, ABC):
         A precomputed table of all pairs of tokens replaces two products if it is small enough.
         """
         state = state.expand(-1, token.shape[1], -1)
-        table = self._pairs()
+        table = self._pair_table()
         if table is None:
             low, memory = self.low_rank_input(token, state, memory)
             return self.side(self.reduced).add(logits, low), memory
         return self.side(self.reduced).scatter(logits, self._look_up(table, token, state)), None
 
     @abstractmethod
-    def _inputs(self) -> Tensor | None:
+    def _all_inputs(self) -> Tensor | None:
         """(N, r) u of every row of E; None if u depends on more than the token."""
 
     @abstractmethod
@@ -91,7 +91,7 @@ class TokenBias(nn.Module, ABC):
         """Bytes of the table of all pairs of tokens, in the dtype that is decoded in."""
         return len(self.emb.weight) * len(self.out.weight) * dtype.itemsize
 
-    def _pairs(self) -> Tensor | None:
+    def _pair_table(self) -> Tensor | None:
         """(N + 1, V_s) biases after every row of E, and a row of 0; None while weights train. Cached."""
         weight = self.out.weight
         if self.table_bytes(weight.dtype) > TABLE_BYTES or weight.requires_grad:
@@ -99,7 +99,7 @@ class TokenBias(nn.Module, ABC):
         version = [(w.device, w.dtype, *weight_state(w)) for w in self.parameters()]
         if self._table is None or self._table[0] != version:
             with torch.inference_mode(False), torch.no_grad():  # usable outside inference mode, too
-                inputs = self._inputs()  # computed only to rebuild the table
+                inputs = self._all_inputs()  # computed only to rebuild the table
                 if inputs is None:
                     return None
                 rows = F.linear(inputs, weight)
@@ -142,7 +142,7 @@ class MarkovBias(TokenBias):
         return self.emb(token), None
 
     @override
-    def _inputs(self) -> Tensor:
+    def _all_inputs(self) -> Tensor:
         return self.emb.weight
 
     @override
@@ -220,7 +220,7 @@ class TokenInfoBias(TokenBias):
         if self.rows is not None and d2t is not None:
             self.rows.copy_(torch.searchsorted(d2t, self.hot))
         line = f"{len(self.hot)} hot {counts.share(self.hot.cpu())}"
-        if self._inputs() is None:
+        if self._all_inputs() is None:
             return line
         size, most = self.table_bytes(dtype) >> 20, TABLE_BYTES >> 20
         if size > most:
@@ -258,7 +258,7 @@ class TokenInfoBias(TokenBias):
         return self.gate(torch.cat([state, embedded], -1)).sigmoid()
 
     @override
-    def _inputs(self) -> Tensor | None:
+    def _all_inputs(self) -> Tensor | None:
         return None if self.norm is None else self.norm(self.emb.weight)
 
     @override

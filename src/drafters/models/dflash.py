@@ -41,7 +41,7 @@ class DFlash(BlockDrafter):
     @classmethod
     @torch.no_grad()
     def for_target(cls, target: Target, **options: Any) -> Self:
-        options["taps"] = _taps(options["taps"], len(target.layers))
+        options["taps"] = _resolve_taps(options["taps"], len(target.layers))
         token = options["mask_id"]
         options["mask_id"] = unused_token(target) if token is None else token
         if not 0 <= options["mask_id"] < target.vocab_size:
@@ -117,7 +117,7 @@ class DSpark(DFlash):
         self.info.resize(size)
 
 
-def _taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:
+def _resolve_taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:
     """The configured taps; default: the paper's five for n layers, evenly spaced from 2 to n - 2."""
     if taps is not None:
         return list(taps)

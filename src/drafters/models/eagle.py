@@ -29,7 +29,7 @@ COPIED = {  # weight of the drafter's layer: weights of the target that it stack
     "post_attention_layernorm.weight": ("post_attention_layernorm.weight",),
 }
 SIZES = ("hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size")
-LEFT = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # output maps; initialised to 0
+OUTPUT_MAPS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # initialised to 0
 
 
 class Eagle(RecurrentDrafter):
@@ -189,7 +189,7 @@ def _fitting_weights(target: Target, index: int, start: str, options: Mapping[st
         UserError: it has another form.
     """
     weights, shape = target.weights(target.layers[index]), asdict(LayerShape.of(target))
-    unlike = {*weights} ^ {NORM, *LEFT, *chain.from_iterable(COPIED.values())}
+    unlike = {*weights} ^ {NORM, *OUTPUT_MAPS, *chain.from_iterable(COPIED.values())}
     unlike |= {name for name in SIZES if options.get(name, shape[name]) != shape[name]}
     if getattr(target.config, "hidden_act", "silu") != "silu":
         unlike.add("hidden_act")

@@ -22,7 +22,7 @@ from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rot
 from drafters.layers.unroll import FirstLayerInput
 from drafters.vocabulary import TokenCounts
 
-LEAST_LAYERS = 7  # fewer would give equal default taps
+MIN_LAYERS = 7  # fewer would give equal default taps
 OWN_LOGIT = 12.0  # initial attention logit of a place to itself; others are 0 +- 1.5
 
 
@@ -103,7 +103,7 @@ class Eagle3(RecurrentDrafter):
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
-        options["taps"] = _taps(options["taps"], len(target.layers))
+        options["taps"] = _resolve_taps(options["taps"], len(target.layers))
         size = options["draft_vocab_size"]  # None: the target's
         options["draft_vocab_size"] = target.vocab_size if size is None else min(size, target.vocab_size)
         sizes: dict[str, Any] = asdict(LayerShape.of(target)) | {"vocab_size": target.vocab_size}
@@ -121,7 +121,7 @@ class Eagle3(RecurrentDrafter):
             layer.o_proj.weight.zero_()
             layer.down_proj.weight.zero_()
         self._attend_to_own_token()
-        size, highest = len(self.fc.weight), max(range(len(self.taps)), key=lambda i: _height(self.taps[i]))
+        size, highest = len(self.fc.weight), max(range(len(self.taps)), key=lambda i: _depth(self.taps[i]))
         self.fc.weight.normal_(std=0.32 * size**-0.5)
         self.fc.weight[:, highest * size : (highest + 1) * size] += torch.eye(size)
         if self.d2t is None:
@@ -230,23 +230,23 @@ class Eagle3(RecurrentDrafter):
         return Head(self.lm_head.weight, d2t=self.d2t)
 
 
-def _height(tap: Tap) -> float:
+def _depth(tap: Tap) -> float:
     return math.inf if tap == LAST else float(tap)
 
 
-def _taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:
+def _resolve_taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:
     """The configured taps; default: the paper's three for n layers: low, middle, high."""
     if taps is not None:
         return list(taps)
-    if n < LEAST_LAYERS:
+    if n < MIN_LAYERS:
         raise UserError(
             f"drafter.taps: the target has {n} layers, too few for the paper's low, middle and high one; "
-            f"choose among 0..{n - 1} and last, as in drafter.taps={_spread(n)}; engines have no last"
+            f"choose among 0..{n - 1} and last, as in drafter.taps={_suggest_taps(n)}; engines have no last"
         )
     return [2, n // 2, n - 3]
 
 
-def _spread(n: int) -> str:
+def _suggest_taps(n: int) -> str:
     """Up to three layers of a small target, as an option; not layer 0, which some engines cannot tap."""
     layers = {min(max(layer, 1), n - 1) for layer in (n // 2 - 1, n // 2, n - 1)}
     return f"[{','.join(map(str, sorted(layers)))}]"

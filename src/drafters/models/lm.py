@@ -57,7 +57,7 @@ from drafters.layers.decoder_layer import level_visibility
 from drafters.vocabulary import TokenCounts, Vocabulary
 
 VOCABULARIES = ("same", "map")
-LEAST = 0.5  # minimum share of the answers' tokens that are shared
+MIN_SHARED = 0.5  # minimum share of the answers' tokens that are shared
 
 
 @dataclass(slots=True)
@@ -215,10 +215,10 @@ class DraftLM(HFModelDrafter):
         assert self.mapping is not None
         ids = self.d2t.cpu()
         shared = f"shared tokens: {len(ids)} {counts.share(ids)}"
-        if counts.covered(ids) < LEAST:
+        if counts.covered(ids) < MIN_SHARED:
             raise UserError(
-                f"drafter.vocabulary=map: {shared}, and at least {LEAST:.0%} are needed; set drafter.path "
-                "to a model whose tokenizer is more like the target's"
+                f"drafter.vocabulary=map: {shared}, and at least {MIN_SHARED:.0%} are needed; set "
+                "drafter.path to a model with a tokenizer more like the target's"
             )
         special = ", ".join(self.mapping.special) or "none"
         return f"{shared}; special tokens that both have: {special}"
@@ -306,9 +306,9 @@ class DraftLM(HFModelDrafter):
         """(B, M) unread settled tokens with the root, right-padded, and the index of each row's root."""
         if self.mapping is None:
             return unread_text(state.lm, tokens, counts, root)
-        return self._reencoded(state, new_tokens(tokens, counts, root, first=not state.lm.lengths[0]))
+        return self._reencode(state, new_tokens(tokens, counts, root, first=not state.lm.lengths[0]))
 
-    def _reencoded(self, state: LMState, grown: Sequence[Sequence[int]]) -> tuple[Tensor, RowInts]:
+    def _reencode(self, state: LMState, grown: Sequence[Sequence[int]]) -> tuple[Tensor, RowInts]:
         """(B, M) own tokens to read, right-padded, and the index of each row's last one.
 
         Tokens that the new text has changed are removed from the KV cache.

@@ -313,7 +313,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         if stale is not None and left is not None:
             stale = resized(stale, plan.depth)
             if mode == "immediate":
-                raw = self._with_root(head.product(stale).unbind(1), stale, root)
+                raw = self._add_root_bias(head.product(stale).unbind(1), stale, root)
                 if self.reuse.is_sufficient(head.shape(torch.stack(raw, 1)), left):
                     state.drafted = None  # reused only once
                     return self.expand_levels(levels(raw, stale), sampler, coin, plan, left)
@@ -322,7 +322,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
             raw = head.product(states).unbind(1)
             return self.expand_levels(levels(raw, states), sampler, coin, plan)
         both = torch.cat([states, stale])  # (2 B, K, D)
-        raw = self._with_root(head.product(both).unbind(1), stale, root)  # K of (2 B, V)
+        raw = self._add_root_bias(head.product(both).unbind(1), stale, root)  # K of (2 B, V)
         if mode == "logit_sum":
             return self.expand_levels(levels(self.reuse.summed(raw, left), states), sampler, coin, plan)
         if plan.proposal_temperature(sampler.temperature) is None:  # both trees have fixed nodes
@@ -331,7 +331,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         fresh = self.expand_levels(levels(new, states), sampler, coin, plan)
         return self.reuse.merged_with_drawn(fresh, levels(old, stale), left, coin, plan)
 
-    def _with_root(self, raw: Sequence[Tensor], stale: Tensor, root: Tensor) -> list[Tensor]:
+    def _add_root_bias(self, raw: Sequence[Tensor], stale: Tensor, root: Tensor) -> list[Tensor]:
         """Add the root's bias to the first logits of old states, the last rows, with `root_token=add`.
 
         New states of depth 1 contain the root; old ones were drafted before the root was known.

@@ -163,21 +163,21 @@ class Mtp(RecurrentDrafter):
         sizes = asdict(LayerShape.of(target)) | options
         if head is None:
             drafter = cls(**sizes, **arrangement)
-            drafter._arrange(target, Arrangement(**arrangement))
+            drafter._set_arrangement(target, Arrangement(**arrangement))
             drafter._initialise(target)
             return drafter
         normed = final_norm(target)
         centred = normed is not None and normed.zero_centred
         sizes |= head.settings
         drafter = cls(**sizes, **arrangement, family=head.family, zero_centred=centred)
-        drafter._arrange(target, Arrangement(**arrangement))
+        drafter._set_arrangement(target, Arrangement(**arrangement))
         scale = {} if drafter.target_scale is None else {"target_scale": drafter.target_scale}
         d2t = {} if drafter.d2t is None else {"d2t": drafter.d2t}
         drafter.load_state_dict(head.weights | scale | d2t)
         drafter.undecided = known is None and None in asked.values()
         return drafter
 
-    def _arrange(self, target: Target, arrangement: Arrangement) -> None:
+    def _set_arrangement(self, target: Target, arrangement: Arrangement) -> None:
         """Set the arrangement.
 
         Raises:
@@ -232,32 +232,32 @@ class Mtp(RecurrentDrafter):
         if self.undecided:
             first = list(islice(texts, PROBE_TEXTS))
             texts = chain(first, texts)
-            lines.append(self._decide(first, target))
+            lines.append(self._choose_arrangement(first, target))
         if self.d2t is not None:
             lines.append(super().fit(texts, target, progress))
         return "; ".join(lines)
 
     @torch.no_grad()
-    def _decide(self, texts: Sequence[Text], target: Target) -> str:
+    def _choose_arrangement(self, texts: Sequence[Text], target: Target) -> str:
         batch = _batch(texts, target)
         places = (False, True) if final_norm(target) else (False,)
         orders = [Arrangement(first, before, True) for first, before in product((True, False), places)]
         self.settings["before_norm"], found = False, {}
         for arrangement in orders:
-            self._arrange(target, arrangement)
-            found[arrangement] = self._right(batch, target, 1)
+            self._set_arrangement(target, arrangement)
+            found[arrangement] = self._accuracy(batch, target, 1)
         best = max(orders, key=lambda order: found[order])
         deeper = {}
         for norm_output in (True, False):  # no effect at the first depth
-            self._arrange(target, best._replace(norm_output=norm_output))
-            deeper[norm_output] = self._right(batch, target, 2)
+            self._set_arrangement(target, best._replace(norm_output=norm_output))
+            deeper[norm_output] = self._accuracy(batch, target, 2)
         chosen = best._replace(norm_output=deeper[True] >= deeper[False])
-        self._arrange(target, chosen)
+        self._set_arrangement(target, chosen)
         settings = ", ".join(f"{name}={str(value).lower()}" for name, value in chosen._asdict().items())
         shares = " ".join(f"{share:.3f}" for share in sorted(found.values(), reverse=True))
         return f"its arrangement is unknown, so all were scored: {settings} (top-1 {shares})"
 
-    def _right(self, batch: Batch, target: Target, depth: int) -> float:
+    def _accuracy(self, batch: Batch, target: Target, depth: int) -> float:
         """Share of anchors at which the head and the target have the same top token, at a depth."""
         mine, self.depth = self.depth, depth
         training, scored = self.training, self.scored

@@ -46,12 +46,12 @@ class Ngram(LookupDrafter):
     def nodes(self, history: IndexedText, plan: Plan) -> list[Node]:
         places = history.matches(1 if plan.width == 1 else MATCHES)
         copies = [history.after(place, plan.depth) for place in places]
-        nodes, levels = best_tree(lambda path: _shares(copies, path), plan), [0]
+        nodes, levels = best_tree(lambda path: _next_shares(copies, path), plan), [0]
         for node in nodes:
             levels.append(levels[node.parent + 1] + 1)
-        fade = self._fade(history, places)
+        chance = self._copy_chance(history, places)
         return [
-            node._replace(chance=node.chance * fade**level)
+            node._replace(chance=node.chance * chance**level)
             for node, level in zip(nodes, levels[1:], strict=True)
         ]
 
@@ -60,18 +60,18 @@ class Ngram(LookupDrafter):
         history.extend(path)
         try:
             places = history.matches(MATCHES)
-            copies, fade = [history.after(place, 1) for place in places], self._fade(history, places)
+            copies, chance = [history.after(place, 1) for place in places], self._copy_chance(history, places)
         finally:
             history.retract(len(path))
-        return [(token, share * fade) for token, share in _shares(copies, ())[:count]]
+        return [(token, share * chance) for token, share in _next_shares(copies, ())[:count]]
 
-    def _fade(self, history: IndexedText, places: Sequence[int]) -> float:
+    def _copy_chance(self, history: IndexedText, places: Sequence[int]) -> float:
         """Probability that the next token of a copy agrees."""
         n = max((history.agreement(place, self.orders[-1]) for place in places[:1]), default=0)
         return n / (n + 2)
 
 
-def _shares(copies: Sequence[Sequence[int]], path: Path) -> list[tuple[int, float]]:
+def _next_shares(copies: Sequence[Sequence[int]], path: Path) -> list[tuple[int, float]]:
     """Tokens after a path in the copies that begin with it, and their shares of the copies' weight.
 
     The weight halves from copy to copy.

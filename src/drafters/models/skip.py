@@ -130,9 +130,9 @@ class Skip(SelfDrafter):
         row, t = supervised_anchors(batch.loss_mask, 1).nonzero(as_tuple=True)  # (M,)
         # The tap at the root: the drafter computes this state itself.
         last = target.base.norm(batch.taps[row, t + 1, 0])  # (M, D)
-        yield DraftStep(self._exited(last), row * length + t, 1, target.head, {})
+        yield DraftStep(self._apply_exit(last), row * length + t, 1, target.head, {})
 
-    def _exited(self, last: Tensor) -> Tensor:
+    def _apply_exit(self, last: Tensor) -> Tensor:
         """(..., D) final norm's output -> (..., D) input of the head."""
         if self.exit is None:
             return last
@@ -146,6 +146,6 @@ class Skip(SelfDrafter):
         parts = parts_of(self.settings["sublayers"])
 
         def read(tokens: Tensor, reach: Tensor | None, scratch: int) -> Tensor:
-            return self._exited(target.forward(tokens, reach, scratch, parts=parts))
+            return self._apply_exit(target.forward(tokens, reach, scratch, parts=parts))
 
         return read

@@ -108,7 +108,7 @@ class Sparse(SelfDrafter):
         state.root, state.lengths = root, before.plus(added)
         state.bytes = target.cache.store.bytes_per_token
         if state.chosen is None:
-            layers, heads = _keys(target)
+            layers, heads = _key_shape(target)
             state.chosen = tokens.new_zeros(len(tokens), layers, self.places, heads)
         self._append(state, tokens, added)
         if self.places and any(self._selects(a, b) for a, b in zip(before, state.lengths, strict=True)):
@@ -146,15 +146,15 @@ class Sparse(SelfDrafter):
         grown = (end > before.on(device))[:, None, None, None]
         state.chosen = torch.where(grown, chosen, state.chosen)
 
-    def _kept(self, state: SparseState, target: Target) -> tuple[Tensor, RowInts]:
+    def _visible_places(self, state: SparseState, target: Target) -> tuple[Tensor, RowInts]:
         """(layers, B, P, heads) visible places, and their number in each row."""
         assert state.lengths is not None
         assert state.chosen is not None
-        device, (layers, heads) = state.chosen.device, _keys(target)
+        device, (layers, heads) = state.chosen.device, _key_shape(target)
         length = state.lengths.on(device)
         newer = length % self.refresh
         whole = length - newer <= self.least  # (B,)
-        kept = RowInts(self._counts(state.lengths), torch.where(whole, length, self.least + newer))
+        kept = RowInts(self._visible_counts(state.lengths), torch.where(whole, length, self.least + newer))
         slot = torch.arange(max(kept), device=device)
         # The newest places follow the sinks and the chosen ones.
         part = torch.where(slot < self.sinks, slot, length[:, None] - kept.on(device)[:, None] + slot)
@@ -164,13 +164,13 @@ class Sparse(SelfDrafter):
         chosen = state.chosen.transpose(0, 1)[:, :, : middle.shape[2]]
         return torch.cat([before, torch.where(whole[:, None, None], middle, chosen), newest], 2), kept
 
-    def _counts(self, lengths: Sequence[int]) -> list[int]:
+    def _visible_counts(self, lengths: Sequence[int]) -> list[int]:
         """Number of visible places of texts of these lengths."""
         return [n if n - n % self.refresh <= self.least else self.least + n % self.refresh for n in lengths]
 
     @override
     def reader(self, state: SparseState, target: Target) -> Read:
-        store = KeptStore(target.cache.store, *self._kept(state, target), ROOM)
+        store = KeptStore(target.cache.store, *self._visible_places(state, target), ROOM)
 
         def read(tokens: Tensor, reach: Tensor | None, scratch: int) -> Tensor:
             return target.forward(tokens, reach, scratch, store=store)
@@ -180,10 +180,10 @@ class Sparse(SelfDrafter):
     def kv_bytes_per_token(self, state: SparseState) -> int:
         """Bytes of the copied keys and values of a round, per settled token."""
         assert state.lengths is not None
-        return -(-state.bytes * sum(self._counts(state.lengths)) // max(1, sum(state.lengths)))
+        return -(-state.bytes * sum(self._visible_counts(state.lengths)) // max(1, sum(state.lengths)))
 
 
-def _keys(target: Target) -> tuple[int, int]:
+def _key_shape(target: Target) -> tuple[int, int]:
     """Number of layers, and of KV heads in each."""
     assert target.fused is not None
     layer = target.fused.layers[0]

@@ -94,16 +94,16 @@ class Union(TwoDrafters[LookupDrafter]):
 
     @override
     def check(self, plan: Plan) -> None:
-        self.check_part("first", self._tree_of_first(plan) if self.combines(plan) else plan)
+        self.check_part("first", self._first_plan(plan) if self.combines(plan) else plan)
 
     @override
     def combines(self, plan: Plan) -> bool:
         return plan.depth > 0 and plan.proposal == "fixed" and not plan.tree and not plan.min_confidence
 
-    def _tree_of_first(self, plan: Plan) -> Plan:
+    def _first_plan(self, plan: Plan) -> Plan:
         """The first drafter's plan."""
         depth = plan.depth if self.first_depth is None else min(self.first_depth, plan.depth)
-        return _shape(plan, min(depth, self.first.max_depth or depth))
+        return _tree_plan(plan, min(depth, self.first.max_depth or depth))
 
     @override
     def new_state(self, rows: int) -> UnionState:
@@ -148,16 +148,16 @@ class Union(TwoDrafters[LookupDrafter]):
             self._catch_up(state, target)
             return self.first.propose(state.first, target, sampler, coin, plan)
         rows = [self.second.nodes(history, plan) for history in state.second]
-        mixed = [row for row, nodes in enumerate(rows) if not self._suffices(nodes)]
+        mixed = [row for row, nodes in enumerate(rows) if not self._second_suffices(nodes)]
         if mixed:
             self._catch_up(state, target)
-            draft = self.first.propose(state.first, target, sampler, coin, self._tree_of_first(plan))
+            draft = self.first.propose(state.first, target, sampler, coin, self._first_plan(plan))
             trees = _probabilities(draft)
             for row in mixed:
                 rows[row] = self._mixture(trees[row], state.second[row], plan)
         return pack_drafts(rows, target.device, coin)
 
-    def _suffices(self, nodes: Sequence[Node]) -> bool:
+    def _second_suffices(self, nodes: Sequence[Node]) -> bool:
         """Whether a row uses only the second's draft."""
         return self.second_alone is not None and sum(node.chance for node in nodes) >= self.second_alone
 
@@ -202,7 +202,7 @@ def _probabilities(draft: Draft) -> list[dict[Path, list[tuple[int, float]]]]:
 
 
 @lru_cache(maxsize=64)
-def _shape(plan: Plan, depth: int) -> Plan:
+def _tree_plan(plan: Plan, depth: int) -> Plan:
     """The first drafter's plan for a plan; cached, since plans are checked when built."""
     width = BRANCHES if depth == 1 else max(plan.width, 2)
     whole = width + (depth - 1) * width * width  # all scored nodes

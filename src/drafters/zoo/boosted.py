@@ -115,18 +115,18 @@ class Boosted(TwoDrafters[Drafter]):
 
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        chosen = self._chosen(batch._replace(taps=self._own(self.first, batch.taps)), target)
+        chosen = self._first_tokens(batch._replace(taps=self._taps_of(self.first, batch.taps)), target)
         text = batch.tokens.flatten()
-        for step in self.second.unroll(batch._replace(taps=self._own(self.second, batch.taps)), target):
+        for step in self.second.unroll(batch._replace(taps=self._taps_of(self.second, batch.taps)), target):
             depth, anchor = step.depth, step.anchor
             if self.first.traits.depth_invariant:
                 depth, anchor = 1, anchor + (depth - 1)
             guess = chosen[depth][anchor] if depth in chosen else torch.full_like(anchor, -1)
             hit = guess == text[step.anchor + (1 + step.depth)]
-            yield step._replace(weight=step.weight * self._weigh(hit))
+            yield step._replace(weight=step.weight * self._row_weights(hit))
 
     @torch.no_grad()
-    def _chosen(self, batch: Batch, target: Target) -> dict[int, Tensor]:
+    def _first_tokens(self, batch: Batch, target: Target) -> dict[int, Tensor]:
         """Depth -> (B * T,) the first's most probable tokens at its anchors, -1 elsewhere."""
         chosen: dict[int, Tensor] = {}
         for step in self.first.unroll(batch, target):
@@ -140,7 +140,7 @@ class Boosted(TwoDrafters[Drafter]):
             chosen[step.depth] = empty.index_copy(0, step.anchor, token)
         return chosen
 
-    def _weigh(self, hit: Tensor) -> Tensor:
+    def _row_weights(self, hit: Tensor) -> Tensor:
         """(M,) bool -> (M,) weights of the rows, 1 on average; 0 if all rows have weight 0."""
         counts = torch.where(hit, self.hit_weight, 1.0)
         total = counts.sum()
@@ -174,7 +174,7 @@ class Boosted(TwoDrafters[Drafter]):
     def _plan_of(self, name: str, plan: Plan) -> Plan:
         """The plan of one of the two drafters; the second may have fewer levels."""
         deepest = self.second.max_depth
-        return plan if name == "first" or deepest is None else _cut(plan, min(plan.depth, deepest))
+        return plan if name == "first" or deepest is None else _with_depth(plan, min(plan.depth, deepest))
 
     # -- decoding ------------------------------------------------------------------------------
 
@@ -192,8 +192,8 @@ class Boosted(TwoDrafters[Drafter]):
         counts: Sequence[int],
         root: Tensor,
     ) -> None:
-        self.first.advance(state.first, target, tokens, self._own(self.first, taps), counts, root)
-        self.second.advance(state.second, target, tokens, self._own(self.second, taps), counts, root)
+        self.first.advance(state.first, target, tokens, self._taps_of(self.first, taps), counts, root)
+        self.second.advance(state.second, target, tokens, self._taps_of(self.second, taps), counts, root)
 
     @override
     def append(self, state: BoostedState, target: Target, other: BoostedState) -> None:
@@ -216,7 +216,7 @@ class Boosted(TwoDrafters[Drafter]):
         parts = [(self.first, state.first), (self.second, state.second)]
         return sum(optional.kv_bytes_per_token(*part) for part in parts)
 
-    def _own(self, part: Drafter, taps: Tensor) -> Tensor:
+    def _taps_of(self, part: Drafter, taps: Tensor) -> Tensor:
         """(B, T, L, D) taps of both drafters -> of one."""
         if part.taps == self.taps:
             return taps
@@ -227,7 +227,7 @@ class Boosted(TwoDrafters[Drafter]):
 
 
 @lru_cache(maxsize=64)
-def _cut(plan: Plan, depth: int) -> Plan:
+def _with_depth(plan: Plan, depth: int) -> Plan:
     """The plan with another depth; cached, since plans are checked when built."""
     return plan if depth == plan.depth else replace(plan, depth=depth, adapt=None)
 

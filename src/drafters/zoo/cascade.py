@@ -165,7 +165,7 @@ class Cascade(TwoDrafters[LookupDrafter]):
             state.ahead = None  # its slots are overwritten
             return self.first.propose(state.first, target, sampler, coin, plan)
         depth = self._depth_of_first(plan)
-        own = _of_first(plan, depth)
+        own = _first_plan(plan, depth)
         guess = partial(self._guess, state.second, own)
         length = own.nodes if self.second_length is None else self.second_length
         rows = range(len(state.second))
@@ -178,7 +178,7 @@ class Cascade(TwoDrafters[LookupDrafter]):
         draft = expand(state.first.logits, step, sampler, coin, own, confidence=confidence)
         if draft.depth < depth or depth == plan.depth:  # all rows have ended, or the second adds nothing
             return draft
-        return self._go_on(draft, state.second, plan.depth - depth)
+        return self._extend_chain(draft, state.second, plan.depth - depth)
 
     def _depth_of_first(self, plan: Plan) -> int:
         """Number of tokens of a path that the first drafts."""
@@ -207,12 +207,12 @@ class Cascade(TwoDrafters[LookupDrafter]):
         if depth < 1 or count < 1:
             return []
         found: list[Path] = []
-        lookup = _lookup(depth, plan.width * plan.drafts, count)
-        for token, parent, _ in self._looked_up(texts[row], path, lookup):
+        lookup = _lookup_plan(depth, plan.width * plan.drafts, count)
+        for token, parent, _ in self._look_up(texts[row], path, lookup):
             found.append((*(path if parent < 0 else found[parent]), token))
         return found[:count]
 
-    def _looked_up(self, history: IndexedText, path: Sequence[int], plan: Plan) -> list[Node]:
+    def _look_up(self, history: IndexedText, path: Sequence[int], plan: Plan) -> list[Node]:
         """The second's draft after a path."""
         history.extend(path)
         try:
@@ -220,7 +220,7 @@ class Cascade(TwoDrafters[LookupDrafter]):
         finally:
             history.retract(len(path))
 
-    def _go_on(self, draft: Draft, texts: Sequence[IndexedText], count: int) -> Draft:
+    def _extend_chain(self, draft: Draft, texts: Sequence[IndexedText], count: int) -> Draft:
         """Append up to `count` tokens of the second (horizontal cascade).
 
         Rows that have ended get none.
@@ -228,7 +228,7 @@ class Cascade(TwoDrafters[LookupDrafter]):
         found = np.full((len(texts), count), PAD, np.int64)
         for row, path in enumerate(draft.tokens.tolist()):
             if PAD not in path:
-                more = [node.token for node in self._looked_up(texts[row], path, _lookup(count, 1, count))]
+                more = [node.token for node in self._look_up(texts[row], path, _lookup_plan(count, 1, count))]
                 found[row, : len(more)] = more
         found = found[:, (found != PAD).any(0)]
         later = upload(found, draft.tokens.device)  # (B, n)
@@ -240,13 +240,13 @@ class Cascade(TwoDrafters[LookupDrafter]):
 
 
 @lru_cache(maxsize=64)
-def _of_first(plan: Plan, depth: int) -> Plan:
+def _first_plan(plan: Plan, depth: int) -> Plan:
     """The first drafter's plan, with this depth; cached, since plans are checked when built."""
     return plan if depth == plan.depth else replace(plan, depth=depth, nodes=0, tree=(), adapt=None)
 
 
 @lru_cache(maxsize=256)
-def _lookup(depth: int, width: int, nodes: int) -> Plan:
+def _lookup_plan(depth: int, width: int, nodes: int) -> Plan:
     """A lookup's plan, with at least as many nodes as levels."""
     return Plan(depth, width, max(nodes, depth))
 

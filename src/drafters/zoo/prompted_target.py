@@ -65,7 +65,7 @@ class PromptedTarget(Target):
         tokens = torch.cat([tokens, draft.tokens.clamp_min(0)], 1)  # (B, S)
         (rows, slots), (depth, ensemble, _) = tokens.shape, self.prompts.shape
         path = draft.ancestors().expand(rows, -1, -1)  # (B, S, S)
-        own = _own_prompts(slots, depth, ensemble, tokens.device).expand(rows, -1, -1)  # (B, P, P), P = S K E
+        own = _prompt_mask(slots, depth, ensemble, tokens.device).expand(rows, -1, -1)  # (B, P, P), P = S K E
         prompts_see = torch.cat([path.repeat_interleave(depth * ensemble, 1), own], 2)  # (B, P, S + P)
         block = torch.cat([F.pad(path, (0, own.shape[2])), prompts_see], 1)
         last = self.forward(torch.cat([tokens, self._ids(slots).expand(rows, -1)], 1), block)
@@ -74,7 +74,7 @@ class PromptedTarget(Target):
     def look_ahead(self) -> Tensor:
         """(B, K, D) mean outputs of the prompts after each row's newest settled token; nothing is cached."""
         rows, (depth, ensemble, _) = len(self.lengths), self.prompts.shape
-        block = _own_prompts(1, depth, ensemble, self.prompts.device).expand(rows, -1, -1)  # (B, K E, K E)
+        block = _prompt_mask(1, depth, ensemble, self.prompts.device).expand(rows, -1, -1)  # (B, K E, K E)
         return _depth_means(self.forward(self._ids(1).expand(rows, -1), block), 1, self.prompts)[:, 0]
 
     @override
@@ -106,20 +106,20 @@ def read_with_prompts(lm: CausalLM, prompts: Tensor, tokens: Tensor, places: Ten
     Returns:
         Head inputs (B, T, D) of the tokens, and (B, A, K, D) means of the prompts after the places.
     """
-    text = [_ReadText() for _ in lm.layers]
+    text = [_TextLayer() for _ in lm.layers]
     cache = {cache_name(type(lm.base)): Cache(layers=[*text])}
     read = lm.base(input_ids=tokens, use_cache=True, **cache)
     together = max(1, READ_TOGETHER // len(prompts.flatten(0, 1)))
-    ahead = [_read_behind(lm, prompts, text, part) for part in places.split(together, 1)]
+    ahead = [_read_prompts(lm, prompts, text, part) for part in places.split(together, 1)]
     return read.last_hidden_state, torch.cat(ahead, 1)
 
 
-def _read_behind(lm: CausalLM, prompts: Tensor, text: Sequence[_ReadText], places: Tensor) -> Tensor:
+def _read_prompts(lm: CausalLM, prompts: Tensor, text: Sequence[_TextLayer], places: Tensor) -> Tensor:
     """(B, A, K, D) mean outputs of the prompts after (B, A) places of cached texts."""
     (rows, anchors), (depth, ensemble, _), device = places.shape, prompts.shape, places.device
     place = torch.arange(text[0].length, device=device)  # (T,)
     number = torch.arange(depth, device=device).repeat_interleave(ensemble)  # (K E,)
-    own = _own_prompts(anchors, depth, ensemble, device).expand(rows, -1, -1)  # (B, P, P), P = A K E
+    own = _prompt_mask(anchors, depth, ensemble, device).expand(rows, -1, -1)  # (B, P, P), P = A K E
     seen = (place <= places[..., None]).repeat_interleave(len(number), 1)  # (B, P, T)
     block = torch.cat([seen, own], 2)  # (B, P, T + P)
     positions = (places[..., None] + 1 + number).flatten(1)  # (B, P)
@@ -131,7 +131,7 @@ def _read_behind(lm: CausalLM, prompts: Tensor, text: Sequence[_ReadText], place
         attention_mask=lm.additive_mask([0] * rows, block, block.shape[2], every),
         position_ids=positions,
         use_cache=True,
-        **{cache_name(type(lm.base)): Cache(layers=[_Behind(layer) for layer in text])},
+        **{cache_name(type(lm.base)): Cache(layers=[_PromptLayer(layer) for layer in text])},
     )
     return _depth_means(read.last_hidden_state, anchors, prompts)
 
@@ -146,7 +146,7 @@ def _depth_means(last: Tensor, slots: int, prompts: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _own_prompts(slots: int, depth: int, ensemble: int, device: torch.device) -> Tensor:
+def _prompt_mask(slots: int, depth: int, ensemble: int, device: torch.device) -> Tensor:
     """(1, S K E, S K E) bool: the prompts of the same slot that each prompt sees, itself included."""
     with torch.inference_mode(False):  # cached, so it must be usable outside inference mode
         earlier = torch.ones(depth, depth, device=device).tril()
@@ -174,7 +174,7 @@ def check_embedded(target: Target) -> None:
         )
 
 
-class _Layer(CacheLayerMixin):
+class _SingleUseLayer(CacheLayerMixin):
     """A cache layer that is used once, so that gradient checkpointing can repeat a pass."""
 
     is_sliding = False
@@ -191,7 +191,7 @@ class _Layer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
 
-class _ReadText(_Layer):
+class _TextLayer(_SingleUseLayer):
     """Stores the keys and values of a text."""
 
     length = 0
@@ -206,10 +206,10 @@ class _ReadText(_Layer):
         return 0
 
 
-class _Behind(_Layer):
+class _PromptLayer(_SingleUseLayer):
     """Prepends the keys and values of a text to those of prompts."""
 
-    def __init__(self, text: _ReadText) -> None:
+    def __init__(self, text: _TextLayer) -> None:
         super().__init__()
         self._text, self.is_initialized = text, True
 

@@ -51,7 +51,7 @@ def read_settled(
     at = end.on(root.device)[:, None] + torch.arange(count + 1, device=root.device)  # (B, 1 + G)
     if count:
         text = F.pad(text, (0, count)).scatter(1, at[:, 1:], known_tokens(lm, guesses))
-    last = lm.read_text(text) if reach is None else lm.forward(text, _seen(text, at[:, 1:], reach))
+    last = lm.read_text(text) if reach is None else lm.forward(text, _visibility(text, at[:, 1:], reach))
     lm.keep(end.plus(1))
     last = last.gather(1, at[..., None].expand(-1, -1, last.shape[-1]))  # (B, 1 + G, D')
     logits = drafter.logits(lm, last, target)
@@ -59,7 +59,7 @@ def read_settled(
     return Reading(last[:, 1:], logits[:, 1:])
 
 
-def _seen(text: Tensor, at: Tensor, reach: Tensor) -> Tensor:
+def _visibility(text: Tensor, at: Tensor, reach: Tensor) -> Tensor:
     """(B, n, n) bool: the (B, n) tokens that each sees; those at (B, G) see one another by `reach`."""
     rows, width = text.shape
     block = torch.ones(width, width, dtype=torch.bool, device=text.device).tril().repeat(rows, 1, 1)
@@ -224,12 +224,12 @@ class ReadAhead:
         rows = torch.stack([token, parent], -1).tolist()  # one transfer to the host
         self._paths = [[(*above[p], t) for t, p in row] for above, row in zip(self._paths, rows, strict=True)]
         if not self._nodes.have(self._paths):
-            self._pass(token.device)
+            self._read_missing(token.device)
         found = self._nodes.of(self._paths)
         self.last = found.last
         return found.logits
 
-    def _pass(self, device: torch.device) -> None:
+    def _read_missing(self, device: torch.device) -> None:
         """Read the newest unread nodes, and guesses."""
         nodes, paths = self._nodes, self._paths
         nodes.forget_others(paths)

@@ -57,7 +57,7 @@ def test_kept_places_are_few_and_hold_the_newest(tiny_target, make_drafter):
     most, sparse = drafter.sinks + drafter.places + drafter.recent, 0
     for counts in [(2, 9), *[(1, 1)] * 6, (5, 4), (6, 1)]:
         follower.advance(counts)
-        places, kept = drafter._kept(follower.state, target)
+        places, kept = drafter._visible_places(follower.state, target)
         for row, (n, count) in enumerate(zip(follower.settled, kept, strict=True)):
             assert count <= min(n, most)
             assert (count < n) == (n - n % drafter.refresh > most - drafter.refresh)

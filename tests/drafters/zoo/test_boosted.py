@@ -120,9 +120,9 @@ def test_weights_multiply_those_of_the_second(tiny_target, make_drafter):
 def test_batch_without_a_miss_counts_nothing(tiny_target, make_drafter):
     _, drafter = boosted(tiny_target, make_drafter)
     hit = torch.ones(5, dtype=torch.bool)
-    assert drafter._weigh(hit).eq(0).all()
-    assert drafter._weigh(~hit).eq(1).all()
-    assert drafter._weigh(hit[:0]).shape == (0,)
+    assert drafter._row_weights(hit).eq(0).all()
+    assert drafter._row_weights(~hit).eq(1).all()
+    assert drafter._row_weights(hit[:0]).shape == (0,)
 
 
 def test_first_stays_frozen_in_evaluation_mode(tiny_target, make_drafter):
