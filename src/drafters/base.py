@@ -137,7 +137,7 @@ class Origin(NamedTuple):
 
 
 class Drafter(DraftVocabulary, ABC):
-    """Base class of drafters. A new one needs a file in drafters/models, a yaml and a registry line.
+    """Base of drafters. A new one needs a file in drafters/models, a conf/drafter yaml, a registry line.
 
     Constructors take plain values, kept in `settings` and written to config.json;
     `for_target` fills in sizes that follow from the target.

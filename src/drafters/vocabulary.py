@@ -106,7 +106,7 @@ class TokenCounts(NamedTuple):
     def scored(self, least: int) -> Tensor | None:
         """(V_t,) ids of the tokens that training scores, ascending; None: all, if half are not enough.
 
-        The product with a whole head takes most of a training step, and most tokens are in no answer.
+        The product with a whole head takes most of a training step, and most tokens never occur in answers.
 
         Args:
             least: minimum V_t, the draft vocabulary.

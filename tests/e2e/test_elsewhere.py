@@ -82,7 +82,7 @@ def test_what_verifies_drafts_refuses_it(command, done, kind):
         ("decode=auto", "use decode=chain"),
         ("score.plans=[{depth: 2, width: 2, nodes: 4}]", "chains in score.plans"),
         ("score.replay_prompts=0", "score.replay_prompts"),
-        ("drafter=medusa2", "the target, of which it reads copies, cannot be decoded"),
+        ("drafter=medusa2", "the target (this one reads copies of it) cannot be decoded"),
         ("rollout.refresh_every=2", "rollout.refresh_every: the target cannot be decoded"),
     ],
 )

@@ -12,8 +12,7 @@ from decode.draft import PAD
 
 KEPT = 16  # most frequent next tokens kept for an n-gram
 MASK = 2**64 - 1
-# Odd, so that the hash depends on every token. N-grams with equal hashes share counts: a worse draft, still
-# lossless.
+# Odd, so that the hash depends on every token. Collisions only make drafts worse.
 MULTIPLIER = 0x9E3779B97F4A7C15
 
 

@@ -30,8 +30,8 @@ class Reuse:
     none: not at all. logit_sum: `weight` times their logits are added to the new ones of the same
     position. tree_merge: a second tree of fixed nodes is grown from them and verified in the same pass, with
     `nodes` of the plan's nodes and those that the new tree does not use. Only for dynamic trees, or hybrid
-    ones if `drawn`; otherwise none. immediate: the draft is made only of them if all rows of a batch have
-    `least` of them with `tokens` expected accepted tokens; otherwise none.
+    ones if `drawn`; otherwise none. immediate: the draft is made only from them if all rows of a batch have
+    `least` of them and expect `tokens` accepted tokens; otherwise none.
 
     Raises:
         UserError: an unknown mode, or a number out of range.

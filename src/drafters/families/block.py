@@ -92,7 +92,7 @@ class BlockDrafter(TokenBiasDrafter):
         root_first: whether the first layer computes only the root. Its state predicts the first token and is
             added to the masks for the other layers. The first token is trained at all places of a text, the
             others at sampled ones; the token bias acts only on the others.
-        detach: with `root_first`, whether masks pass no gradient to the root's layer.
+        detach: with `root_first`, whether masks pass no gradient to the computation of the root.
         checkpointing: whether the backward pass recomputes activations of MLPs.
 
     Raises:
@@ -230,7 +230,7 @@ class BlockDrafter(TokenBiasDrafter):
         if self.root_first:  # the same in all passes, and at every place of the text
             yield DraftStep(rooted, roots.to(device), 1, self.output_head(target.head), {})
         teaching, head = [TeacherForcedBias(self.info, batch.tokens) for _ in passes], self.head(target)
-        weight = len(candidates) / len(chosen) / len(passes)  # sampled anchors stand for all
+        weight = len(candidates) / len(chosen) / len(passes)  # sampled anchors represent all
         for depth in range(1, self.depth + 1):
             is_supervised = supervised[:, depth - 1].to(device)
             if not is_supervised.any():

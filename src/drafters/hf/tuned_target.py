@@ -222,7 +222,7 @@ def check_copied(target: Target) -> None:
     Raises:
         UserError: they cannot.
     """
-    target.abilities.check_decode("drafter: the target, of which it reads copies,")
+    target.abilities.check_decode("drafter: the target (this one reads copies of it)")
     if not target.movable:
         raise UserError("drafter: this one reads copies of the target; use target.placement=replicated")
 

@@ -199,7 +199,7 @@ class Dllm(HFModelDrafter, TextDrafter):
         else:  # with bidirectional attention each anchor needs its own window
             hidden = self.masked.read(self.masked.window(batch.tokens[row], (root + 1).tolist()))
         head = share_vocabulary(self.masked.head, target)
-        weight = len(candidates) / max(1, len(anchor))  # sampled anchors stand for all
+        weight = len(candidates) / max(1, len(anchor))  # sampled anchors represent all
         for depth in range(1, self.depth + 1):
             is_supervised = supervised_anchors(batch.loss_mask, depth).flatten()[anchor]
             if depth > 1 and not is_supervised.any():
@@ -290,7 +290,7 @@ class Dllm(HFModelDrafter, TextDrafter):
         remaining = self.depth  # of each row
         for passes_left in range(self.steps, 0, -1):  # this one included
             logits = fit_vocabulary(head(states), target)
-            if mask_token < target.vocab_size:  # the mask token itself is no prediction
+            if mask_token < target.vocab_size:  # never predict the mask token
                 logits[..., mask_token] = -torch.inf
             levels = logits if levels is None else torch.where(unfilled[..., None], logits, levels)
             if passes_left > 1:

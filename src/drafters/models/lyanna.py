@@ -291,7 +291,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         for one, neighbour in ((state, other), (other, state)):
             if one.stale is None and one.root is not None and neighbour.stale is not None:
                 one.stale = neighbour.stale.new_zeros(len(one.root), *neighbour.stale.shape[1:])
-                one.left = torch.zeros_like(one.root)  # none of them is valid
+                one.left = torch.zeros_like(one.root)  # none are valid
         super().append(state, target, other)
 
     @override

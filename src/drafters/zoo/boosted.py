@@ -235,7 +235,7 @@ def _with_depth(plan: Plan, depth: int) -> Plan:
 def _check(name: str, part: Drafter) -> None:
     kind = f"drafter.{name}={short_name(part)}"
     if type(part).unroll is Drafter.unroll:
-        raise UserError(f"{kind}: it cannot be trained; choose a trained drafter")
+        raise UserError(f"{kind}: it cannot be trained; choose one that can be")
     if part.traits.tunes_target:
         raise UserError(
             f"{kind}: it drafts for a tuned copy of the target, and cannot be combined; choose another"
