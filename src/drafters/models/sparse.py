@@ -83,7 +83,7 @@ class Sparse(SelfDrafter):
         super().check_target(target)
         if getattr(target.config, "sliding_window", None):
             raise UserError(
-                "drafter=sparse: a target with a sliding window has no keys to skip; choose another drafter"
+                "drafter=sparse: the target has a sliding window, so no keys to skip; choose another drafter"
             )
 
     # -- decoding ----------------------------------------------------------------------------
