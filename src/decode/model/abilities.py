@@ -1,4 +1,4 @@
-"""What can be done with a target here, and why not."""
+"""What this package can do with a target, and the reason where it cannot."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import Any, NamedTuple
 
 from decode.errors import UserError
 
-# Layers whose cache can be rolled back and compacted, or that have none
+# Layers without a cache, or with one that can be rolled back and compacted
 KINDS = {"full_attention", "sliding_attention", "mlp", "moe"}
 STATES = {"linear_attention", "mamba", "conv", "hybrid", "recurrent"}
 ELSEWHERE = "train, rollout, score and export take it, and an engine decodes it (docs/targets.md)"
 
 
 class Abilities(NamedTuple):
-    """What can be done with a model here; each is "" where it can, else the reason why not.
+    """What can be done with a model; each field is "" if it can, otherwise the reason why not.
 
     Attributes:
-        train: whole texts are read right, so that a drafter can be trained for it.
-        replay: it also writes answers by plain decoding, so that acceptance on them can be replayed.
-        decode: it verifies drafts losslessly.
-        own_cache: plain decoding goes through the model's own cache, see `OwnCache`.
+        train: hidden states of whole texts are correct, so a drafter can be trained.
+        replay: plain decoding also works, so answers can be generated and acceptance replayed.
+        decode: drafts can be verified losslessly.
+        own_cache: plain decoding uses the model's own cache; see `OwnCache`.
     """
 
     train: str = ""
@@ -28,13 +28,13 @@ class Abilities(NamedTuple):
     own_cache: bool = False
 
     def check_decode(self, name: str) -> None:
-        """Refuse what needs drafts to be verified.
+        """Raise unless drafts can be verified.
 
         Args:
-            name: of the model, in the error.
+            name: model's name for the error.
 
         Raises:
-            UserError: drafts for it cannot be verified here.
+            UserError: drafts cannot be verified.
         """
         if self.decode:
             raise UserError(f"{name} cannot be decoded losslessly here: {self.decode}; {self._elsewhere()}")
@@ -46,7 +46,7 @@ class Abilities(NamedTuple):
 
 
 def quantisation(config: Any) -> str:
-    """Name of the method that a configuration's weights are quantised with; "" if they are not."""
+    """Name of a configuration's quantisation method; "" if the weights are not quantised."""
     settings = getattr(config, "quantization_config", None)
     if not settings:
         return ""
@@ -55,7 +55,7 @@ def quantisation(config: Any) -> str:
 
 
 def why_no_rollback(config: Any) -> str:
-    """Why a decoder's state cannot be rolled back, as its text configuration tells; "" if nothing does."""
+    """Reason why a decoder's state cannot be rolled back, by its text configuration; "" if none is known."""
     other = set(getattr(config, "layer_types", None) or ()) - KINDS
     if not other:
         return ""
@@ -68,7 +68,7 @@ def why_no_rollback(config: Any) -> str:
 
 
 def why_elsewhere(config: Any) -> str:
-    """Why a model is not the one that is served, though its class could be decoded; "" if it is."""
+    """Reason why the model loaded here differs from the served one; "" if it does not."""
     method = quantisation(config)
     if not method:
         return ""
@@ -76,5 +76,5 @@ def why_elsewhere(config: Any) -> str:
 
 
 def why_undecodable(config: Any) -> str:
-    """Why drafts for a model cannot be verified here, as far as its configuration tells."""
+    """Reason why a model's drafts cannot be verified here, from its configuration; "" if none is known."""
     return why_no_rollback(config.get_text_config()) or why_elsewhere(config)

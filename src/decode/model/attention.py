@@ -1,4 +1,4 @@
-"""Attention of grouped queries, by a kernel that does not write all scores to memory."""
+"""Grouped-query attention with a kernel that does not write all scores to memory."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-FOLDED_ROWS = 64  # queries of a key head; with more, the kernel's products are large enough on their own
+FOLDED_ROWS = 64  # queries per key head; with more, the kernel's products are large enough without folding
 
 
 def repeats_keys(device: torch.device, groups: int, masked: bool) -> bool:
-    """Whether keys and values are repeated for every query of a group, and not shared in the kernel.
+    """Whether keys and values are repeated for every query of a group instead of shared by the kernel.
 
-    CUDA's kernels that take a mask know no groups; with `enable_gqa` torch falls back to plain products.
+    CUDA's kernels that take a mask do not support groups; with `enable_gqa` torch uses plain products.
     """
     return device.type == "cuda" and groups > 1 and masked
 
 
 def fast_dtype(like: Tensor) -> torch.dtype:
-    """The dtype in which attention of a few queries is fastest, for a model with the dtype of `like`.
+    """Fastest dtype for attention of a few queries, for a model with the dtype of `like`.
 
-    On a CPU torch's kernel takes several times as long in half precision: eight times for one query and
-    4,000 keys (docs/speed.md).
+    On a CPU torch's kernel takes several times as long in half precision (docs/speed.md).
     """
     half = like.dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if half and like.device.type == "cpu" else like.dtype
@@ -42,7 +41,7 @@ def attend(
         k: keys.
         v: values.
         mask: (B, 1, n, width) or (1, 1, n, width), bool or additive.
-        causal: each query sees the keys up to its own place.
+        causal: each query sees the keys up to its own position.
         scale: of the scores; None: 1 / sqrt(dim).
     """
     groups = q.shape[1] // k.shape[1]
@@ -56,10 +55,9 @@ def attend(
 
 
 def attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
-    """Attention with the queries of a key head as one block of rows.
+    """Attention with all queries of a key head as one block of rows.
 
-    A CPU's kernel reads the keys once a head: of a single token, one row at a time. Folded, it reads them
-    once for all heads of a group.
+    A CPU's kernel reads the keys once per query head. Folded, it reads them once per group of heads.
     """
     groups = q.shape[1] // k.shape[1]
     rows = q.unflatten(1, (-1, groups)).contiguous().flatten(2, 3)  # (B, kv_heads, groups * n, dim)

@@ -1,8 +1,8 @@
-"""Preallocated KV cache with a separate length for every row.
+"""Preallocated KV cache with a separate length for each row.
 
-`RowStore` is the storage, also used by drafters; `KVCache` adapts it to the `Cache` of transformers.
-A forward pass writes n new slots after each row's settled ones (`begin`, `write`). Then `keep` settles
-the accepted ones: for a chain it only increases the lengths, for a tree it also compacts the accepted
+`RowStore` is the storage and is also used by drafters. `KVCache` adapts it to transformers' `Cache`.
+A forward pass writes n new slots after each row's settled ones (`begin`, `write`). `keep` then settles
+the accepted slots: for a chain it increases the lengths; for a tree it also compacts the accepted
 path with one gather over all layers.
 """
 
@@ -27,7 +27,7 @@ class RowStore:
     Args:
         layers: number of attention layers.
         rows: B.
-        capacity: slots to allocate; grows by doubling when a row needs more.
+        capacity: slots to allocate per row; doubles when a row needs more.
 
     Attributes:
         lengths: number of settled slots per row, known to the host and to the device.
@@ -39,8 +39,8 @@ class RowStore:
         self.lengths = RowInts([0] * rows)
         self.width = 0
         self._data: Tensor | None = None
-        self._all: Tensor | None = None  # of which `_data` is the first rows
-        self._parts_of: Tensor | None = None  # that `_parts` are of
+        self._all: Tensor | None = None  # allocated rows; `_data` is a view of the first ones
+        self._parts_of: Tensor | None = None  # tensor that `_parts` are views of
         self._parts: Sequence[Tensor] = ()
         self._new = self._scratch = 0
         # State of the current forward pass:
@@ -55,7 +55,7 @@ class RowStore:
 
     @property
     def read(self) -> RowInts:
-        """Tokens per row that were settled, which is the position of the next one."""
+        """(B,) settled tokens of each row: the position of its next token."""
         return self.lengths
 
     @property
@@ -79,27 +79,27 @@ class RowStore:
                 self._make_room(len(self.lengths), self._data)
 
     def _make_room(self, rows: int, like: Tensor) -> None:
-        """Allocate `capacity` slots for so many rows, of the sizes and the kind of another store's data."""
+        """Allocate `capacity` slots for `rows` rows, with the layout, dtype and device of `like`."""
         old = self._data
         self._data = self._all = like.new_zeros(*like.shape[:2], rows, self.capacity, like.shape[4])
         if old is not None:
             self._data[:, :, : old.shape[2], : old.shape[3]] = old
 
     def parts(self, size: int, like: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        """The whole store, for code that writes and reads it on its own.
+        """The whole store, for code that writes and reads it directly.
 
         Args:
             size: heads * dim.
-            like: tensor of the store's dtype and device.
+            like: tensor with the store's dtype and device.
 
         Returns:
-            Keys 0, values 0, keys 1, ...: (B, capacity, size) each, in the store's memory; and (B * n,)
-            indices of the new slots in their (B * capacity, size) views.
+            Views of keys 0, values 0, keys 1, ..., each (B, capacity, size); and (B * n,) indices of the
+            new slots in their (B * capacity, size) views.
         """
         if self._data is None:
             self._data = self._all = like.new_zeros(self.layers, 2, len(self.lengths), self.capacity, size)
         if self._parts_of is not self._data:
-            # A compiler takes tensors of one storage for one another's copies, and would copy all of them.
+            # A compiler treats tensors that share storage as aliases and would copy all of them.
             parts = self._data.flatten(0, 1).unbind()
             self._parts_of, self._parts = self._data, [torch.from_dlpack(part) for part in parts]
         return self._parts, self._flat_index(like.device)
@@ -120,7 +120,7 @@ class RowStore:
             self._data = self._all = keys.new_zeros(shape)
         if keys.shape != values.shape or self._data.shape[-1] != heads * dim:
             raise UserError("target: layers keep keys and values of different shapes; not supported")
-        if not self._all_views:  # views of all layers at once: making one costs as much as the copy below
+        if not self._all_views:  # views of all layers at once: creating one costs as much as the copy below
             self._all_views = self._views(0, self.width, dim)
             if len(set(self.lengths)) == 1:
                 self._new_views = self._views(self.before, self.width, dim)
@@ -136,7 +136,7 @@ class RowStore:
         return self._all_views[2 * layer], self._all_views[2 * layer + 1]
 
     def settled(self, layer: int, dim: int) -> tuple[Tensor, Tensor]:
-        """(B, heads, longest row, dim) views of a layer's settled keys and values, only to be read."""
+        """(B, heads, longest row, dim) views of a layer's settled keys and values; read-only."""
         views = self._views(0, max(self.lengths), dim)
         return views[2 * layer], views[2 * layer + 1]
 
@@ -178,7 +178,7 @@ class RowStore:
         self.lengths = self.lengths.plus(counts)
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Drop the settled slots of each row from `lengths[b]` on."""
+        """Drop the settled slots of each row from index `lengths[b]` on."""
         assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True))
         self.lengths = RowInts.of(lengths)
 
@@ -198,11 +198,11 @@ class RowStore:
         self._data = self._data[:, :, : len(rows)]
 
     def append(self, other: RowStore) -> None:
-        """Add another store's rows behind these, only settled slots; rows that have ended left room."""
+        """Append another store's settled slots as new rows, reusing the memory of removed rows if it fits."""
         rows, used = len(self.lengths), max(other.lengths, default=0)
         self.lengths = RowInts.of(self.lengths).joined(RowInts.of(other.lengths))
         if other._data is None:
-            assert self._data is None, "a store that has read is given rows of one that has not"
+            assert self._data is None, "cannot append an empty store to one with data"
             return
         if self._all is None or used > self.capacity or self._all.shape[2] < len(self.lengths):
             self.capacity = max(self.capacity, used)
@@ -213,16 +213,16 @@ class RowStore:
 
 
 class KeptStore(RowStore):
-    """Copies of some settled slots of another store, for passes that see these and none of the others.
+    """Copies of some settled slots of another store, for passes that see only these.
 
     Args:
-        source: nothing in it changes.
-        places: (layers, B, P, heads) slots to copy for each head of keys, the first `counts[b]` of a row.
-        counts: slots per row.
+        source: store to copy from; unchanged.
+        places: (layers, B, P, heads) slots to copy for each key head; the first `counts[b]` of a row count.
+        counts: (B,) slots to copy.
         room: unsettled slots to allocate.
 
     Attributes:
-        dropped: settled slots per row that were left out.
+        dropped: (B,) settled slots that were not copied.
     """
 
     def __init__(self, source: RowStore, places: Tensor, counts: RowInts, room: int) -> None:
@@ -250,10 +250,10 @@ class KeptStore(RowStore):
 
 
 class MultiDeviceStore(RowStore):
-    """Keys and values of layers on several devices, with one `RowStore` per device.
+    """Keys and values of layers on several devices: one `RowStore` per device.
 
     Args:
-        places: index of the store (0, 1, ...) of every layer.
+        places: store index (0, 1, ...) of each layer.
         rows: B.
         capacity: as in `RowStore`.
     """
@@ -308,15 +308,15 @@ def attention_mask(
     window: int | None = None,
     sinks: int = 0,
 ) -> Tensor:
-    """(B, n, width) bool: the stored slots that each new slot attends to; (1, n, width) if rows are alike.
+    """(B, n, width) bool: stored slots that each new slot attends to; (1, n, width) if all rows are equal.
 
     Args:
         lengths: settled slots per row; visible to all new slots.
         block: (B, n, m) or (1, n, m) bool, which of the m unsettled slots each new slot sees.
         width: number of slots in the mask.
         positions: (B, m) positions of the unsettled slots; needed for a window.
-        window: sliding window: a key is visible if it is fewer than this many positions back.
-        sinks: number of first positions that a window does not hide.
+        window: sliding window: keys at least this many positions back are hidden.
+        sinks: number of first positions that the window never hides.
     """
     rows, (new, unsettled), device = len(lengths), block.shape[1:], block.device
     equal_lengths = len(set(lengths)) == 1
@@ -341,9 +341,9 @@ def attention_mask(
 
 
 class _Layer(CacheLayerMixin):
-    """Adapter of one layer of the store to the interface of transformers' attention."""
+    """Adapter of one layer of the store to transformers' cache layer interface."""
 
-    is_sliding = False  # the mask applies windows; slots outside may be needed again after a rejection
+    is_sliding = False  # the mask applies windows; slots outside it may be needed after a rejection
 
     def __init__(self, store: RowStore, index: int) -> None:
         super().__init__()
@@ -381,11 +381,11 @@ class _Layer(CacheLayerMixin):
 class KVCache(Cache):
     """A `RowStore` as a `Cache` of transformers.
 
-    Only full attention (with or without a sliding window) can be compacted; the probe rejects models with
-    recurrent or linear-attention states.
+    Only full and sliding-window attention can be compacted; the probe rejects models with recurrent or
+    linear-attention states.
 
     Args:
-        places: index of the device of every layer; see `MultiDeviceStore`.
+        places: device index of each layer; see `MultiDeviceStore`.
         rows: B.
         capacity: as in `RowStore`.
     """

@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM with a ragged KV cache; base of targets and independent draft models."""
+"""A Hugging Face causal LM with a KV cache of separate row lengths; base of targets and draft models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from decode.model.head import Head
 from decode.model.own_cache import cache_name
 
 _GUARD = Lock()
-_LOCKS: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()  # not on a model, which may be copied
+_LOCKS: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()  # not in the models, which may be copied
 
 
 class CausalLM:
@@ -34,8 +34,8 @@ class CausalLM:
 
     Attributes:
         max_positions: maximum sequence length of the model, in tokens; None: unlimited.
-        chunk: tokens of a text that `read_text` reads in one pass.
-        abilities: what can be done with it here, as the probe has found.
+        chunk: tokens per pass of `read_text`.
+        abilities: results of the probe.
         movable: whether all weights are on one device, so they can be moved, copied and changed.
 
     Raises:
@@ -44,12 +44,12 @@ class CausalLM:
 
     abilities = Abilities()
     movable = True
-    chunk = 2048  # tokens of a text read in one pass; its mask has (chunk, width) entries
+    chunk = 2048  # the mask of a pass has (chunk, width) entries
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.base: Any = model.base_model
-        if self.base is model:  # a class that names its decoder otherwise than it says (Llama-4)
+        if self.base is model:  # a class with a wrong `base_model_prefix` (Llama-4)
             self.base = getattr(model, "model", model)
         self.config = model.config.get_text_config()
         self.layers = decoder_layers(model)
@@ -70,22 +70,22 @@ class CausalLM:
 
     @property
     def lock(self) -> RLock:
-        """Held by the thread that runs the model: it has one cache, and its layers one set of hooks.
+        """Lock of the thread that runs the model, because all callers share one cache and one set of hooks.
 
-        All objects made of one model share it. It can be taken again by the thread that has it.
+        All objects made of one model share it. It is reentrant.
         """
         with _GUARD:
             return _LOCKS.setdefault(self.model, RLock())
 
     @property
     def num_embeddings(self) -> int:
-        """Number of tokens that can be read; the head may have fewer or more."""
+        """Rows of the input embedding; the head may have fewer or more."""
         weight: Any = self.model.get_input_embeddings().weight
         return weight.shape[0]
 
     @property
     def head(self) -> Head:
-        """The output head, made again when the model was given other parameters for it."""
+        """The output head, rebuilt when the model's head parameters are replaced."""
         if any(old is not new for old, new in zip(self._head_source, self._head_parameters(), strict=True)):
             self.head = _head(self.model, self.config)
         return self._head
@@ -110,7 +110,7 @@ class CausalLM:
 
     @property
     def packed(self) -> bool:
-        """Whether passes over a few tokens read a packed copy of the head; known after the first."""
+        """Whether passes over a few tokens read a packed copy of the head; known after the first pass."""
         return is_packed(self.head.weight)
 
     @property
@@ -123,9 +123,9 @@ class CausalLM:
         return part.state_dict()
 
     def start(self, rows: int, capacity: int) -> None:
-        """Start new texts: an empty cache with room for `capacity` tokens in each of `rows` rows.
+        """Start new texts: an empty cache for `rows` rows of `capacity` tokens.
 
-        Copies of weights, the drafter's too, are made again where the weights have changed.
+        Also rebuilds copies of weights, the drafter's included, if the weights changed.
         """
         notice_changes()
         self._cache = KVCache(self._places, rows, capacity)
@@ -137,13 +137,13 @@ class CausalLM:
         return Fused.of(self.base, self.layers, self.config)
 
     def compile(self) -> str:
-        """Compile passes over a few tokens, or find their code in the cache; see `compiled_forward`.
+        """Compile passes over a few tokens, or load compiled code from the cache; see `compiled_forward`.
 
-        Outputs change by rounding, in plain decoding and in verification alike. A later change of weights
-        ends it.
+        Outputs change by rounding, equally in plain decoding and verification. Changing weights later
+        disables it.
 
         Returns:
-            Why passes stay as they are; "" if they are compiled.
+            Reason why passes are not compiled; "" if they are.
         """
         fused = self.fused
         if fused is None:
@@ -178,14 +178,14 @@ class CausalLM:
 
         Args:
             tokens: (B, n) right-padded.
-            block: (B, n, scratch + n) bool, which of the unsettled slots each token sees, itself
-                included; None: all up to itself.
+            block: (B, n, scratch + n) bool, which unsettled slots each token sees, including itself;
+                None: all up to itself.
             scratch: number of unsettled slots written by earlier calls.
             inputs: dict with layer ids as keys; filled with the (B, n, D) inputs of these layers.
-            offsets: (n,) or (B, n), number of positions between the settled tokens and each new one, or
-                (B, scratch + n) of all unsettled ones; None: of the unsettled slots that it sees.
-            parts: sublayers that run, of a model that is `fused`; None: all. Not to be settled.
-            store: of another text's keys and values, for a model that is `fused`; None: the cache's.
+            offsets: positions between the settled tokens and each new one: (n,), (B, n), or
+                (B, scratch + n) for all unsettled slots; None: derived from the slots that each one sees.
+            parts: sublayers to run, `fused` models only; None: all. Such slots cannot be settled.
+            store: keys and values of another text, `fused` models only; None: the cache's.
 
         Returns:
             (B, n, D) input of the head. Entries at padding are undefined.
@@ -228,7 +228,7 @@ class CausalLM:
         Args:
             tokens: (B, n).
             positions: (B, n).
-            block: (B, n, n) bool, which of the tokens each sees, itself included.
+            block: (B, n, n) bool, which tokens each one sees, including itself.
 
         Returns:
             (B, n, D) input of the head.
@@ -239,7 +239,7 @@ class CausalLM:
         ).last_hidden_state
 
     def layer_input(self, tokens: Tensor) -> dict[str, Tensor]:
-        """What the decoder is given for (B, n) tokens: `input_ids`, or `inputs_embeds` (B, n, D)."""
+        """Decoder inputs for (B, n) tokens: `input_ids`, or `inputs_embeds` (B, n, D)."""
         return {"input_ids": tokens}
 
     def _body(
@@ -256,7 +256,7 @@ class CausalLM:
             assert not isinstance(mask, dict)
             read = self.layer_input(tokens)
             return self._fused(positions, mask, store, inputs, parts, **read)
-        assert parts is None, "only a fused pass can leave out sublayers"
+        assert parts is None, "only a fused pass can omit sublayers"
         assert store is self.cache.store, "only a fused pass can read another store"
         read = self.layer_input(tokens) | {cache_name(type(self.base)): self.cache}
         with record_inputs(self.layers, inputs), fast_linears(self.head.weight):
@@ -269,7 +269,7 @@ class CausalLM:
         self.cache.store.keep(counts, slots)
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Forget each row's settled tokens from `lengths[b]` on."""
+        """Drop each row's settled tokens from index `lengths[b]` on."""
         self.cache.store.cut(lengths)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -277,11 +277,11 @@ class CausalLM:
         self.cache.store.select(rows)
 
     def append(self, other: CausalLM) -> None:
-        """Add the texts of another cache of this model behind these."""
+        """Append the rows of another cache of this model."""
         self.cache.store.append(other.cache.store)
 
     def resume(self, cache: KVCache) -> None:
-        """Go on with the texts of an earlier cache."""
+        """Continue with the texts of an earlier cache."""
         self._cache = cache
 
     def _mask(
@@ -302,7 +302,7 @@ class CausalLM:
     def additive_mask(
         self, lengths: Sequence[int], block: Tensor, width: int, positions: Tensor | None
     ) -> Tensor | dict[str, Tensor]:
-        """`attention_mask`, additive, within the window of each layer type if there are several."""
+        """`attention_mask` in additive form, with each layer type's window; a dict if there are several."""
 
         def build(window: int | None) -> Tensor:
             allow = attention_mask(lengths, block, width, positions, window)[:, None]
@@ -343,7 +343,7 @@ def max_positions(config: Any) -> int | None:
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in (rope, *(v for v in rope.values() if isinstance(v, dict))):
         if kind.get("rope_type") == "longrope":
-            # Beyond this length the longest row changes the rotary angles of all rows of a batch.
+            # Beyond this length the longest row would change the rotary angles of all rows.
             short = kind["original_max_position_embeddings"]
             limit = min(limit or short, short)
     return limit

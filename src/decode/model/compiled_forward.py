@@ -1,9 +1,9 @@
 """Compiled forward pass of Llama-like models on a CPU, for passes over a few tokens.
 
-Between the products of a pass lie some ten small operations a layer, and launching them costs as much as
-the products. torch.export traces all layers as one graph for every batch size, number of slots and length;
-AOTInductor compiles it, with weights in the layout of the processor, into a file in the cache. That takes a
-minute or more, once per machine and weights; reading the file takes less than a second.
+Between its matrix products a layer runs some ten small operations, and launching them costs as much as
+the products. torch.export traces all layers as one graph for every batch size, number of slots and length.
+AOTInductor compiles it, with weights in the processor's layout, into a file in the cache. Compiling takes
+a minute or more, once per machine and weights; loading the file takes less than a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-# private API: documented as AOTInductor's, which has no other name.
+# private API: the documented way to call AOTInductor.
 from torch import Tensor, _inductor, nn
 from torch.export import Dim, export
 from typing_extensions import override
@@ -37,11 +37,11 @@ from decode.model.fused_forward import CompiledPass, Fused, LayerSteps, Norm, St
 OPTIONS = {
     "freezing": True,  # packed weights are constants of the file
     "cpp.dynamic_threads": True,  # the number of threads is read at each call
-    "aot_inductor.precompile_headers": False,  # they pay from the second compilation on
+    "aot_inductor.precompile_headers": False,  # these pay off from the second compilation on
 }
-# On a processor that is slow in half precision: products as C++ that reads bf16 weights and sums in fp32.
+# For processors slow in half precision: C++ products that read bf16 weights and sum in fp32.
 OWN_PRODUCTS = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"}
-MOST_TOKENS = 12  # with more in a pass, copies in fp32 (`packed_linear`) are faster than those
+MOST_TOKENS = 12  # with more per pass, fp32 copies (`packed_linear`) are faster than these
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative error of outputs
 HALF_TOLERANCE = 0.1  # in half precision
 
@@ -64,7 +64,7 @@ class _Linear(nn.Linear):
 
 
 class _Layer(LayerSteps, nn.Module):
-    """A decoder layer whose weights are known to export."""
+    """A decoder layer with weights that torch.export can see."""
 
     def __init__(self, source: LayerSteps) -> None:
         nn.Module.__init__(self)
@@ -79,7 +79,7 @@ class _Layer(LayerSteps, nn.Module):
 
 
 class _Layers(nn.Module):
-    """Decoder layers and final norm over a cache that is an argument."""
+    """Decoder layers and final norm with the cache as an argument."""
 
     def __init__(self, fused: Fused) -> None:
         super().__init__()
@@ -97,10 +97,10 @@ class _Layers(nn.Module):
             angles: (B, n, 2, 1, dim).
             mask: (B, 1, n, width) additive.
             index: (B * n,) new slots; see `RowStore.parts`.
-            parts: keys and values of each layer, (B, capacity, kv_heads * dim); written to.
+            parts: keys and values of each layer, (B, capacity, kv_heads * dim); changed in place.
 
         Returns:
-            (B, n, D) output of the norm, then the input of every layer.
+            (B, n, D) output of the norm, then the input of each layer.
         """
         width, inputs = mask.shape[-1], []
         for i, layer in enumerate(self.layers):
@@ -122,7 +122,7 @@ def _written(part: Tensor, new: Tensor, index: Tensor) -> Tensor:
 
 
 class _Compiled:
-    """The compiled layers behind the interface of `Fused`."""
+    """The compiled layers with the interface of `CompiledPass`."""
 
     def __init__(self, run: Run, size: int, most: int) -> None:
         self._run, self._size = run, size  # heads * dim of keys
@@ -135,7 +135,7 @@ class _Compiled:
         if mask is None:  # a single token that sees everything
             mask = x.new_zeros(rows, 1, new, store.width)
         parts, index = store.parts(self._size, x)
-        # Compiled code reads memory by the strides of a contiguous tensor.
+        # Compiled code assumes contiguous tensors.
         last, *read = self._run(x.contiguous(), angles.contiguous(), mask.contiguous(), index, list(parts))
         for layer in inputs:
             inputs[layer] = read[layer]
@@ -143,9 +143,9 @@ class _Compiled:
 
 
 def compiled_pass(fused: Fused) -> tuple[CompiledPass | None, str]:
-    """Compile the layers of a model, or read what was compiled before.
+    """Compile the layers of a model, or load the compiled file.
 
-    Processes that ask at the same time wait for the one that compiles.
+    Processes that call this at the same time wait for the one that compiles.
 
     Returns:
         The compiled pass and ""; or None and the reason.
@@ -170,7 +170,7 @@ def compiled_pass(fused: Fused) -> tuple[CompiledPass | None, str]:
             return None, f"{file} cannot be read"
         compiled = _Compiled(run, size, MOST_TOKENS if _slow(weight) else sys.maxsize)
         difference = _difference(fused, compiled)
-    # Compilers, their parts and a full disk fail with errors of any type.
+    # Compilers and a full disk raise errors of any type.
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return None, f"the compiler failed ({lines[0][:200]})"
@@ -180,7 +180,7 @@ def compiled_pass(fused: Fused) -> tuple[CompiledPass | None, str]:
 
 
 def _key(fused: Fused) -> str:
-    """Hash of all that the code depends on, weights included."""
+    """Hash of everything that the compiled code depends on, including weights."""
     facts: list[Any] = [
         hardware(torch.device("cpu")),
         torch.__version__,
@@ -202,7 +202,7 @@ def _key(fused: Fused) -> str:
 
 
 def _options(fused: Fused) -> dict[str, Any]:
-    """Of the compiler, which adds to them."""
+    """New dict of compiler options; the compiler adds to it."""
     return OPTIONS | (OWN_PRODUCTS if _slow(fused.norm.weight) else {})
 
 
@@ -221,7 +221,7 @@ def compiled_weights(fused: Fused) -> Iterator[Tensor]:
 
 
 def _read(file: Path) -> Run | None:
-    """The compiled code of a file; None if it is missing or damaged."""
+    """Load a compiled file; None if it is missing or damaged."""
     if not file.is_file():
         return None
     try:
@@ -253,7 +253,7 @@ def _write(fused: Fused, file: Path) -> None:
 
 @contextmanager
 def _compiler_folder(parent: Path) -> Iterator[Path]:
-    """Let the compiler leave its own files, which hold the weights too, in a folder that is removed."""
+    """Let the compiler write its own files, which also hold the weights, to a temporary folder."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
     with TemporaryDirectory(prefix="compiling-", dir=parent) as folder:
@@ -267,7 +267,7 @@ def _compiler_folder(parent: Path) -> Iterator[Path]:
 
 
 def _example(fused: Fused, rows: int, new: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """Arguments of `_Layers.forward`: slots 3 to 3 + new of rows with random settled ones."""
+    """Arguments of `_Layers.forward`: `new` slots from slot 3 on, after random settled ones."""
     layer, weight = fused.layers[0], fused.norm.weight
     dice, capacity = torch.Generator().manual_seed(0), 2 * new + 8
 

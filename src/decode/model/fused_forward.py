@@ -1,8 +1,8 @@
-"""Fused forward pass of Llama-like models, for passes over a few tokens.
+"""Fused forward pass of Llama-like models for passes over a few tokens.
 
 transformers runs about forty operations per decoder layer; with few tokens, launching them costs more
-than computing. Here q, k, v are one matrix product, gate and up another, a norm is one call, and rotary
-angles are looked up. Results equal transformers' up to rounding, which `probe` checks before a
+than computing. Here q, k, v are one matrix product, gate and up are another, a norm is one call, and
+rotary angles are looked up. Results equal transformers' up to rounding, which `probe` checks before a
 model may decode. Training and rescoring (`Target.read`, the audit) always run transformers' code.
 """
 
@@ -23,7 +23,7 @@ from decode.model.attention import attend
 from decode.model.cache import RowStore
 
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
-COMPILED_SLOTS = 64  # with more, products are large and calls do not matter
+COMPILED_SLOTS = 64  # with more, products dominate the launches
 STATIC_ROTARY = {"default", "linear", "llama3", "yarn"}  # angles that do not depend on the sequence length
 
 
@@ -163,7 +163,7 @@ class CompiledPass(Protocol):
     """Decoder layers and final norm as one call; see `compiled_forward`.
 
     Attributes:
-        most: tokens of a pass, up to which it is faster.
+        most: maximum number of tokens per pass for which it is faster.
     """
 
     most: int
@@ -171,7 +171,7 @@ class CompiledPass(Protocol):
     def __call__(
         self, x: Tensor, angles: Tensor, mask: Tensor | None, store: RowStore, inputs: dict[int, Tensor]
     ) -> Tensor:
-        """(B, n, D) embeddings, (B, n, 2, 1, dim) angles -> (B, n, D); the others as in `Fused`."""
+        """(B, n, D) embeddings, (B, n, 2, 1, dim) angles -> (B, n, D); other arguments as in `Fused`."""
         ...
 
 
@@ -181,31 +181,31 @@ class Fused:
     def __init__(self, base: Any) -> None:
         self.embed, self.norm, self.rotary = base.embed_tokens, Norm(base.norm), base.rotary_emb
         self.layers = [FusedLayer(layer) for layer in base.layers]
-        self.compiled: CompiledPass | None = None  # for passes of up to `COMPILED_SLOTS`
+        self.compiled: CompiledPass | None = None  # used for up to `COMPILED_SLOTS` slots
         self._copied: list[Tensor] = []
         self.watch(base, (norm.weight for norm in self._norms() if norm.twice is not None))
         self._angles: Tensor | None = None  # (positions, 2, 1, dim)
 
     @classmethod
     def of(cls, base: Any, layers: nn.ModuleList, config: Any) -> Fused | None:
-        """The fused body of a model (cached); None if transformers' code has to run."""
+        """The fused body of a model (cached); None if the model needs transformers' code."""
         if not _fits(base, layers, config):
             return None
         fused = _CACHE.get(base)
-        # Rebuild after a cast or move of the model, or new parameters, which have storage of their own, and
-        # after a change of weights of which there are copies.
+        # Rebuild after a cast or move of the model, after new parameters (they have storage of their own),
+        # and after a change of copied weights.
         if fused is None or fused._state != fused._current(base):
             with torch.inference_mode(False):  # autograd may use the weights later
                 fused = _CACHE[base] = cls(base)
         return fused
 
     def watch(self, base: nn.Module, weights: Iterable[Tensor]) -> None:
-        """Be made again when one of these weights, of which there are copies, has another content."""
+        """Rebuild this object when one of these weights, which have copies, changes."""
         self._copied += weights
         self._state = self._current(base)
 
     def _current(self, base: nn.Module) -> tuple[list[tuple[int, int]], list[WeightState]]:
-        """State of all weights, and of those that were copied; see `weight_state`."""
+        """State of all weights, and of the copied ones; see `weight_state`."""
         return [counted(p) for p in base.parameters()], [weight_state(w) for w in self._copied]
 
     def _norms(self) -> Iterator[Norm]:
@@ -229,11 +229,11 @@ class Fused:
         Args:
             positions: (B, n).
             mask: (B, 1, n, width) additive; None: causal.
-            store: after `begin`.
+            store: cache, after `begin`.
             inputs: dict with layer ids as keys; filled with the (B, n, D) inputs of these layers.
-            parts: of each layer; what is left out adds nothing, and has no keys. None: all.
+            parts: sublayers to run in each layer; omitted ones add nothing and write no keys. None: all.
             input_ids: (B, n) tokens.
-            inputs_embeds: (B, n, D) in place of the tokens' embeddings.
+            inputs_embeds: (B, n, D) instead of tokens.
 
         Returns:
             (B, n, D) output of the final norm.
@@ -280,7 +280,7 @@ def _fits(base: Any, layers: nn.ModuleList, config: Any) -> bool:
     # transformers' norms compute in fp32 for every dtype; keep that behaviour for fp64 models.
     if base.norm.weight.dtype == torch.float64 and not isinstance(base.norm, nn.RMSNorm):
         return False
-    # Trained weights may live in other buffers; hooks change what a module computes.
+    # Trained weights may be in other buffers; hooks may change a module's output.
     modified = (
         any(p.requires_grad for p in m.parameters(recurse=False)) or _hooked(m) for m in base.modules()
     )

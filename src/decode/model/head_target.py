@@ -1,4 +1,4 @@
-"""A target whose layers run elsewhere: its embedding, final norm and head, read from its files."""
+"""A target without layers, which run in an engine: embedding, final norm and head, read from its files."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from decode.model.identity.weight_files import WeightFiles, remembered
 from decode.model.load import DTYPES, auto_class, load_config, load_target, source_of
 from decode.model.target import Target, TargetOutput
 
-MEMORY_SHARE = 0.5  # of this machine's memory, for a target that is loaded whole to know its name
+MEMORY_SHARE = 0.5  # of this machine's memory, for loading a whole target to compute its fingerprint
 
 
 class HeadTarget(Target):
-    """Embedding, final norm, head and configuration of a target; its layers have no weights.
+    """Embedding, final norm, head and configuration of a target, without the weights of its layers.
 
-    A drafter is built, trained and saved with it as with a whole target. It reads no text.
+    Drafters are built, trained and saved with it as with a whole target. It cannot read texts.
 
     Args:
         model: with only the weights of these three.
-        norm: the last module before the head.
-        files: of the whole target's weights.
-        whole: loads the whole target; None: its files do not say what it is as a whole.
+        norm: last module before the head.
+        files: weight files of the whole target.
+        whole: loads the whole target; None: it cannot be identified from its files.
 
     Attributes:
         norm: (..., D) output of the last layer -> (..., D) input of the head.
@@ -61,7 +61,7 @@ class HeadTarget(Target):
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> Self:
-        """Read the few tensors that are needed; arguments as in `load_target`.
+        """Read the needed tensors; arguments as in `load_target`.
 
         Raises:
             UserError: see `load_config`; a tensor is missing or quantised.
@@ -71,12 +71,12 @@ class HeadTarget(Target):
             raise UserError(f"target.dtype={dtype}: choose auto, {', '.join(DTYPES)}")
         quantised = hasattr(config, "quantization_config")
         if quantised:
-            del config.quantization_config  # of the layers, which are not made
-        # Buffers are made: some embeddings scale their output by one.
+            del config.quantization_config  # applies only to the layers, which are not created
+        # Create buffers: some embeddings scale their output by one.
         with init_empty_weights(include_buffers=False):
             kind = DTYPES.get(dtype) or config.dtype or torch.float32
             model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code, dtype=kind)
-        model.tie_weights()  # outside, where weights that were made without values stay the same object
+        model.tie_weights()  # outside the context, so that tied weights stay one object
         source = ModelFiles(*source_of(name, revision), f"target={name}")
         account, files = account_of_files(source), WeightFiles(name, source.path)
         norm = final_norm(Target(model))
@@ -85,17 +85,17 @@ class HeadTarget(Target):
         add_outer_names(account, model, files.files, source.path)
         tell(account, source.name)
         if (path := source.path(GENERATION)) is not None:
-            model.generation_config = GenerationConfig.from_pretrained(path.parent)  # it has the end tokens
+            model.generation_config = GenerationConfig.from_pretrained(path.parent)  # for the end tokens
         whole = partial(load_target, name, "auto", "cpu", revision, trust_remote_code, decodes=False)
         return cls(model, norm, files, None if quantised else whole)
 
     @override
     def fingerprint(self) -> str:
-        """That of the whole target; checksums of its files are computed once and remembered.
+        """Fingerprint of the whole target; checksums of its files are computed once and cached.
 
-        Where the files have weights in another form than the model, as experts that it stacks, the whole
-        target is loaded once, if this machine has room for it. Else, and for a quantised target, it is a name
-        of its own, of these files: what is keyed by it belongs to no target that is loaded whole.
+        If the files store weights in another form than the model (for example stacked experts), the whole
+        target is loaded once, memory permitting. Otherwise, and for a quantised target, the fingerprint is
+        of these files only and matches no target that is loaded whole.
         """
         try:
             return fingerprint(self.tensors(), self._files)
@@ -106,7 +106,7 @@ class HeadTarget(Target):
     def _other_fingerprint(self) -> str:
         size = sum(path.stat().st_size for path in self._files.paths())
         if self._whole is not None and size <= MEMORY_SHARE * memory_bytes(torch.device("cpu")):
-            with suppress(UserError):  # a class that cannot be loaded here
+            with suppress(UserError):  # the class cannot be loaded here
                 return self._whole().fingerprint()
         headers = self._files.headers
         parts = [(key, *headers[key][1:], self._files.checksum(key)) for key in sorted(headers)]
@@ -123,7 +123,7 @@ class HeadTarget(Target):
         """State dict of a submodule.
 
         Raises:
-            UserError: it has a weight that is not here.
+            UserError: one of its weights was not loaded.
         """
         if any(weight.is_meta for weight in part.parameters()):
             self._refuse("copied")
@@ -131,12 +131,12 @@ class HeadTarget(Target):
 
     @override
     def read(self, tokens: Tensor, lengths: Sequence[int] | None = None) -> TargetOutput:
-        """Refused: see the class."""
+        """Not supported; see the class."""
         self._refuse("run")
 
     @override
     def start(self, rows: int, capacity: int) -> None:
-        """Refused: see the class."""
+        """Not supported; see the class."""
         self._refuse("run")
 
     def _refuse(self, what: str) -> NoReturn:
@@ -147,10 +147,10 @@ class HeadTarget(Target):
 
 
 def final_norm(target: Target) -> nn.Module:
-    """The module between the last layer and the head: the last one next to the layers with only (D,) weights.
+    """The norm between the last layer and the head: the last sibling of the layers with only (D,) weights.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such module.
     """
     parent = next(module for module in target.base.modules() if target.layers in module.children())
     found = [module for module in parent.children() if _is_vector(module.parameters(), target.hidden_size)]
@@ -167,7 +167,7 @@ def _is_vector(weights: Iterable[Tensor], size: int) -> bool:
 
 
 def _fill(part: Any, model: Any, files: WeightFiles, dtype: torch.dtype, device: torch.device) -> None:
-    """Give the weights of a module their values; those that are tied to others are filled already."""
+    """Load the weights of a module; tied weights may be loaded already."""
     prefix = next(name for name, module in model.named_modules() if module is part)
     for name, weight in list(part.named_parameters(recurse=False)):
         if not weight.is_meta:
@@ -180,7 +180,7 @@ def _fill(part: Any, model: Any, files: WeightFiles, dtype: torch.dtype, device:
                 "rows from it; use weights whose embedding, final norm and head are whole"
             )
         value = nn.Parameter(stored.to(device, dtype), requires_grad=False)
-        for module in model.modules():  # itself and those that are tied to it
+        for module in model.modules():  # this module and those tied to it
             for key, other in list(module.named_parameters(recurse=False)):
                 if other is weight:
                     setattr(module, key, value)

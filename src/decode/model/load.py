@@ -59,18 +59,18 @@ TOKENIZER_FILES = (
 
 
 def source_of(name: str, revision: str | None = None, what: str = "target") -> tuple[str | Path, str | None]:
-    """What transformers loads: the folder or hub id, a GGUF file being converted to a folder.
+    """Model source for transformers: a folder or a hub id; a GGUF file is converted to a folder.
 
     Args:
         name: a folder, a hub id, a GGUF file, or `package/file.gguf` of an installed package.
-        revision: of a hub id; of a GGUF file its SHA-256, which is checked.
-        what: the option that names the model, for errors.
+        revision: of a hub id; for a GGUF file its SHA-256, which is checked.
+        what: option that names the model, for errors.
 
     Returns:
         The folder or hub id, and its revision.
 
     Raises:
-        UserError: see `gguf.find` and `gguf.converted`; or the file is another one.
+        UserError: see `gguf.find` and `gguf.converted`; or the SHA-256 differs.
     """
     file = gguf.find(name, what)
     if file is None:
@@ -78,7 +78,7 @@ def source_of(name: str, revision: str | None = None, what: str = "target") -> t
         return (folder if folder.is_dir() else name), revision
     folder, sha = gguf.converted(file, what)
     if revision not in (None, sha):
-        raise UserError(f"{what}={name}: its SHA-256 is {sha}, not {revision}; give the file that is meant")
+        raise UserError(f"{what}={name}: its SHA-256 is {sha}, not {revision}; give the right file")
     return folder, sha
 
 
@@ -95,7 +95,7 @@ def load_config(
         name: folder, hub id or GGUF file; see `source_of`.
         revision: of a hub id, or the SHA-256 of a GGUF file.
         trust_remote_code: run Python code that comes with the model.
-        what: the option that names the model, for errors.
+        what: option that names the model, for errors.
         masked: also accept a masked LM (bidirectional).
 
     Raises:
@@ -109,7 +109,7 @@ def load_config(
 def _read_config(
     name: str, revision: str | None, trust_remote_code: bool, what: str = "target", masked: bool = False
 ) -> tuple[Any, Account, ModelFiles]:
-    """A model's configuration, and the account of its file; arguments as in `load_config`."""
+    """Load a configuration, its file's account and the model's files; arguments as in `load_config`."""
     source, revision = source_of(name, revision, what)
     files = ModelFiles(source, revision, f"{what}={name}")
     if isinstance(source, Path):
@@ -129,7 +129,7 @@ def _read_config(
             )
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"{what}={name}: {_first_line(error)}") from None
-    except Exception as error:  # classes given an unusual configuration may raise anything
+    except Exception as error:  # configuration classes may raise anything
         raise UserError(f"{what}={name}: config.json: {type(error).__name__}, {_first_line(error)}") from None
     remote = trust_remote_code and hasattr(config, "auto_map")
     if not (remote or _is_causal(config) or (masked and is_masked(config))):
@@ -141,7 +141,7 @@ def _read_config(
 def accounts_of_files(
     name: str, revision: str | None, trust_remote_code: bool, tokenizer: Any
 ) -> list[Account]:
-    """Accounts of a target's files without weights, for a reader; arguments as in `load_config`."""
+    """Accounts of a target's files except its weights, for printing; arguments as in `load_config`."""
     config, account, files = _read_config(name, revision, trust_remote_code)
     rows = config.get_text_config().vocab_size
     converted = [gguf.account_of(Path(files.source))] if gguf.find(name) else []
@@ -167,7 +167,7 @@ def is_masked(config: Any) -> bool:
 
 
 def auto_class(config: Any, masked: bool = False) -> Any:
-    """The auto class of transformers for a configuration; `masked` as in `load_config`."""
+    """Auto class of transformers for a configuration; `masked` as in `load_config`."""
     return AutoModelForMaskedLM if masked and is_masked(config) else AutoModelForCausalLM
 
 
@@ -186,15 +186,14 @@ def load_target(
 
     Args:
         name: folder, hub id or GGUF file; see `source_of`.
-        dtype: `auto` keeps the checkpoint's.
+        dtype: `auto` keeps the checkpoint's dtype.
         device: device to load to.
         revision: of a hub id, or the SHA-256 of a GGUF file.
         trust_remote_code: run Python code that comes with the model.
         compiled: see `CausalLM.compile`.
         placement: `replicated`: all on one device; `sharded`: each layer sharded over processes;
-            `device_map`: layers on several devices, in host memory and on disk.
-        decodes: refuse a target for which drafts cannot be verified here; else one is refused only if no
-            drafter can be trained for it.
+            `device_map`: layers spread over devices, host memory and disk.
+        decodes: refuse a target that cannot verify drafts; False: only one that cannot be trained for either.
         **memory: for `device_map`; see `offload.load_offloaded`.
 
     Raises:
@@ -202,7 +201,7 @@ def load_target(
     """
     config = load_config(name, revision, trust_remote_code)
     if torch.device(device).type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every new length of a text
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new text length
     if decodes:
         Abilities(decode=why_undecodable(config)).check_decode(f"target={name}:")
     if compiled and placement != "replicated":
@@ -243,8 +242,8 @@ def load_model(
 ) -> Any:
     """Load a language model of transformers; arguments as in `load_target` and `load_config`.
 
-    `more` is passed to `from_pretrained`. `quantised` takes a quantised model, too: dequantised where
-    transformers can, else as it is.
+    `more` is passed to `from_pretrained`. `quantised` also accepts a quantised model, dequantised if
+    transformers can do so.
 
     Raises:
         UserError: see `load_config`; damaged or missing weights; a quantised model.
@@ -263,7 +262,7 @@ def load_model(
     account = account_of_files(files)
     account.check(files.name)
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    # Making a model of so many takes hours before its weights are missed.
+    # Building so many layers takes hours before missing weights are noticed.
     if isinstance(files.source, Path) and 0 < (stored := len(stored_tensors(files)[0])) < layers:
         raise UserError(f"{files.name}: config.json has {layers:,} layers, and the files {stored:,} tensors")
     try:
@@ -279,10 +278,10 @@ def load_model(
             **more,
             **({"experts_implementation": "eager"} if dtype == "float64" else {}),  # no grouped kernel
         )
-    except Exception as error:  # classes given an unusual configuration, and packages, may raise anything
+    except Exception as error:  # model classes and packages may raise anything
         how = f"quantised with {method}: " if method else ""
         expected = isinstance(error, OSError | ValueError | ImportError | RuntimeError | SafetensorError)
-        kind = "" if expected else f"{type(error).__name__} while its model was made, "
+        kind = "" if expected else f"{type(error).__name__} while the model was built, "
         raise UserError(f"{what}={name}: {how}{kind}{_first_line(error)}") from None
     model, info = loaded
     if method and method not in DEQUANTISED:
@@ -297,29 +296,29 @@ def load_model(
     tell(account, files.name)
     model.accounts = [account]  # for `foredraft inspect`
     if gguf.find(name, what):
-        # private API: where transformers keeps a hub model's revision, which it has no public place for
+        # private API: transformers has no public place for a model's revision
         model.config._commit_hash = revision
     return model
 
 
 def _dequantised(model: Any, name: str) -> Any:
-    """The model with plain weights; as it is, read through its own modules, where transformers cannot.
+    """The model with plain weights; unchanged if transformers cannot dequantise it.
 
     Raises:
-        UserError: the package of its quantisation fails.
+        UserError: the quantisation package fails.
     """
     try:
         return model.dequantize()
     except NotImplementedError:
         return model
-    except Exception as error:  # packages of quantisation may raise anything
+    except Exception as error:  # quantisation packages may raise anything
         raise UserError(
             f"{name}, which cannot be read here ({_first_line(error)}); use the unquantised weights"
         ) from None
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """Settings of a configuration's quantisation."""
+    """A configuration's quantisation settings."""
     settings = config.quantization_config
     return dict(settings) if isinstance(settings, dict) else settings.to_dict()
 
@@ -358,24 +357,26 @@ def load_tokenizer(
     # For some classes transformers creates an empty tokenizer if there is none.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"{what}={name}: no tokenizer (special tokens and nothing else)")
-    files = ModelFiles(source, revision, f"{what}={name}", fetch=False)  # it has fetched what there is
+    files = ModelFiles(
+        source, revision, f"{what}={name}", fetch=False
+    )  # from_pretrained has fetched the files
     tell(account_of_tokenizer(tokenizer, files), files.name)
     return tokenizer
 
 
 def stop_tokens(target: Target) -> list[int]:
-    """End tokens from the model's generation config, or those that `stop_at` has set."""
+    """End tokens from the model's generation config, or as set by `stop_at`."""
     return _ends(getattr(target.model, "generation_config", None), target.config)
 
 
 def stop_at(target: Target, tokens: Sequence[int]) -> None:
-    """Let answers of a target end at these tokens, wherever its `stop_tokens` are asked for."""
+    """Set the end tokens that `stop_tokens` returns for a target."""
     holder: Any = getattr(target.model, "generation_config", None) or target.config
     holder.eos_token_id = list(tokens)
 
 
 def file_ends(name: str, revision: str | None = None, trust_remote_code: bool = False) -> list[int]:
-    """The end tokens that a model's files name, without its weights; arguments as in `load_config`."""
+    """End tokens from a model's files, without loading weights; arguments as in `load_config`."""
     config = load_config(name, revision, trust_remote_code)
     source, revision = source_of(name, revision, "target")
     try:
@@ -386,7 +387,7 @@ def file_ends(name: str, revision: str | None = None, trust_remote_code: bool = 
 
 
 def _ends(generation: Any, config: Any) -> list[int]:
-    """Those that the model can write: files may name others, which their accounts say."""
+    """End tokens within the vocabulary; files may name others, which their accounts list."""
     end = getattr(generation, "eos_token_id", None)
     end = getattr(config, "eos_token_id", None) if end is None else end
     ends = [] if end is None else [end] if isinstance(end, int) else list(end)

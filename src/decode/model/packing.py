@@ -1,8 +1,8 @@
 """Packed forward passes: rows of different lengths concatenated without padding.
 
-Positions restart with every row, and no token attends to another row. Without a mask and a cache,
+Positions restart in each row, and no token attends to another row. Without a mask and a cache,
 transformers derives such masks from the positions, for every attention kernel. For `sdpa` this is an
-(N, N) mask over the whole pack, which costs more than padding; so sdpa is called once per row instead.
+(N, N) mask over the whole pack, which is slower than padding, so sdpa is called once per row instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _lengths: ContextVar[Sequence[int]] = ContextVar("lengths")  # of the rows of th
 
 
 def pack_indices(lengths: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
-    """Indices of the real tokens of (B, T) right-padded rows, and their positions.
+    """Indices of the tokens of (B, T) right-padded rows, and their positions.
 
     Args:
         lengths: of the rows, at least 1 each.
@@ -38,7 +38,7 @@ def pack_indices(lengths: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def attention_per_row(config: Any, lengths: Sequence[int]) -> Iterator[None]:
-    """Context in which a model with the `sdpa` kernel runs attention separately for every row of a pack.
+    """Make a model with the `sdpa` kernel run attention separately for each row of a pack.
 
     Args:
         config: text configuration of the model.
@@ -51,7 +51,7 @@ def attention_per_row(config: Any, lengths: Sequence[int]) -> Iterator[None]:
         return
     token = _lengths.set(lengths)
     # private API: the public `set_attn_implementation` takes no kernel without a mask function.
-    config._attn_implementation = KERNEL  # transformers makes no mask for a kernel it does not know
+    config._attn_implementation = KERNEL  # transformers builds no mask for an unknown kernel
     try:
         yield
     finally:
@@ -78,7 +78,7 @@ def _attend(
 
 
 def _band(query: Tensor, window: int | None) -> Tensor | None:
-    """(1, 1, n, n) bool mask of a window shorter than the row; None: causal attention is enough."""
+    """(1, 1, n, n) bool mask of a window shorter than the row; None: causal attention suffices."""
     length = query.shape[2]
     if window is None or length <= window:
         return None

@@ -1,11 +1,10 @@
-"""Checks what can be done with a model class: train for it, replay acceptance, decode it losslessly.
+"""Checks of a model class: can it be used for training, replay and lossless decoding?
 
-The probe builds a small random copy of the model (same class, a layer of each kind, fp32). Windows, blocks
-and all else that its configuration counts in tokens are shortened there, so that the probe's texts pass them
-three times. For decoding it compares two rows of different lengths, a five-node tree, a cache compaction and
-the next token with plain forward passes. A model that ignores masks or positions, or whose state cannot be
-rolled back, fails here. For such a model it compares padded texts, and the model's own cache, with texts that
-are read alone.
+The probe builds a small random copy of the model (same class, one layer of each kind, fp32). Windows,
+blocks and other sizes in tokens are shortened, so that the probe's texts exceed them three times. For
+decoding it compares plain forward passes with two rows of different lengths, a five-node tree, a cache
+compaction and the next token. A model that ignores masks or positions, or cannot roll back its state,
+fails. The probe then compares single texts with padded texts and with the model's own cache.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from decode.model.own_cache import OwnCache
 from decode.model.target import Target
 
 TOLERANCE = 1e-4  # relative, fp32
-SHORT = 4  # tokens of a window, block or period of a small copy; texts of 13 pass it three times
-LONGEST = 20  # tokens of the probe's texts: tests decode models whose context is so short
-# Fields of a configuration that count tokens, and such names that count or size something else.
+SHORT = 4  # tokens in a window, block or period of a small copy; texts of 13 tokens exceed it three times
+LONGEST = 20  # tokens of the probe's texts; some test models have no longer context
+# Names of configuration fields that count tokens, and exceptions that count something else.
 IN_TOKENS = re.compile(
     "window|block|chunk|period|interval|stride|local|sparse|compress|dilat|span|segment|landmark|budget|every|recent"
     "|index.*top_?k"
@@ -51,31 +50,31 @@ NOT_IN_TOKENS = re.compile(
     "layer|expert|moe|mlp|ffn|feed_forward|head|vocab|hidden|dim|intermediate|multiple|types|prob|num_blocks"
     "|n_blocks|rope|sparse_step|pattern"
 )
-BEHIND = re.compile("mlp|moe|expert|ffn|feed_forward|router|gate")  # parts of a layer behind its attention
+BEHIND = re.compile("mlp|moe|expert|ffn|feed_forward|router|gate")  # parts of a layer after attention
 
 
 def probe(lm: CausalLM, what: str = "target") -> None:
     """Check that a model class can be decoded losslessly; see `find_abilities`.
 
     Args:
-        lm: a target, or a draft model, whose cache is rolled back in the same way.
-        what: name of the model in errors.
+        lm: a target, or a draft model (its cache is rolled back in the same way).
+        what: model's name in errors.
 
     Raises:
-        UserError: it cannot; the text names the failed check.
+        UserError: it cannot; the message names the failed check.
     """
     find_abilities(lm, what).check_decode(f"{what}: {type(lm.model).__name__}")
 
 
 def find_abilities(lm: CausalLM, what: str = "target") -> Abilities:
-    """Find out what can be done with a model: its class on a small random copy, the head on its weights.
+    """Probe what a model can be used for: its class on a small random copy, the head on its weights.
 
     Args:
         lm: a target or draft model; its `abilities` are set.
-        what: name of the model in errors.
+        what: model's name in errors.
 
     Raises:
-        UserError: its logits are not its head's, so that nothing can be done with it.
+        UserError: the head applied to its last hidden state does not give its logits.
     """
     _check_head(lm, f"{what}: {type(lm.model).__name__}")
     failure = why_no_rollback(lm.config) or _why_undecodable(lm)
@@ -84,7 +83,7 @@ def find_abilities(lm: CausalLM, what: str = "target") -> Abilities:
 
 
 def _why_undecodable(lm: CausalLM) -> str:
-    """The first failure of decoding on a small copy; a class that passed is remembered."""
+    """First failed check of decoding on a small copy; classes that passed are cached."""
     marker = _marker(lm)
     if marker.exists():
         return ""
@@ -95,13 +94,13 @@ def _why_undecodable(lm: CausalLM) -> str:
 
 
 def _forward_failures(lm: CausalLM) -> tuple[str, str]:
-    """What speaks against training for a model, and against replay; see `Abilities`."""
+    """Failed checks of training and of replay; see `Abilities`."""
     train = _check_copy(lm, _compare_padded)
     return train, train or _check_copy(lm, _compare_own_cache)
 
 
 def _check_copy(lm: CausalLM, compare: Callable[[CausalLM], str]) -> str:
-    """The failure of a small copy; where one passes that is not shortened, it names what was."""
+    """Failed check of a small copy; if a copy without shortened fields passes, also names these fields."""
     failure = _attempt(lambda: compare(_small_copy(lm)))
     fields = _shorten(copy.deepcopy(lm.config)) if failure else []
     if fields and not _attempt(lambda: compare(_small_copy(lm, shortened=False))):
@@ -110,7 +109,7 @@ def _check_copy(lm: CausalLM, compare: Callable[[CausalLM], str]) -> str:
 
 
 def _attempt(check: Callable[[], str]) -> str:
-    """The failure that a check returns or raises, as words of the probe."""
+    """Failure that a check returns or raises, in the probe's words."""
     try:
         failure = check()
     except Exception as error:  # third-party model code may raise anything
@@ -145,7 +144,7 @@ def _small_copy(lm: CausalLM, shortened: bool = True) -> CausalLM:
 
     Args:
         lm: the model.
-        shortened: whether its windows are, see `_shorten`.
+        shortened: whether to shorten windows; see `_shorten`.
     """
     config = copy.deepcopy(lm.model.config)
     text = config.get_text_config()
@@ -165,14 +164,14 @@ def _small_copy(lm: CausalLM, shortened: bool = True) -> CausalLM:
         small = type(lm.model)(config).float().requires_grad_(False)
     finally:
         torch.random.set_rng_state(state)
-    for weight in small.parameters():  # with the small default init, errors would be below the tolerance
+    for weight in small.parameters():  # the small default init would hide errors below the tolerance
         if weight.dim() > 1:
             weight.data.mul_(3)
     return CausalLM(small.eval())
 
 
 def _set(config: Any, name: str, *values: Any) -> None:
-    """Set a field to the first of these values that the configuration's checks admit."""
+    """Set a field to the first of these values that the configuration accepts."""
     for value in values:
         with suppress(StrictDataclassError):
             setattr(config, name, value)
@@ -180,16 +179,16 @@ def _set(config: Any, name: str, *values: Any) -> None:
 
 
 def _enough_layers(lm: CausalLM) -> int:
-    """Number of first layers among which is every kind; at least two, so that states pass between layers."""
+    """Number of leading layers that include every kind; at least two, so that states pass between layers."""
     kinds = getattr(lm.config, "layer_types", None) or [""] * len(lm.layers)
     kinds = [(kind, _kind(layer)) for kind, layer in zip(kinds, lm.layers, strict=False)]
     return min(max(2, *(kinds.index(kind) + 1 for kind in set(kinds))), len(lm.layers))
 
 
 def _kind(layer: nn.Module) -> frozenset[tuple[str, str]]:
-    """What tells layers of a model apart: classes of their parts, and the parts' flags and names.
+    """Facts that distinguish the kinds of layers: classes of submodules, and their flags and names.
 
-    Parts behind attention look at one token each, so what they are is left out: a copy of experts is large.
+    Parts after attention read one token at a time and are omitted, because a copy of experts is large.
     """
     found = set[tuple[str, str]]()
     for place, part in layer.named_modules():
@@ -200,19 +199,19 @@ def _kind(layer: nn.Module) -> frozenset[tuple[str, str]]:
 
 
 def _shorten(config: Any) -> list[str]:
-    """Shorten what a text configuration counts in tokens to `SHORT`; returns the names of these fields."""
+    """Limit the fields of a text configuration that count tokens to `SHORT`; returns their names."""
     fields = []
     for name, value in config.to_dict().items():
         short = _shortened(value)
         if IN_TOKENS.search(name) and not NOT_IN_TOKENS.search(name) and short != value:
-            # Blocks that are chosen: one, since several could be all that there are.
+            # Choose one block, because several could be all of them.
             setattr(config, name, 1 if name.endswith(("blocks", "chunks")) else short)
             fields.append(name)
     return fields
 
 
 def _shortened(value: Any) -> Any:
-    """A number of tokens, or numbers of each layer or kind, at most `SHORT`; other values as they are."""
+    """A number of tokens, or one per layer or kind, limited to `SHORT`; other values unchanged."""
     if isinstance(value, list | tuple):
         return type(value)(_shortened(one) for one in value)
     if isinstance(value, dict):
@@ -223,7 +222,7 @@ def _shortened(value: Any) -> Any:
 @torch.inference_mode()
 def _compare(lm: CausalLM) -> str:
     """Run the operations of decoding; returns the first failure, or an empty string."""
-    prompts = _texts(lm, 13, 9, more=7)  # with what they are given below, both pass a window three times
+    prompts = _texts(lm, 13, 9, more=7)  # with the tokens added below, both exceed a window three times
     tokens = _padded(prompts)
     lm.start(2, 32)
     last = lm.forward(tokens)
@@ -260,7 +259,7 @@ def _compare(lm: CausalLM) -> str:
 
 @torch.inference_mode()
 def _compare_padded(lm: CausalLM) -> str:
-    """Read texts as training and replay do, padded on the right; the first failure, or an empty string."""
+    """Read texts as training and replay do, padded on the right; returns the first failure, or ""."""
     prompts = _texts(lm, LONGEST, 13)
     tokens = _padded(prompts)
     inputs = dict.fromkeys(range(len(lm.layers)), tokens[:0])
@@ -279,7 +278,7 @@ def _compare_padded(lm: CausalLM) -> str:
 
 @torch.inference_mode()
 def _compare_own_cache(lm: CausalLM) -> str:
-    """Write as `decode.generation.forward_only` does; the first failure, or an empty string."""
+    """Decode as `generation.forward_only` does; returns the first failure, or ""."""
     texts = _texts(lm, 14, 14)
     cache, begin = OwnCache(lm.base, lm.head.weight), 3
     last = cache.read(torch.tensor([text[:begin] for text in texts]))[:, -1]
@@ -295,7 +294,7 @@ def _compare_own_cache(lm: CausalLM) -> str:
 
 
 def _texts(lm: CausalLM, *lengths: int, more: int = 0) -> list[list[int]]:
-    """Texts of such lengths, or shorter ones where the model's context has no room for `more` behind them."""
+    """Texts of these lengths, shortened if the model's context has no room for `more` tokens after them."""
     room = LONGEST if lm.max_positions is None else lm.max_positions
     starts = (5, 60)
     texts = [
@@ -331,7 +330,7 @@ def check_packing(target: Target) -> None:
 
 
 def _packing_error(target: Target) -> float:
-    """Largest relative error of two rows, which pass the window of a small copy three times."""
+    """Largest relative error of two packed rows, longer than three windows of a small copy."""
     lengths = (LONGEST, 13)
     tokens = (torch.arange(2 * lengths[0], device=target.device) + 5).view(2, -1) % target.vocab_size
     padded, packed = (target.read(tokens, n).last.float() for n in (None, lengths))
@@ -349,7 +348,7 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _marker(lm: CausalLM) -> Path:
-    """File that marks this class, configuration and code as probed, so that later runs skip the probe."""
+    """File that marks this class, configuration and code as probed, so that later runs skip it."""
     config: dict[str, Any] = lm.model.config.to_diff_dict()
     sources = [
         inspect.getsource(m)

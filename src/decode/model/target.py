@@ -43,8 +43,8 @@ class Target(CausalLM):
         UserError: a tap that does not exist; also see `CausalLM`.
     """
 
-    source = ""  # what runs the layers, where it is another program, whose rounding differs
-    read_ahead = 0  # tokens that one `read` should have, where each waits for a server
+    source = ""  # name of the program that runs the layers, if it is an engine
+    read_ahead = 0  # preferred tokens per `read`, if each call waits for a server
 
     def __init__(self, model: PreTrainedModel, taps: Sequence[Tap] = ()) -> None:
         super().__init__(model.eval().requires_grad_(False))
@@ -64,7 +64,7 @@ class Target(CausalLM):
         """Check that this target records the taps that a drafter reads.
 
         Raises:
-            UserError: it does not.
+            UserError: it does not record them.
         """
         if taps and tuple(taps) != self.taps:
             raise UserError(
@@ -73,32 +73,32 @@ class Target(CausalLM):
             )
 
     def fingerprint(self) -> str:
-        """The model's fingerprint, over every element of its weights as they are now, in any dtype."""
+        """Fingerprint of the current weights: every element, independent of the dtype."""
         half = self.dtype == torch.float16
         return fingerprint(self.tensors(), local_files(self.model) if half else None)
 
     def config_hash(self) -> str:
-        """Hash of what the configuration says of the computation, which the fingerprint does not see."""
+        """Hash of the configuration's computational settings, which the fingerprint does not cover."""
         return config_hash(self.config)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and values of all parameters and persistent buffers, where they lie."""
+        """Names and values of all parameters and persistent buffers, on their devices."""
         yield from self.model.state_dict().items()
 
     # -- several processes -----------------------------------------------------------------------
 
     def join(self) -> None:
-        """Wait until all processes have called this, taking part in their forward passes meanwhile.
+        """Take part in other processes' forward passes until all processes have called this.
 
-        Every process calls it when it has no forward pass to run. Returns at once unless `Sharded`.
+        Each process calls it when it has no forward pass to run. Returns at once unless `Sharded`.
         """
 
     def idle(self, seconds: float) -> None:
-        """Sleep; a `Sharded` target takes part in forward passes of other processes meanwhile."""
+        """Sleep; a `Sharded` target takes part in other processes' forward passes meanwhile."""
         time.sleep(seconds)
 
     def rest(self) -> None:
-        """Say that nothing is read for a while: a target in an engine that the run started ends it."""
+        """Announce a pause in reading: a target in an engine that this run started stops the engine."""
 
     # -- without a KV cache: training and rescoring ------------------------------------------
 
@@ -108,8 +108,8 @@ class Target(CausalLM):
 
         Args:
             tokens: (B, T).
-            lengths: of the rows. If given, rows are packed without padding, and outputs after the end of
-                a row are 0. See `probe.check_packing`.
+            lengths: of the rows; if given, rows are packed without padding, and outputs after the end of a
+                row are 0. See `probe.check_packing`.
         """
         layer_inputs = self._tap_inputs()
         if lengths is None:
@@ -134,18 +134,18 @@ class Target(CausalLM):
     # -- with the KV cache: decoding ---------------------------------------------------------
 
     def slots(self, draft: int) -> int:
-        """Slots that `extend` reads for a draft of so many, root included."""
+        """Slots that `extend` reads for a draft of `draft` nodes, root included."""
         return draft
 
     def extend(self, tokens: Tensor, draft: Draft | None = None) -> TargetOutput:
-        """Run new tokens after each row's settled ones. Call `keep` to settle them.
+        """Run new tokens after each row's settled ones; call `keep` to settle them.
 
         Args:
             tokens: (B, n) right-padded; with a draft the (B, 1) roots.
             draft: nodes below the root, run in the same pass with a tree attention mask.
 
         Returns:
-            Hidden states of (B, n) tokens, or of (B, S) slots with a draft. Padding is undefined.
+            Hidden states of (B, n) tokens, or of (B, S) slots with a draft; undefined at padding.
         """
         block = None
         if draft is not None and draft.depth:
@@ -161,7 +161,7 @@ class Target(CausalLM):
     # -- internals ---------------------------------------------------------------------------
 
     def _tap_inputs(self) -> dict[int, Tensor]:
-        """Dict of the tapped layers, to be filled with their inputs."""
+        """Dict with an empty entry for each tapped layer."""
         return dict.fromkeys((t for t in self.taps if isinstance(t, int)), torch.empty(0))
 
     def _output(self, last: Tensor, layer_inputs: dict[int, Tensor]) -> TargetOutput:

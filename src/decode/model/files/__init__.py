@@ -1,1 +1,1 @@
-"""What lies in the files of a model, and what of it was read."""
+"""Accounts of a model's files: which entries were read."""

@@ -1,4 +1,4 @@
-"""Accounts of files: what a model was made from, what need not be read, and what nothing read."""
+"""Accounts of a model's files: which entries were read, and why the others were not."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ SHOWN = 60  # characters of a name in a line
 
 @dataclass
 class Account:
-    """What was read of one kind of file, and what was not.
+    """Which names of one kind of file were read, and which were not.
 
-    Every name of the file ends in one place: counted in `read`, or listed with a reason in one of the
-    others. A reason is a phrase that follows "these are", as in "biases that the class has no place for".
+    Every name is either counted in `read` or listed with a reason in one of the other fields. A reason
+    is a phrase that follows "these are", such as "biases that the class has no place for".
 
     Attributes:
-        kind: of file, as users know it: `weights`, `config.json`, `tokenizer`, `GGUF`.
-        read: counts by what was counted, as in {"tensors": 75}.
+        kind: of file, as shown to users: `weights`, `config.json`, `tokenizer`, `GGUF`.
+        read: counts by unit, such as {"tensors": 75}.
         harmless: reason -> names that change nothing.
-        unread: reason -> names that nothing read and that may change nothing; one line tells of them.
-        refused: reason -> names that nothing read and that make it another model.
+        unread: reason -> unread names that may change nothing; each reason is printed as one line.
+        refused: reason -> unread names without which the result is another model.
     """
 
     kind: str
@@ -39,39 +39,39 @@ class Account:
     refused: dict[str, list[str]] = field(default_factory=dict)
 
     def count(self, what: str, number: int) -> None:
-        """Add to what was read."""
+        """Add to the counts of read names."""
         self.read[what] = self.read.get(what, 0) + number
 
     def ignore(self, reason: str, names: Iterable[str]) -> None:
-        """List names that change nothing, and why."""
+        """Add names that change nothing."""
         _add(self.harmless, reason, names)
 
     def remark(self, reason: str, names: Iterable[str]) -> None:
-        """List names that nothing read and that may change nothing."""
+        """Add unread names that may change nothing."""
         _add(self.unread, reason, names)
 
     def refuse(self, reason: str, names: Iterable[str]) -> None:
-        """List names that nothing read and that make it another model."""
+        """Add unread names without which the result is another model."""
         _add(self.refused, reason, names)
 
     def check(self, name: str) -> None:
-        """Refuse the file if it holds another model than the one that was made.
+        """Refuse the file if it holds another model than the loaded one.
 
         Args:
-            name: of the option and its value, as in `target=folder`.
+            name: option and value for the error, such as `target=folder`.
 
         Raises:
-            UserError: a name is in `refused`; one line with the first reason, its first name and the count.
+            UserError: `refused` is not empty; one line with the first reason, its first name and the count.
         """
         for reason, names in self.refused.items():
             raise UserError(f"{name}: {self.kind}: {_counted(names)}: {reason}")
 
     def remarks(self) -> list[str]:
-        """A line for every reason in `unread`."""
+        """One line for each reason in `unread`."""
         return [f"{self.kind}: {_counted(names)}: {reason}" for reason, names in self.unread.items()]
 
     def lines(self) -> list[str]:
-        """The whole account for a reader, a line for each reason."""
+        """The whole account for printing, one line for each reason."""
         counts = [f"{n:,} {what.removesuffix('s') if n == 1 else what}" for what, n in self.read.items()]
         read = ", ".join(counts) or "nothing"
         lists = (("harmless", self.harmless), ("not read", self.unread), ("refused", self.refused))
@@ -85,12 +85,12 @@ class Account:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, for a file in the folder of the model; see `from_json`."""
+        """JSON values for a file in the model's folder; see `from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Account:
-        """The account that `as_json` wrote."""
+        """Restore an account from `as_json`."""
         return cls(**values)
 
 
@@ -100,25 +100,25 @@ def _add(found: dict[str, list[str]], reason: str, names: Iterable[str]) -> None
 
 
 def _counted(names: list[str]) -> str:
-    """The first name and how many more there are; names come from files of strangers."""
+    """The printable first name and the number of others; names come from untrusted files."""
     first = "".join(c if c.isprintable() else "?" for c in names[0])[:SHOWN]
     return f"{first} and {len(names) - 1:,} more" if len(names) > 1 else first
 
 
 @lru_cache(maxsize=1024)
 def say_once(line: str) -> None:
-    """Print a remark to stderr, once in a process: files are looked at for every part that reads them."""
+    """Print a remark to stderr once per process, because several parts read the same files."""
     first = all(os.environ.get(name, "0") in ("", "0") for name in ("RANK", "LOCAL_RANK"))
-    if first:  # of several processes that read the same files
+    if first:  # rank 0; all ranks read the same files
         print(line, file=sys.stderr, flush=True)
 
 
 def tell(account: Account, name: str) -> None:
-    """Refuse what an account refuses, and say once what else was left unread.
+    """Refuse a file if its account does; otherwise print each remark once.
 
     Args:
         account: of a file.
-        name: of the option and its value, as in `target=folder`.
+        name: option and value, such as `target=folder`.
 
     Raises:
         UserError: see `Account.check`.
@@ -131,7 +131,7 @@ def tell(account: Account, name: str) -> None:
 
 @contextmanager
 def no_remarks() -> Iterator[None]:
-    """Print no remarks, where whole accounts are printed."""
+    """Suppress remarks while whole accounts are printed."""
     token = silent.set(True)
     try:
         yield

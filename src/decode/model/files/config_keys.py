@@ -1,4 +1,4 @@
-"""Account of config.json: which keys the configuration's class knows, and which values it took."""
+"""Account of config.json: which keys its configuration class knows, and which values it took."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from decode.model.files.generation import remark_on_ends
 ROPE_LOG = "transformers.modeling_rope_utils"
 SHARE = "partial_rotary_factor"
 ROPE = {"rope_theta", "rope_scaling", "rope_parameters", SHARE}
-# Keys that every model needs and that say what the weights' shapes do not.
-UNTOLD = re.compile(
+# Keys that every model needs and that cannot be derived from the weights' shapes.
+NOT_IN_SHAPES = re.compile(
     r"(_eps|_epsilon)$|^(hidden_act|hidden_activation|activation_function|num_attention_heads|n_head|"
     r"rope_parameters)$"
 )
-# Keys that no class of models computes with.
+# Keys without an effect on any model's computation.
 RECORDS = {
     "transformers_version",
     "torch_dtype",
@@ -59,9 +59,9 @@ RECORDS = {
     "transformers.js_config",
     "torchscript",
 }
-# Where code of a class of models reads a key: config.key, getattr(config, "key").
+# How model code reads a key: config.key, getattr(config, "key").
 READ_KEY = re.compile(r"""config\.(\w+)|getattr\(\s*[\w.]*config,\s*["'](\w+)["']""")
-# Options of generation, which older versions of transformers wrote into config.json.
+# Generation options that older versions of transformers wrote into config.json.
 GENERATION_KEYS = {
     "max_length",
     "min_length",
@@ -80,12 +80,12 @@ GENERATION_KEYS = {
 
 
 def account_of_config(config: Any, raw: Mapping[str, Any], warnings: list[str]) -> Account:
-    """Compare what config.json says with the configuration that was made of it.
+    """Compare config.json with the configuration built from it.
 
     Args:
-        config: made of it.
+        config: configuration built from the file.
         raw: values of the file.
-        warnings: of transformers about the positions' parameters, see `rope_warnings`.
+        warnings: transformers' warnings about rotary parameters; see `rope_warnings`.
     """
     account = Account("config.json")
     _add_keys(account, config, raw, "")
@@ -115,7 +115,7 @@ def account_of_config(config: Any, raw: Mapping[str, Any], warnings: list[str]) 
 
 
 def _add_keys(account: Account, config: PreTrainedConfig, raw: Mapping[str, Any], prefix: str) -> None:
-    """Add the keys of a configuration, and of those inside it."""
+    """Add the keys of a configuration and of nested configurations."""
     default = _default(config)
     inner = {key for key in raw if isinstance(getattr(config, key, None), PreTrainedConfig)}
     for key in inner:
@@ -163,26 +163,26 @@ def _add_keys(account: Account, config: PreTrainedConfig, raw: Mapping[str, Any]
 
 
 def _is_theirs(config: Any) -> bool:
-    """Whether a configuration is of transformers, not of code that comes with a model."""
+    """Whether a configuration class is transformers' own, not the model's remote code."""
     return type(config).__module__.startswith("transformers.")
 
 
 def _absent(default: Any, raw: Mapping[str, Any]) -> list[str]:
-    """Keys that the weights' shapes cannot tell, and that the file does not have."""
+    """Keys missing from the file that the weights' shapes cannot tell."""
     aliases = getattr(default, "attribute_map", {})
-    said = {*raw, *(aliases[key] for key in raw if key in aliases)}
-    told = [key for key in vars(default) if UNTOLD.search(key) and key not in said]
-    return [key for key in told if key != "rope_parameters" or not ROPE & said]
+    given = {*raw, *(aliases[key] for key in raw if key in aliases)}
+    absent = [key for key in vars(default) if NOT_IN_SHAPES.search(key) and key not in given]
+    return [key for key in absent if key != "rope_parameters" or not ROPE & given]
 
 
 def _keys_in_code(kind: str) -> frozenset[str]:
-    """Keys that the code of a class of models reads, whether its configuration declares them or not."""
+    """Keys that the code of a model type reads, whether or not its configuration declares them."""
     return frozenset(key for keys in READ_KEY.findall(_code(kind)) for key in keys if key)
 
 
 @lru_cache(maxsize=64)
 def _code(kind: str) -> str:
-    """Source of the classes of models of a kind."""
+    """Source code of a model type."""
     tables: Any = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES)
     names = [table[kind] for table in tables if kind in table]
     made = [getattr(transformers, name if isinstance(name, str) else name[0]) for name in names]
@@ -190,15 +190,15 @@ def _code(kind: str) -> str:
 
 
 def _default(config: PreTrainedConfig) -> Any:
-    """A configuration of the same class without the file's values; the class if it needs some."""
+    """A configuration with default values only; the class itself if it needs some."""
     try:
         return type(config)()
-    except Exception:  # classes that come with a model may need anything
+    except Exception:  # remote classes may raise anything
         return type(config)
 
 
 def _taken(config: Any, key: str, value: Any) -> bool:
-    """Whether a plain value of the file equals the configuration's."""
+    """Whether a plain value in the file equals the configuration's."""
     if value is None or not isinstance(value, bool | int | float | str):
         return True
     here = getattr(config, key, value)
@@ -206,7 +206,7 @@ def _taken(config: Any, key: str, value: Any) -> bool:
 
 
 def _check_rope(account: Account, config: Any, raw: Mapping[str, Any]) -> None:
-    """Refuse parameters of positions that the class does not use, or that the file gives twice."""
+    """Refuse rotary parameters that the class ignores or the file gives twice."""
     _check_rotated_share(account, config, raw)
     for values in (raw, raw.get("text_config")):
         if not isinstance(values, dict):
@@ -233,7 +233,7 @@ def _check_rope(account: Account, config: Any, raw: Mapping[str, Any]) -> None:
 
 
 def _check_rotated_share(account: Account, config: Any, raw: Mapping[str, Any]) -> None:
-    """Refuse a share of each head's dimensions that is rotated, where the class rotates all of them."""
+    """Refuse partial rotation of heads if the class rotates whole heads."""
     text = raw.get("text_config")
     places = [values for values in (raw, text) if isinstance(values, dict)]
     places += [
@@ -249,7 +249,7 @@ def _check_rotated_share(account: Account, config: Any, raw: Mapping[str, Any]) 
 
 
 class _Lines(logging.Handler):
-    """Keeps warnings as lines."""
+    """Collects warnings as lines."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -262,11 +262,11 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def rope_warnings() -> Iterator[list[str]]:
-    """Catch what transformers says about parameters of positions, which else is printed or silenced."""
+    """Collect transformers' warnings about rotary parameters."""
     log, handler = logging.getLogger(ROPE_LOG), _Lines()
     level, propagate, disabled = log.level, log.propagate, log.disabled
     log.setLevel(logging.WARNING)
-    # Hydra's configuration of logs disables those that are there.
+    # Hydra's logging configuration disables existing loggers.
     log.propagate, log.disabled = False, False
     log.addHandler(handler)
     try:

@@ -1,4 +1,4 @@
-"""Files of a model: of a folder, or of a hub repository, which are fetched when they are asked for."""
+"""Files of a model: of a folder, or of a hub repository with files fetched on demand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def is_file_name(value: object) -> bool:
-    """Whether a value names a file of a folder, rather than one elsewhere or a folder."""
+    """Whether a value names a file of a folder, not a folder or a path elsewhere."""
     return isinstance(value, str) and value not in ("", "..") and Path(value).name == value
 
 
@@ -27,7 +27,7 @@ class ModelFiles:
     Args:
         source: a folder, or a hub id.
         revision: of a hub id.
-        name: option and value that named it, as in `target=folder`, for errors.
+        name: option and value for errors, such as `target=folder`.
         fetch: ask the hub for files that are not in the cache.
     """
 
@@ -35,14 +35,14 @@ class ModelFiles:
         self.source, self.revision, self.name, self.fetch = source, revision, name, fetch
 
     def path(self, file: str, needed: bool = False) -> Path | None:
-        """Path of a file; None if there is none, or offline if it is not in the cache.
+        """Path of a file; None if it does not exist, or if it is not cached while offline.
 
         Args:
             file: its name.
-            needed: a file that is not in the cache is an error.
+            needed: raise if the file is not in the cache.
 
         Raises:
-            UserError: the hub cannot be read, or it has not been fetched and is needed.
+            UserError: the hub cannot be read, or the file is needed and not in the cache.
         """
         if isinstance(self.source, Path):
             path = self.source / file
@@ -61,12 +61,12 @@ class ModelFiles:
             raise UserError(f"{self.name}: {str(error).splitlines()[0]}") from None
 
     def names(self) -> list[str]:
-        """Names of the files that are on this machine, without folders in the folder."""
+        """Names of the files on this machine, without subfolders."""
         folder = self.folder()
         return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder else []
 
     def folder(self) -> Path | None:
-        """The folder on this machine; None for a repository of which nothing was fetched."""
+        """The folder on this machine; None if nothing of the repository was fetched."""
         if isinstance(self.source, Path):
             return self.source
         cached = try_to_load_from_cache(self.source, CONFIG, revision=self.revision)
@@ -90,10 +90,10 @@ class ModelFiles:
         return values
 
     def check_adapter(self) -> None:
-        """Refuse files of an adapter: transformers applies it to the weights, engines do not.
+        """Refuse adapter files: transformers would apply the adapter, engines would not.
 
         Raises:
-            UserError: there is an adapter; one line names the ways out.
+            UserError: there is an adapter; the message says what to do.
         """
         weights = next((file for file in ADAPTER_WEIGHTS if file in self.names()), "")
         if not weights and self.path(ADAPTER) is None:
@@ -112,10 +112,10 @@ class ModelFiles:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON whose keys stand once: readers differ in which value they take.
+    """A JSON object with unique keys, because readers differ in which duplicate they use.
 
     Raises:
-        ValueError: a key stands twice.
+        ValueError: a key occurs twice.
     """
     values = dict(pairs)
     if len(values) < len(pairs):

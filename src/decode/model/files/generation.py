@@ -1,4 +1,4 @@
-"""Account of generation_config.json: end tokens are read, and what engines would apply is named."""
+"""Account of generation_config.json: end tokens are read, options that engines would apply are listed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from decode.model.files.account import Account
 
 READ = ("eos_token_id", "bos_token_id", "pad_token_id")
-# Option -> values with which it changes nothing; None always does so.
+# Option -> values that have no effect; None never has one.
 SAMPLING: dict[str, tuple[Any, ...]] = {
     "temperature": (1, 1.0),
     "top_k": (0, -1),
@@ -107,7 +107,7 @@ def account_of_generation(raw: Mapping[str, Any], rows: int) -> Account:
         changing(raw, PROCESSORS),
     )
     known = {*READ, *SAMPLING, *PROCESSORS, *HARMLESS}
-    account.remark("not known, and not applied", [key for key in raw if key not in known and _says(raw[key])])
+    account.remark("unknown, and not applied", [key for key in raw if key not in known and _given(raw[key])])
     ends = raw.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     wrong = [end for end in ends if not isinstance(end, int) or isinstance(end, bool)]
@@ -119,7 +119,7 @@ def account_of_generation(raw: Mapping[str, Any], rows: int) -> Account:
 
 
 def remark_on_ends(account: Account, ends: Sequence[int], rows: int) -> None:
-    """Name the end tokens of a file that are none of the model's."""
+    """Remark on end tokens that are not in the model's vocabulary."""
     account.remark(
         f"no token of the {rows:,} that the model has, so it ends nothing",
         [f"eos_token_id {end}" for end in ends if not 0 <= end < rows],
@@ -127,7 +127,7 @@ def remark_on_ends(account: Account, ends: Sequence[int], rows: int) -> None:
 
 
 def changing(raw: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """Options of a file that are not at a value with which they change nothing, with their values."""
+    """Options with an effect, as `name=value`; `neutral` lists values without one."""
     return [
         f"{key}={raw[key]}"
         for key, same in neutral.items()
@@ -139,5 +139,5 @@ def _set(raw: Mapping[str, Any], keys: list[str]) -> list[str]:
     return [key for key in keys if key in raw]
 
 
-def _says(value: Any) -> bool:
+def _given(value: Any) -> bool:
     return value is not None and value is not False

@@ -15,8 +15,8 @@ from decode.model.files.account import Account
 from decode.model.files.folder import ADAPTER_WEIGHTS, ModelFiles, is_file_name
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ROWS = 4096  # of a tensor compared at a time
-# Weights in other formats, which nothing reads where there are safetensors files.
+ROWS = 4096  # rows of a tensor to compare at a time
+# Other weight formats, which are ignored if there are safetensors files.
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".gguf")
 
 
@@ -25,7 +25,7 @@ class Stored(NamedTuple):
 
     Attributes:
         path: of the file.
-        dtype: as safetensors writes it: BF16, F8_E4M3, I32.
+        dtype: in safetensors' notation: BF16, F8_E4M3, I32.
     """
 
     path: Path
@@ -39,12 +39,12 @@ class Stored(NamedTuple):
 
 
 def weight_map(files: ModelFiles) -> dict[str, list[str]]:
-    """File -> names of tensors that an index gives it; one file without names where there is no index.
+    """Map from file to the tensor names in its index; one file with no names if there is no index.
 
     Raises:
-        UserError: the index is damaged, or names files outside the folder.
+        UserError: the index is damaged or names files outside the folder.
     """
-    if files.path(SINGLE) is not None:  # as in transformers, it comes first
+    if files.path(SINGLE) is not None:  # transformers prefers it, too
         return {SINGLE: []}
     index = files.read(INDEX)
     if not index:
@@ -61,7 +61,7 @@ def weight_map(files: ModelFiles) -> dict[str, list[str]]:
 
 
 def account_of_files(files: ModelFiles) -> Account:
-    """Account of the files with weights, before they are read.
+    """Account of the weight files, before they are read.
 
     Raises:
         UserError: see `weight_map`; or a file of the index is missing.
@@ -74,7 +74,7 @@ def account_of_files(files: ModelFiles) -> Account:
     if SINGLE in read and set(_indexed(files)) - {SINGLE}:
         account.refuse(
             "in the folder, and transformers reads it while engines read the files of the index; remove "
-            "what is not meant",
+            "the wrong one",
             [f"{SINGLE} and {INDEX}"],
         )
     others = [name for name in files.names() if name not in read]
@@ -105,7 +105,7 @@ def _indexed(files: ModelFiles) -> list[str]:
 
 
 def stored_tensors(files: ModelFiles) -> tuple[dict[str, Stored], list[tuple[Stored, Stored]]]:
-    """Tensors of the files that transformers reads, by name; and pairs of the same name in two files.
+    """Tensors in the files that transformers reads, by name; and pairs with the same name in two files.
 
     Raises:
         UserError: a file is damaged.
@@ -129,7 +129,7 @@ def stored_tensors(files: ModelFiles) -> tuple[dict[str, Stored], list[tuple[Sto
 
 
 def same_values(one: Stored, other: Stored) -> bool:
-    """Whether two tensors have the same shape and values; read in pieces."""
+    """Whether two tensors have the same shape and values; compared in pieces."""
     with safe_open(one.path, "pt") as first, safe_open(other.path, "pt") as second:
         a, b = first.get_slice(one.name), second.get_slice(other.name)
         if a.get_shape() != b.get_shape():
@@ -144,5 +144,5 @@ def _pieces(rows: int) -> Iterator[slice]:
 
 
 def unindexed(files: ModelFiles, found: dict[str, Stored]) -> list[str]:
-    """Tensors that the index names and no file has."""
+    """Tensors in the index that no file has."""
     return [name for names in weight_map(files).values() for name in names if name not in found]

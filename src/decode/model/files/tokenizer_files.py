@@ -1,4 +1,4 @@
-"""Account of a tokenizer: what each of its files says, against the tokenizer that was made of them."""
+"""Account of a tokenizer: the entries of each file, compared with the loaded tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decode.model.files.folder import ModelFiles
 WHOLE, SETTINGS, ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
 SPECIAL, WORDS, MERGES = "special_tokens_map.json", "vocab.json", "merges.txt"
 TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
-# Texts that tokenizers split in different ways: digits, blanks, new lines, contractions, other scripts.
+# Texts that tokenizers split differently: digits, blanks, newlines, contractions, other scripts.
 PROBES = (
     "It's 12345.67 apples",
     "  two  blanks\n\n\tand a tab ",
@@ -27,7 +27,7 @@ ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Claim(NamedTuple):
-    """What a file says of a token; `special` is None where it does not say."""
+    """A token's entry in a file; `special` is None if the file does not define it."""
 
     token: str
     id: int
@@ -35,7 +35,7 @@ class Claim(NamedTuple):
 
 
 def account_of_tokenizer(tokenizer: Any, files: ModelFiles) -> Account:
-    """Compare the files of a tokenizer with what transformers made of them.
+    """Compare the files of a tokenizer with the tokenizer that transformers built.
 
     Raises:
         UserError: a file is damaged.
@@ -61,16 +61,16 @@ def account_of_tokenizer(tokenizer: Any, files: ModelFiles) -> Account:
             ],
         )
     account.remark(
-        f"not there; the class is guessed, and {WHOLE} does not say which tokens begin, end and pad texts",
+        f"missing; the class is guessed, and {WHOLE} does not say which tokens begin, end and pad texts",
         [SETTINGS] if whole and not settings else [],
     )
     for file, values in ((SETTINGS, settings), (SPECIAL, files.read(SPECIAL))):
-        told = {role: _content(values.get(role)) for role in ROLES}
+        named = {role: _content(values.get(role)) for role in ROLES}
         account.remark(
             f"{file} names another token than the tokenizer has",
             [
                 f"{role} {text}"
-                for role, text in told.items()
+                for role, text in named.items()
                 if text is not None and text != getattr(tokenizer, role, None)
             ],
         )
@@ -80,7 +80,7 @@ def account_of_tokenizer(tokenizer: Any, files: ModelFiles) -> Account:
         made = tokenizer.backend_tokenizer
         changed = [repr(text) for text in PROBES if not _is_kept(made, text)]
         account.remark("its normalizer changes this text before it is read", changed)
-        if getattr(made.model, "dropout", None):  # else one text would be other ids each time
+        if getattr(made.model, "dropout", None):  # otherwise the ids of a text would vary
             made.model.dropout = None
             account.remark("not applied: a text is always split in the same way", ["dropout"])
         theirs = _encoded(path, path.stat().st_mtime_ns)
@@ -100,7 +100,7 @@ def account_of_tokenizer(tokenizer: Any, files: ModelFiles) -> Account:
 
 
 def _is_kept(backend: Tokenizer, text: str) -> bool:
-    """Whether a tokenizer reads a text as it is, but for the mark that SentencePiece writes for a blank."""
+    """Whether normalisation leaves a text unchanged, except for SentencePiece's mark of a blank."""
     normalizer = backend.normalizer
     return not normalizer or normalizer.normalize_str(text).replace("\u2581", " ").strip() == text.strip()
 
@@ -111,7 +111,7 @@ def _ids(backend: Tokenizer, text: str) -> list[int]:
 
 @lru_cache(maxsize=8)
 def _encoded(path: Path, changed: int) -> list[list[int]]:
-    """Ids of PROBES by a tokenizer.json; `changed` is when it was written."""
+    """Ids of PROBES under a tokenizer.json; `changed` is its modification time."""
     del changed
     backend = Tokenizer.from_file(str(path))
     if getattr(backend.model, "dropout", None):
@@ -123,7 +123,7 @@ def check_rows(tokenizer: Any, rows: int, name: str) -> None:
     """Check that a model has a row for every id of its tokenizer.
 
     Raises:
-        UserError: it has not, and a text with such a token could not be read.
+        UserError: an id has no row.
     """
     beyond = {id: token for token, id in tokenizer.get_vocab().items() if id >= rows}
     if beyond:
@@ -138,7 +138,7 @@ def check_rows(tokenizer: Any, rows: int, name: str) -> None:
 def _claims(
     files: ModelFiles, whole: dict[str, Any], settings: dict[str, Any]
 ) -> Iterator[tuple[str, list[Claim]]]:
-    """What each file says of tokens and their ids; entries of another form say nothing."""
+    """Tokens and ids in each file; malformed entries are skipped."""
     listed = whole.get("added_tokens")
     listed = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     yield (
@@ -164,13 +164,13 @@ def _filter(claims: Any) -> Iterator[Claim]:
 
 
 def _content(value: Any) -> str | None:
-    """Text of a token, which files write as text or as an object."""
+    """Text of a token, stored as text or as an object."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
 
 
 def _add_merges(account: Account, files: ModelFiles, whole: dict[str, Any]) -> None:
-    """Compare the merges of the old files with tokenizer.json's."""
+    """Compare the merges in merges.txt with tokenizer.json's."""
     path, model = files.path(MERGES), whole.get("model")
     merges = model.get("merges") if isinstance(model, dict) else None
     if path is None or not isinstance(merges, list):
@@ -182,7 +182,7 @@ def _add_merges(account: Account, files: ModelFiles, whole: dict[str, Any]) -> N
 
 
 def _add_templates(account: Account, tokenizer: Any, files: ModelFiles, settings: dict[str, Any]) -> None:
-    """Name templates of other files than the one that is used."""
+    """Remark on chat templates other than the one in use."""
     used = tokenizer.chat_template
     used = used.get("default") if isinstance(used, dict) else used
     account.count("chat templates", int(bool(used)))
@@ -199,7 +199,7 @@ def _add_templates(account: Account, tokenizer: Any, files: ModelFiles, settings
 
 
 def _template(value: Any) -> str | None:
-    """The template of a file, which may be one of a list with names."""
+    """A file's template; it may be one of a named list."""
     if isinstance(value, list):
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
         value = named.get("default")

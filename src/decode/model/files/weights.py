@@ -1,4 +1,4 @@
-"""Account of a model's tensors: which of the files' names it was made from, and what the others are."""
+"""Account of a model's tensors: which tensors in the files became weights, and what the others are."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from decode.model.files.account import Account
 from decode.model.files.folder import ModelFiles
 from decode.model.files.stored import Stored, same_values, stored_tensors, unindexed
 
-DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors")  # by transformers, while it reads the weights
+DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors")  # methods that transformers dequantises while loading
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-# Parts of a layer for multi-token prediction (DeepSeek-V3, section 2.2, and those that follow it).
+# Parts of a layer for multi-token prediction (DeepSeek-V3, section 2.2, and its successors).
 DRAFTING = re.compile(r"(?:^|\.)(?:eh_proj|enorm|hnorm|shared_head)\.")
 DRAFTING_NAME = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.")
 SENSES = re.compile(
@@ -28,9 +28,9 @@ OTHER_TASKS = re.compile(
     r"^(?:v_head|value_head|score|classifier|qa_outputs|cls\.seq_relationship|(?:\w+\.)?pooler)\."
 )
 ENGINE_SCALES = re.compile(r"\.(?:[qkv]_scale|[qkv]_zero_point|input_scale|output_scale)$")
-SCALE = re.compile(r"(?:\.weight)?[._]scales?(?:_\w+)?$")  # behind the name of what it scales
-CLOSE = 1e-2  # relative: old files keep angles in half precision
-MASKED = -1e3  # what old classes stored for masked scores is below
+SCALE = re.compile(r"(?:\.weight)?[._]scales?(?:_\w+)?$")  # suffix of the scaled weight's name
+CLOSE = 1e-2  # relative: old files store angles in half precision
+MASKED = -1e3  # old classes stored lower values for masked scores
 
 
 def add_tensors(
@@ -42,8 +42,8 @@ def add_tensors(
         account: from `stored.account_of_files`.
         model: as `from_pretrained` returned it.
         info: its loading info.
-        files: that it was made from.
-        method: of quantisation, by config.json; "" without.
+        files: files that it was loaded from.
+        method: of quantisation, from config.json; "" if none.
 
     Raises:
         UserError: a file is damaged.
@@ -61,7 +61,7 @@ def add_tensors(
     kinds = _Kinds(model, found, bool(method))
     for name, place in unread.items():
         kinds.add(account, name, place)
-    # Names that transformers has set aside for reasons of its own.
+    # Names that transformers reports as unexpected but that were not found here.
     _refuse(account, model, sorted(set(info["unexpected_keys"]) - set(places.values())))
     account.refuse("named by the index, and no file has them", unindexed(files, found))
     for one, other in [*twice, *((found[a], found[b]) for a, b in _same_place(whole, state))]:
@@ -88,7 +88,7 @@ def add_tensors(
 
 
 def _without_scales(found: Mapping[str, Stored]) -> list[str]:
-    """Weights in 8 bits without a scale in the files; some versions of transformers read them as they are."""
+    """8-bit weights without a scale in the files; some versions of transformers read them unscaled."""
     scaled = {SCALE.sub("", name) for name in found if SCALE.search(name)}
     return [
         name
@@ -100,7 +100,7 @@ def _without_scales(found: Mapping[str, Stored]) -> list[str]:
 def add_outer_names(
     account: Account, model: Any, names: Mapping[str, str], locate: Callable[[str], Path | None]
 ) -> None:
-    """Add tensors outside of the layers, of a model whose layers run elsewhere.
+    """Add the tensors outside the layers, for a model whose layers run in an engine.
 
     Args:
         account: from `stored.account_of_files`.
@@ -112,7 +112,7 @@ def add_outer_names(
     state = model.state_dict()
     places, _ = _places(model, outer, state)
     kinds = _Kinds(model, {}, bool(getattr(model.config, "quantization_config", None)))
-    tails = {_tail(name) for name in state}  # files of other programs have other prefixes
+    tails = {_tail(name) for name in state}  # other programs write other prefixes
     for name, place in places.items():
         if place not in state and _tail(name) not in tails:
             kinds.add(account, name, place)
@@ -126,10 +126,10 @@ _FLOATS = ("BF", "F1", "F3", "F6")  # BF16, F16, F32, F64
 def _places(
     model: Any, found: Iterable[str], state: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The name in the model of every name in the files, as transformers finds it while it reads them.
+    """The model's name for each name in the files, by transformers' renaming rules.
 
     Returns:
-        Place by name; and of those that are a whole weight, not a part that is put together with others.
+        Model name by file name; and the subset for tensors that are a whole weight.
     """
     known = get_model_conversion_mapping(model, None, getattr(model, "hf_quantizer", None))
     renamings: Any = [entry for entry in known if isinstance(entry, WeightRenaming)]
@@ -148,14 +148,14 @@ def _places(
 
 
 def _ignored(model: Any) -> Any:
-    """Whether transformers drops an unexpected name without a word."""
-    # private API: the only place where a class has the names that it drops in silence
+    """Predicate: transformers silently drops this unexpected name."""
+    # private API: the only list of silently dropped names
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"position_ids$"]
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)).search
 
 
 def _same_place(whole: Mapping[str, str], state: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Pairs of names in the files that are one whole weight of the model."""
+    """Pairs of file names that map to the same whole weight."""
     first: dict[str, str] = {}
     pairs = []
     for name, place in whole.items():
@@ -175,12 +175,12 @@ def _refuse(account: Account, model: Any, names: Iterable[str]) -> None:
 
 
 class _Kinds:
-    """Says what an unread tensor is.
+    """Classifies unread tensors.
 
     Args:
-        model: that did not read it.
+        model: model that did not read them.
         found: tensors of the files.
-        quantised: config.json says that they are.
+        quantised: whether config.json says that they are quantised.
     """
 
     def __init__(self, model: Any, found: Mapping[str, Stored], quantised: bool) -> None:
@@ -209,11 +209,11 @@ class _Kinds:
             _refuse(account, self.model, [name])
 
     def _computed(self, name: str, place: str) -> bool:
-        """Whether it is a buffer that the class makes itself, with these values."""
+        """Whether it is a buffer that the class computes itself, with equal values."""
         last = name.split(".")[-1]
         if last not in ("inv_freq", "position_ids", "bias", "masked_bias") and place not in self.buffers:
             return False
-        if name not in self.found:  # its values are elsewhere
+        if name not in self.found:  # its values are not on this machine
             return last in ("inv_freq", "position_ids")
         stored = self.found[name].read()
         if last == "masked_bias":
@@ -248,14 +248,14 @@ def _close(stored: Tensor, value: Tensor) -> bool:
 
 
 def _plain_angles(model: Any, stored: Tensor) -> list[Tensor]:
-    """Angles before they are scaled, which old files have."""
+    """Rotary angles before scaling, as in old files."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     theta, size = rope.get("rope_theta"), stored.numel()
     return [theta ** -(torch.arange(size, dtype=torch.float64) / size)] if theta else []
 
 
 def _check_tied(account: Account, model: Any, found: Mapping[str, Stored], places: Mapping[str, str]) -> None:
-    """Refuse a stored head that differs from the embedding which config.json ties it to."""
+    """Refuse a stored head that differs from the embedding tied to it in config.json."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     configs = (model.config, model.config.get_text_config())
     if head is None or not any(getattr(config, "tie_word_embeddings", False) for config in configs):

@@ -1,1 +1,1 @@
-"""Which model this is: a checksum over all weights, in memory and on file."""
+"""Identity of a model: a checksum over all weights, in memory and in files."""

@@ -1,9 +1,9 @@
-"""Fingerprint of a model: a checksum over every element of all its weights.
+"""Fingerprint of a model: a checksum over all elements of its weights.
 
-It counts parameters and the buffers of the state dict by name, shape and values rounded to bf16
-(`kernels.checksum`), so it is the same in every dtype that a folder is loaded in, and wherever weights lie.
-Every name of a tied weight counts, so a model with tied weights has the fingerprint of one with equal copies.
-It is computed at every call, since changes in place through `.data` leave no other trace.
+It covers parameters and the buffers of the state dict: names, shapes and values rounded to bf16
+(`kernels.checksum`). It is therefore the same for every dtype and placement of a model. Every name of
+a tied weight counts, so tied weights and equal copies have the same fingerprint. It is computed at every
+call, because in-place changes through `.data` leave no other trace.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from decode.errors import UserError
 from decode.kernels.checksum import has_values, value_checksum
 from decode.model.identity.weight_files import VALUES, WeightFiles
 
-PREFIX = "all-"  # of fingerprints that count every element; older versions wrote 16 digits of samples
-VALUE = "value"  # kind of what counts by its values
-# Fields of configurations: names, and what is said elsewhere (end tokens, dtype) or seen in the weights.
+PREFIX = "all-"  # fingerprints over all elements; older versions sampled rows and wrote 16 digits
+VALUE = "value"  # kind of tensors compared by value
+# Configuration fields without effect on computation, or that are known from elsewhere (dtype, weights).
 NO_COMPUTATION = {
     *("_name_or_path", "architectures", "auto_map", "transformers_version", "id2label", "label2id"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype"),
@@ -33,14 +33,14 @@ Named = Iterable[tuple[str, Tensor]]
 
 
 class Entry(NamedTuple):
-    """What counts of a tensor.
+    """What the fingerprint uses of a tensor.
 
     Attributes:
         names: in the model; several if it is tied.
         shape: of the tensor.
-        kind: `VALUE`, or the dtype of what counts by its bits.
+        kind: `VALUE`, or the dtype if its bits are compared.
         checksum: () int64, on some device; None: the tensor is not in this process.
-        half: the checksum of its values in float16, if that is its dtype.
+        half: checksum of its float16 values, if that is its dtype.
     """
 
     names: list[str]
@@ -51,11 +51,11 @@ class Entry(NamedTuple):
 
 
 def check_current(name: str, what: str) -> None:
-    """Refuse a fingerprint that is of no use here.
+    """Refuse a fingerprint in an outdated format.
 
     Args:
         name: the fingerprint.
-        what: bears it, for the error.
+        what: object with this fingerprint, for the error.
 
     Raises:
         UserError: an older version wrote it.
@@ -68,23 +68,23 @@ def check_current(name: str, what: str) -> None:
 
 
 def hashed(text: str) -> str:
-    """A fingerprint that follows from a text."""
+    """A fingerprint derived from a text."""
     return PREFIX + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def fingerprint(tensors: Named, files: WeightFiles | None = None) -> str:
-    """The fingerprint of weights as they are.
+    """Fingerprint of the current weights.
 
-    Rounding to float16 and then to bf16 is not rounding to bf16: small values become 0 or subnormal, and fp32
-    values are rounded twice. So a tensor in float16 counts with the values on file, as long as it is what
-    these are in float16. One that was changed after loading counts as it is.
+    Rounding to float16 and then to bf16 differs from rounding to bf16: small values become 0 or subnormal,
+    and fp32 values are rounded twice. So a float16 tensor counts with the values in its file, as long as
+    they round to the tensor. One that was changed after loading counts with its current values.
 
     Args:
         tensors: names and values.
-        files: that they were loaded from; None: not there.
+        files: files that they were loaded from; None: not available.
 
     Raises:
-        UserError: a tensor is not in this process, and not in the files under its name and shape.
+        UserError: a tensor is neither in this process nor in the files under its name and shape.
     """
     entries = _entries(tensors)
     own, halves = _to_host([e.checksum for e in entries]), _to_host([e.half for e in entries])
@@ -100,15 +100,15 @@ def fingerprint(tensors: Named, files: WeightFiles | None = None) -> str:
 
 
 def module_fingerprint(module: nn.Module) -> str:
-    """The fingerprint of a module's parameters and persistent buffers as they are in memory."""
+    """Fingerprint of a module's parameters and persistent buffers, from memory."""
     return fingerprint(module.state_dict().items())
 
 
 def config_hash(config: Any) -> str:
-    """Hash of what a configuration says of the computation, without the weights.
+    """Hash of a configuration's computational settings, without the weights.
 
-    Fields with the defaults of their class do not count, so that those which a later version of transformers
-    adds leave it as it is.
+    Fields at their class's default do not count, so fields added by later versions of transformers leave
+    the hash unchanged.
 
     Args:
         config: of a language model.
@@ -123,7 +123,7 @@ def config_hash(config: Any) -> str:
 
 
 def _on_file(files: WeightFiles, names: list[str], shape: list[int], half: int | None) -> int | None:
-    """Checksum of a tensor on file; None if it is not there, or has other values than the one in float16."""
+    """Checksum of a tensor in its file; None if it is missing or does not round to the one in float16."""
     for name in names:
         key = files.key(name, shape)
         dtype = None if key is None else files.headers[key].dtype
@@ -135,13 +135,13 @@ def _on_file(files: WeightFiles, names: list[str], shape: list[int], half: int |
 
 
 def _entries(tensors: Named) -> list[Entry]:
-    """What counts of tensors; those that share memory are one entry."""
+    """Entries of tensors; tensors that share memory are one entry."""
     found: list[Entry] = []
     known: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], Entry]] = {}
     for name, tensor in _plain(tensors):
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         other, entry = known.get(place, (None, None))
-        # Memory of a tensor that is gone may have another content by now.
+        # The memory of a freed tensor may have been reused.
         if entry is None or other is None or other() is None or tensor.is_meta:
             shape, kind = list(tensor.shape), VALUE if has_values(tensor) else str(tensor.dtype)
             checksum = None if tensor.is_meta else value_checksum(tensor)
@@ -155,11 +155,11 @@ def _entries(tensors: Named) -> list[Entry]:
 
 
 def _plain(tensors: Named) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, and in place of quantised ones the tensors that they are made of."""
+    """The tensors, with quantised ones replaced by their components."""
     for name, tensor in tensors:
         if not isinstance(tensor, Tensor):
-            continue  # what modules of other packages add to a state dict
-        flatten = getattr(tensor, "__tensor_flatten__", None)  # of subclasses, as torch documents it
+            continue  # other packages add other objects to a state dict
+        flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's interface of tensor subclasses
         if flatten is None:
             yield name, tensor
         else:
@@ -167,7 +167,7 @@ def _plain(tensors: Named) -> Iterator[tuple[str, Tensor]]:
 
 
 def _to_host(values: Sequence[Tensor | None]) -> list[int | None]:
-    """() integers on any devices -> their values, with one wait for each device."""
+    """Values of () integers on any devices, with one synchronisation per device."""
     devices: dict[torch.device, list[int]] = {}
     for place, value in enumerate(values):
         if value is not None:

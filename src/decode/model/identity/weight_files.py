@@ -1,4 +1,4 @@
-"""A model's safetensors files: names, tensors, and checksums of tensors, which are remembered by file."""
+"""A model's safetensors files: names, tensors, and checksums that are cached per file."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from decode.hardware import cache_folder, locked
 from decode.kernels.checksum import value_checksum
 from decode.model.files.stored import INDEX, SINGLE
 
-SCHEMA = 2  # of what is remembered
-VALUES = {"BF16", "F16", "F32", "F64"}  # safetensors' names of dtypes that are compared by value
-TAIL = 2  # last components of a weight's name that files of all programs share: `embed_tokens.weight`
+SCHEMA = 2  # of cached values
+VALUES = {"BF16", "F16", "F32", "F64"}  # dtypes compared by value, in safetensors' notation
+TAIL = 2  # trailing components of a weight's name that all programs share: `embed_tokens.weight`
 
 
 class Stored(NamedTuple):
-    """What a file's header says of a tensor."""
+    """A tensor's entry in a file's header."""
 
     file: str
     shape: list[int]
@@ -37,19 +37,19 @@ class Stored(NamedTuple):
 
 
 class WeightFiles:
-    """Names and tensors in a model's safetensors files, of which only those that are asked for are fetched.
+    """Names and tensors in a model's safetensors files; files are fetched when needed.
 
     Args:
-        name: of the model, for errors.
-        locate: path of one of its files by name; None if it has none.
+        name: model's name, for errors.
+        locate: path of a file by name; None if it does not exist.
 
     Raises:
-        UserError: it has no such files.
+        UserError: the model has no such files.
     """
 
     def __init__(self, name: str, locate: Callable[[str], Path | None]) -> None:
         self.name, self._locate = name, locate
-        self.files: Mapping[str, str] = {}  # weight -> file; as in transformers, a single file comes first
+        self.files: Mapping[str, str] = {}  # weight -> file; like transformers, prefer a single file
         try:
             if (single := locate(SINGLE)) is not None:
                 with safe_open(single, "pt") as file:
@@ -62,15 +62,17 @@ class WeightFiles:
             raise UserError(f"target={name}: no {SINGLE}, nor {INDEX}; taps=engine reads only safetensors")
 
     def tensor(self, name: str, shape: Sequence[int]) -> Tensor | None:
-        """A weight of no layer by its name in the model, with any prefix in the files; None if there is none.
+        """A weight outside the layers by its name in the model, with any prefix; None if there is none.
 
         Args:
             name: in the model.
-            shape: that it has there.
+            shape: in the model.
         """
         tail = name.split(".")[-TAIL:]
         alike = [key for key in self.files if key.split(".")[-TAIL:] == tail]
-        alike = [key for key in alike if not any(part.isdigit() for part in key.split("."))]  # of no stack
+        alike = [
+            key for key in alike if not any(part.isdigit() for part in key.split("."))
+        ]  # outside the layers
         for key in dict.fromkeys([*self._named(name), *alike]):
             try:
                 path = self._locate(self.files[key])
@@ -85,7 +87,7 @@ class WeightFiles:
 
     @cached_property
     def headers(self) -> dict[str, Stored]:
-        """What the files say of each tensor; fetches all files.
+        """Header entries of all tensors; fetches all files.
 
         Raises:
             UserError: a file is missing or damaged.
@@ -102,13 +104,13 @@ class WeightFiles:
         return found
 
     def key(self, name: str, shape: Sequence[int]) -> str | None:
-        """The key of a weight by its name in the model, with any prefix; None: there is none, or several."""
+        """Key of a weight by its name in the model, with any prefix; None if there is none or several."""
         keys = [key for key in self._named(name) if key in self.headers]
         keys = [key for key in keys if self.headers[key].shape == list(shape)]
         return keys[0] if len(keys) == 1 or keys[:1] == [name] else None
 
     def checksum(self, key: str, dtype: torch.dtype = torch.bfloat16) -> int:
-        """`value_checksum` of a stored tensor; all of its file are computed together, and remembered.
+        """`value_checksum` of a stored tensor; computes and caches all checksums of its file.
 
         Raises:
             UserError: the file is missing or damaged.
@@ -119,14 +121,14 @@ class WeightFiles:
         return self._checksums[name, dtype][key]
 
     def paths(self) -> list[Path]:
-        """All files of weights."""
+        """All weight files."""
         return [self.path(name) for name in dict.fromkeys(self.files.values())]
 
     def path(self, name: str) -> Path:
         """Path of one of the files.
 
         Raises:
-            UserError: it is not there.
+            UserError: it is missing.
         """
         path = self._locate(name)
         if path is None:
@@ -145,7 +147,7 @@ class WeightFiles:
 
     @cached_property
     def _by_tail(self) -> dict[str, list[str]]:
-        """Keys by each end of theirs that begins at a component."""
+        """Keys by each of their suffixes that begins at a component."""
         tails = defaultdict(list)
         for key in self.files:
             for start in _starts(key):
@@ -153,7 +155,7 @@ class WeightFiles:
         return tails
 
     def _named(self, name: str) -> list[str]:
-        """Keys that are a weight's name, or differ from it by a prefix on one side."""
+        """Keys that equal a weight's name up to a prefix on one side."""
         shorter = [name[start:] for start in _starts(name)]
         shorter = [key for key in shorter if key in self.files and "." in key]
         return list(dict.fromkeys([*([name] if name in self.files else []), *self._by_tail[name], *shorter]))
@@ -163,38 +165,38 @@ class WeightFiles:
 
 
 def _starts(name: str) -> list[int]:
-    """Places in a name where a component begins."""
+    """Indices in a name where a component begins."""
     return [0, *(i + 1 for i, letter in enumerate(name) if letter == ".")]
 
 
 def _read_checksums(path: Path, dtype: torch.dtype) -> dict[str, int]:
-    """Checksum of every tensor of a file; one of them is in memory at a time."""
+    """Checksum of every tensor in a file, with one tensor in memory at a time."""
     with safe_open(path, "pt") as file:
         return {key: int(value_checksum(file.get_tensor(key), dtype)) for key in file.keys()}  # noqa: SIM118
 
 
 def remembered(paths: Sequence[Path], facts: Sequence[str], make: Callable[[], Any]) -> Any:
-    """What was made from files, remembered on this machine while none of them changes.
+    """Value computed from files, cached on this machine until one of them changes.
 
-    Processes that ask at the same time wait for the one that makes it.
+    Processes that call this at the same time wait for the one that computes it.
 
     Args:
-        paths: of the files; they are told apart by path, size and times of their last change.
-        facts: what else it depends on.
-        make: makes a value of JSON's types.
+        paths: files; identified by path, size and time of the last change.
+        facts: other inputs of the computation.
+        make: computes a JSON value.
     """
     before = _stamps(paths)
     key = hashlib.sha256(json.dumps([SCHEMA, before, *facts]).encode()).hexdigest()[:24]
     memory = cache_folder() / "checksums" / f"{key}.json"
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a home that cannot be written to: made in every process
+        with contextlib.suppress(OSError):  # the cache is not writable: compute in every process
             memory.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(memory.with_suffix(".lock")))
         with contextlib.suppress(OSError, ValueError):
             return json.loads(memory.read_text())
         made = make()
         with contextlib.suppress(OSError):
-            if _stamps(paths) == before:  # else it may be of either content
+            if _stamps(paths) == before:  # otherwise the files changed meanwhile
                 whole = memory.with_suffix(f".{os.getpid()}")
                 whole.write_text(json.dumps(made))
                 whole.replace(memory)
@@ -207,12 +209,12 @@ def _stamps(paths: Sequence[Path]) -> list[list[Any]]:
 
 
 def local_files(model: PreTrainedModel) -> WeightFiles | None:
-    """Files of the folder or the cached hub repository that a model was loaded from; None: not there."""
+    """Files of the folder or cached hub repository that a model was loaded from; None if missing."""
     try:
         files = WeightFiles(model.name_or_path, partial(_local, model)) if model.name_or_path else None
         return files if files and files.headers else None
     except UserError:
-        return None  # in other formats, or damaged since
+        return None  # another format, or damaged
 
 
 def _local(model: PreTrainedModel, name: str) -> Path | None:

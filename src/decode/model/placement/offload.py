@@ -1,8 +1,8 @@
 """A target whose layers are placed on several devices, in host memory and on disk, in one process.
 
-accelerate's hooks move the input of a layer to its device. The weights of layers in host memory or on
-disk are copied to the first device while the layer computes. Embedding, final norm and head stay on the
-first device, since drafters and objectives use them.
+accelerate's hooks move a layer's input to its device. Weights of layers in host memory or on disk are
+copied to the first device while the layer computes. Embedding, final norm and head stay on the first
+device, because drafters and objectives use them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Offloaded(Target):
 
     @override
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """As `Target.tensors`; those in host memory or on disk are on the first device in turn."""
+        """As `Target.tensors`; tensors in host memory or on disk are moved to the first device one by one."""
         from accelerate.utils import align_module_device  # only needed for offloaded targets
 
         for prefix, module in self.model.named_modules(remove_duplicate=False):
@@ -80,7 +80,7 @@ def load_offloaded(
         empty: the same model on the meta device.
         device: first device; also computes the layers in host memory or on disk.
         max_memory: device -> bytes, or text such as 20GiB; None: a share of the free memory.
-        offload_folder: for weights on disk whose format differs from their file.
+        offload_folder: for weights on disk in another format than their file.
 
     Raises:
         UserError: an invalid `max_memory`, or no room for embedding, norm, head and a layer.

@@ -1,9 +1,9 @@
 """A target whose decoder layers are sharded over processes (FSDP2).
 
 FSDP2 gathers a layer when the forward pass reaches it and frees it afterwards, so all processes must
-take part in every pass. Processes may run different inputs and different numbers of passes: one without
-work takes part in the gathers of the others (`join`, `idle`). Embedding, final norm and head are full
-copies on every process, since drafters and objectives use them. The weights do not belong to a trained
+take part in every pass. Processes may run different inputs and different numbers of passes: an idle
+process takes part in the gathers of the others (`join`, `idle`). Embedding, final norm and head are full
+copies on every process, because drafters and objectives use them. The weights do not belong to a trained
 module, so checkpoints do not contain them.
 """
 
@@ -30,17 +30,17 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.model.target import Target
 
-# Other processes wait while one scores a checkpoint, maybe for hours; launchers end them if it dies.
+# Other processes wait while one scores a checkpoint, possibly for hours; launchers end them if it dies.
 GROUP_TIMEOUT = timedelta(days=1)
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # that a run may handle
-POLL_SECONDS = 0.02  # between two checks whether another process runs a pass
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals that a run may handle
+POLL_SECONDS = 0.02  # interval of checks whether another process runs a pass
 
 
 class LayerGather:
     """Coordinates the gathers of sharded layers between processes.
 
-    Every step begins with an all-reduce of two counts: processes that run a forward pass now, and
-    processes that are busy, i.e. have not joined. If any runs a pass, all gather each layer in turn.
+    Each step begins with an all-reduce of two counts: processes that run a forward pass, and processes
+    that are busy, i.e. have not joined. If any runs a pass, all gather each layer in turn.
 
     Args:
         layers: sharded layers, in the order of a forward pass.
@@ -48,14 +48,14 @@ class LayerGather:
 
     def __init__(self, layers: nn.ModuleList) -> None:
         self._layers: Any = list(layers)
-        # On the host: needs no device synchronisation and notices a dead process at once.
+        # On the host: no device synchronisation, and a dead process is noticed at once.
         self._group = distributed.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
         # Buffers of the first gather are reused by all others, with and without inference mode.
         with torch.inference_mode(False):
             self._gather()
 
     def begin_pass(self) -> None:
-        """Announce a forward pass, whose hooks gather the layers."""
+        """Announce a forward pass; its hooks gather the layers."""
         self._agree(passes=1, busy=1)
 
     def visit(self, visitor: Callable[[nn.Module], None]) -> None:
@@ -69,7 +69,7 @@ class LayerGather:
             pass
 
     def idle(self, seconds: float) -> None:
-        """Take part in the passes of other processes for this long, and to the end of the current pass."""
+        """Take part in the passes of other processes for at least this long, until the current pass ends."""
         end = time.monotonic() + seconds
         while (remaining := end - time.monotonic()) > 0:
             if not self._take_part(busy=1)[0]:
@@ -82,7 +82,7 @@ class LayerGather:
         return counts
 
     def _agree(self, passes: int, busy: int) -> list[int]:
-        """Sum over processes: [number of running passes, number of busy processes]."""
+        """Sums over processes: [running passes, busy processes]."""
         sums = torch.tensor([passes, busy])
         distributed.all_reduce(sums, group=self._group)
         return sums.tolist()
@@ -129,7 +129,7 @@ class Sharded(Target):
 
     Args:
         model: after `shard`.
-        name: fingerprint of the unsharded model; a change in place of its shards is not seen in it.
+        name: fingerprint of the unsharded model; it does not reflect in-place changes of shards.
     """
 
     movable = False
@@ -138,7 +138,7 @@ class Sharded(Target):
         super().__init__(model)
         self._name = name
         self._gatherer, self._signals = LayerGather(self.layers), DeferredSignals()
-        # Outside FSDP's hooks. A model with hooks is never `Fused`.
+        # Runs before FSDP's hooks. A model with hooks is never `Fused`.
         self.base.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
         self.base.register_forward_hook(lambda *_: self._signals.end(), always_call=True)
 
@@ -186,11 +186,11 @@ class Sharded(Target):
 def load_sharded(load: Callable[[], PreTrainedModel], device: torch.device) -> Sharded:
     """Load and shard a model on every process.
 
-    The processes of one machine take turns, so that it holds only one full copy at a time.
+    The processes of one machine take turns, so that a machine holds only one full copy at a time.
 
     Args:
         load: loads the model on the host.
-        device: of this process.
+        device: device of this process.
 
     Raises:
         UserError: there is no process group, or only one process.

@@ -1,1 +1,1 @@
-"""A GGUF file as a model folder of transformers: what is in the file, and whether it was read."""
+"""A GGUF file as a model folder of transformers, with an account of what was read."""

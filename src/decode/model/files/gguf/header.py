@@ -1,4 +1,4 @@
-"""The header of a GGUF file: its keys and its table of tensors, read within the bounds of the file."""
+"""The header of a GGUF file: its keys and its table of tensors, read within the file's bounds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # 1 counted in 32 bits
+VERSIONS = (2, 3)  # version 1 has 32-bit counts
 ALIGNMENT = 32
-DIMENSIONS = 4  # of a tensor in ggml, at most
+DIMENSIONS = 4  # maximum of a ggml tensor
 STRING, ARRAY, FLOAT = 8, 9, 6
-# Types of values (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+# Value types (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 NUMBERS = {
     0: "u1",
     1: "i1",
@@ -34,13 +34,13 @@ BLOCK = re.compile(r"^blk\.(\d+)\.")
 
 
 class Stored(NamedTuple):
-    """A tensor as it lies in the file.
+    """A tensor in the file.
 
     Attributes:
         name: in the file.
-        shape: with the slowest dimension first, as in torch.
-        kind: name of its type, as in `Q4_1`.
-        blocks: bytes of its rows; all dimensions but the last are one.
+        shape: slowest dimension first, as in torch.
+        kind: name of its type, such as `Q4_1`.
+        blocks: bytes of its rows; all dimensions but the last are flattened.
     """
 
     name: str
@@ -50,19 +50,19 @@ class Stored(NamedTuple):
 
     def values(self, rows: Any = slice(None)) -> np.ndarray:
         """Rows as float32: (rows, last dimension)."""
-        from gguf import GGMLQuantizationType, quants  # of an extra
+        from gguf import GGMLQuantizationType, quants  # optional dependency
 
         block = np.ascontiguousarray(self.blocks[rows])
         return quants.dequantize(block, GGMLQuantizationType[self.kind]).astype(np.float32)
 
 
 class Header(NamedTuple):
-    """What a file says before its weights.
+    """Contents of a file before its weights.
 
     Attributes:
-        keys: values by name; arrays of numbers as numpy has them, arrays of text as lists.
+        keys: values by name; numeric arrays as numpy arrays, text arrays as lists.
         tensors: by name, in the order of the file.
-        behind: bytes that lie behind the last tensor.
+        behind: number of bytes after the last tensor.
     """
 
     keys: dict[str, Any]
@@ -71,7 +71,7 @@ class Header(NamedTuple):
 
     @property
     def architecture(self) -> str:
-        """What llama.cpp calls the model's class; first part of the names of its settings."""
+        """llama.cpp's name of the model class; first part of the names of its settings."""
         return self.keys["general.architecture"]
 
     @property
@@ -81,7 +81,7 @@ class Header(NamedTuple):
 
 
 class _Cursor:
-    """Reads one thing after another, and no further than the file."""
+    """Reads one value after another without passing the end of the file."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
@@ -103,7 +103,7 @@ class _Cursor:
             return self.text()
         if kind in NUMBERS:
             one = self._numbers(kind, 1)[0]
-            # The shortest decimal that is the same number in float32: 1e-05 for 9.9999997e-06.
+            # The shortest decimal with the same float32 value: 1e-05 for 9.9999997e-06.
             return float(str(one)) if kind == FLOAT else one.item()
         if kind != ARRAY:
             raise ValueError(f"a value of type {kind}, which GGUF does not have")
@@ -122,13 +122,13 @@ class _Cursor:
 
 
 def read_header(path: Path) -> Header:
-    """Read a file's header; its weights stay where they are.
+    """Read a file's header without its weights.
 
     Args:
-        path: of the file.
+        path: GGUF file.
 
     Raises:
-        ValueError: the file is damaged, or of a version or type that is not known.
+        ValueError: the file is damaged, or has an unknown version or value type.
     """
     with path.open("rb") as file:
         cursor = _Cursor(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
@@ -150,7 +150,7 @@ def read_header(path: Path) -> Header:
 
 
 def _read_table(cursor: _Cursor, count: int, alignment: int) -> tuple[dict[str, Stored], int]:
-    """The tensors, each behind the one before it, and what lies behind them."""
+    """Contiguous tensors by name, and the number of bytes after the last one."""
     places = []
     for _ in range(count):
         name, rank = cursor.text(), cursor.number("<I")
@@ -172,7 +172,7 @@ def _read_table(cursor: _Cursor, count: int, alignment: int) -> tuple[dict[str, 
 
 
 def _stored(data: memoryview, name: str, shape: tuple[int, ...], kind: int, at: int) -> Stored:
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # of an extra
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # optional dependency
 
     known = {item.value: item for item in GGMLQuantizationType}
     if kind not in known:

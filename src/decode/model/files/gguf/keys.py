@@ -1,4 +1,4 @@
-"""The keys of a GGUF file that are no settings of its model: what it is, and what made it."""
+"""Keys of a GGUF file that describe the file itself: its kind, and how it was made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from decode.errors import UserError
 from decode.model.files.account import Account
 from decode.model.files.gguf.header import Header
 
-TYPES: dict[str, type] = {  # of keys of the tokenizer, by how they begin
+TYPES: dict[str, type] = {  # types of tokenizer keys, by prefix
     "tokenizer.ggml.model": str,
     "tokenizer.ggml.pre": str,
     "tokenizer.chat_template": str,
@@ -30,18 +30,18 @@ ABOUT = re.compile(
 
 
 def check_kind(header: Header, account: Account) -> None:
-    """Account for the keys that are neither settings of the architecture nor of the tokenizer.
+    """Account for the keys that are settings neither of the architecture nor of the tokenizer.
 
     Args:
         header: of the file.
         account: of the file.
 
     Raises:
-        UserError: the file is no whole model.
+        UserError: the file is not a whole model.
     """
     keys = header.keys
     if (kind := keys.get("general.type", "model")) != "model":
-        raise UserError(f"it holds a {kind}, and no model")
+        raise UserError(f"it holds a {kind}, not a model")
     if keys.get("split.count", 0) > 1:
         raise UserError("one of several parts; join them with llama-gguf-split --merge")
     if "tokenizer.ggml.model" not in keys:
@@ -52,7 +52,7 @@ def check_kind(header: Header, account: Account) -> None:
     for key, value in keys.items():
         kind = next((kind for name, kind in TYPES.items() if _means(name, key)), object)
         if not isinstance(value, kind):
-            raise UserError(f"{key} is {told(value)}, of another type than it has to be")
+            raise UserError(f"{key} is {told(value)}, a value of the wrong type")
         if key.split(".")[0] not in (header.architecture, "tokenizer"):
             _account_for(key, value, account, *about)
 
@@ -70,7 +70,7 @@ def _account_for(key: str, value: Any, account: Account, version: int, spaces: s
     elif key == "general.quantization_version":
         account.refuse(f"blocks are read as those of version {version}", [key])
     elif key.startswith("general.sampling."):
-        account.remark("sampling that llama.cpp does unless it is told; here the options decide", [key])
+        account.remark("llama.cpp's default sampling; this program uses its own options", [key])
     elif space in ("split", "quantize"):
         account.ignore("how the file was written", [key])
     elif space in spaces:
@@ -80,8 +80,8 @@ def _account_for(key: str, value: Any, account: Account, version: int, spaces: s
 
 
 def _namespaces() -> tuple[int, set[str]]:
-    """The version of blocks; first parts of all keys that llama.cpp has, and names of its architectures."""
-    from gguf import GGML_QUANT_VERSION, MODEL_ARCH_NAMES, Keys  # of an extra
+    """Quantisation version; first parts of all keys in llama.cpp, and its architecture names."""
+    from gguf import GGML_QUANT_VERSION, MODEL_ARCH_NAMES, Keys  # optional dependency
 
     found, groups = set(MODEL_ARCH_NAMES.values()), [Keys]
     for group in groups:
@@ -94,7 +94,7 @@ def _namespaces() -> tuple[int, set[str]]:
 
 
 def told(value: Any) -> str:
-    """A value for a line."""
+    """Format a value for a message."""
     if value is None:
         return "missing"
     return f"{value:,}" if isinstance(value, int | float) else f"{str(value)[:40]!r}"

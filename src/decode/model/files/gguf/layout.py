@@ -1,7 +1,7 @@
-"""How llama.cpp's converter lays out weights: where the numbers of a weight are in the file.
+"""Layout of weights by llama.cpp's converter: where the numbers of a weight are in the file.
 
-transformers undoes this when it reads a file; here it is written down once more, for a few rows of each
-weight, so that the two can be compared. A class that is not named here is stored as it is.
+transformers reverses this layout when it reads a file. It is implemented again here for a few rows of
+each weight, so that the two can be compared. Classes not named here are stored unchanged.
 """
 
 from __future__ import annotations
@@ -15,25 +15,28 @@ from torch import Tensor
 
 from decode.model.files.gguf.header import Header, Stored
 
-ROWS = 64  # of each tensor that are compared
-HYBRIDS = ("qwen35", "qwen35moe")  # Qwen 3.5, whose value heads lie in tiles
-PLUS_ONE = ("gemma2", "gemma3", "nemotron", *HYBRIDS)  # whose norms are stored with 1 added
-AS_IT_IS = "ssm_norm"  # and this one is not
-LOGARITHMS = ("mamba", *HYBRIDS)  # which have log(-x) of `ssm_a`
-STACKED = ("bloom",)  # whose queries, keys and values lie head by head in the model
-ROTATED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}  # of a Llama
-TURNED = {"gpt2": ("attn_qkv", "attn_output", "ffn_up", "ffn_down")}  # matrices that lie the other way round
-ONE_ROW = ("ssm_alpha", "ssm_beta", "ssm_dt", "ssm_a")  # in which a value head has one row
+ROWS = 64  # rows to compare per tensor
+HYBRIDS = ("qwen35", "qwen35moe")  # Qwen 3.5, value heads are stored in tiles
+PLUS_ONE = ("gemma2", "gemma3", "nemotron", *HYBRIDS)  # norms are stored with 1 added
+AS_IT_IS = "ssm_norm"  # except this norm
+LOGARITHMS = ("mamba", *HYBRIDS)  # `ssm_a` is stored as log(-x)
+STACKED = ("bloom",)  # queries, keys and values are interleaved by head in the model
+ROTATED = {
+    "attn_q": "num_attention_heads",
+    "attn_k": "num_key_value_heads",
+}  # of a Llama
+TURNED = {"gpt2": ("attn_qkv", "attn_output", "ffn_up", "ffn_down")}  # transposed matrices
+ONE_ROW = ("ssm_alpha", "ssm_beta", "ssm_dt", "ssm_a")  # one row per value head
 
 
 def is_equal(header: Header, config: Any, weight: Tensor, stored: Stored) -> bool:
-    """Whether some rows of a weight, or all numbers of a vector, equal a tensor's.
+    """Whether some rows of a weight, or a whole vector, equal a tensor in the file.
 
     Args:
         header: of the file.
         config: of the model.
         weight: of the model.
-        stored: the tensor.
+        stored: tensor in the file.
     """
     kind, vector = short(stored.name), len(stored.shape) == 1
     turned = kind in TURNED.get(header.architecture, ()) and not vector
@@ -45,7 +48,7 @@ def is_equal(header: Header, config: Any, weight: Tensor, stored: Stored) -> boo
     expected = stored.values()[0][at] if vector else stored.values(at)
     if (
         header.architecture in HYBRIDS and kind == "ssm_out"
-    ):  # it takes values in, and has their tiles in columns
+    ):  # its input is values, so the tiles are in its columns
         columns = np.arange(expected.shape[1])
         expected = expected[:, _tiles(config, columns, config.linear_value_head_dim, 0)]
     logarithm = header.architecture in LOGARITHMS and kind == "ssm_a"
@@ -54,7 +57,7 @@ def is_equal(header: Header, config: Any, weight: Tensor, stored: Stored) -> boo
     if header.architecture in PLUS_ONE and kind.endswith("norm") and kind != AS_IT_IS:
         expected = expected - 1
     own, expected = rows[torch.from_numpy(which)], torch.from_numpy(expected).to(weight.dtype)
-    # Logarithms of two libraries differ in their last bit.
+    # Logarithms of two libraries may differ in the last bit.
     return torch.allclose(own, expected, rtol=1e-5) if logarithm else torch.equal(own, expected)
 
 
@@ -65,7 +68,7 @@ def short(name: str) -> str:
 
 
 def _rows(architecture: str, config: Any, kind: str, count: int, rows: np.ndarray) -> np.ndarray:
-    """Where rows of a weight lie in a tensor, of so many rows."""
+    """Indices in a tensor of `count` rows for these rows of a weight."""
     if architecture == "llama" and kind in ROTATED:
         # llama.cpp rotates dimensions 2i and 2i + 1 of a head together, transformers i and i + half.
         size = count // getattr(config, ROTATED[kind])
@@ -90,7 +93,7 @@ def _rows(architecture: str, config: Any, kind: str, count: int, rows: np.ndarra
 
 
 def _tiles(config: Any, at: np.ndarray, size: int, first: int) -> np.ndarray:
-    """Where numbers of value heads lie: a model has those of one key head together, a file one of each."""
+    """Indices of value heads in the file: a model groups them by key head, a file stores them in tiles."""
     keys = config.linear_num_key_heads
     each = config.linear_num_value_heads // keys
     key, rest = np.divmod(at - first, each * size)

@@ -1,4 +1,4 @@
-"""A GGUF file as a model folder of transformers, with an account of everything that is in the file."""
+"""A GGUF file as a model folder of transformers, with an account of the file's entries."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ from decode.model.files.gguf.tensors import assign, check_equal, check_positions
 from decode.model.files.gguf.tokenizer import check_tokenizer, prepare, respell, set_ends, set_special
 
 KIND = "GGUF"
-# Stored types that are read without loss; blocks of any other type are dequantised to bfloat16, whose
-# rounding is far below theirs.
+# Stored types that are read without loss. Blocks of other types are dequantised to bfloat16, whose
+# rounding error is far below theirs.
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-OWN = {"_name_or_path", "transformers_version", "architectures", "dtype"}  # of a saved configuration
+OWN = {
+    "_name_or_path",
+    "transformers_version",
+    "architectures",
+    "dtype",
+}  # added to saved configurations
 
 
 class Read(NamedTuple):
@@ -35,13 +40,13 @@ class Read(NamedTuple):
 
 
 def read_model(path: Path, name: str) -> Read:
-    """Make a model of a file, and compare it with the file.
+    """Build a model from a file, and compare it with the file.
 
-    Sizes are compared with the table of tensors before anything is made of them.
+    Sizes are compared with the table of tensors before anything is allocated.
 
     Args:
-        path: of the file.
-        name: of the option and its value, for the account's error.
+        path: GGUF file.
+        name: option and value, for the account's error.
 
     Raises:
         UserError: weights, settings or a tokenizer are missing, or differ from the file's.
@@ -62,7 +67,7 @@ def read_model(path: Path, name: str) -> Read:
         empty = AutoModelForCausalLM.from_config(config)
     found = assign(header, empty, account)
     account.check(name)
-    # Newer versions of transformers keep the blocks unless they are told; older ones have no such class.
+    # Newer versions of transformers dequantise only on request; older ones lack this class.
     blocks_of = getattr(transformers, "GgufConfig", None)
     blocks = {"quantization_config": blocks_of(dequantize=True)} if blocks_of else {}
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -80,21 +85,21 @@ def read_model(path: Path, name: str) -> Read:
 
 
 def _dtype(header: Header) -> torch.dtype:
-    """The type that most matrices have, if it is one of numbers."""
+    """Floating-point dtype of most matrices, if there is one."""
     kinds = Counter(stored.kind for stored in header.tensors.values() if len(stored.shape) > 1)
     return PLAIN.get(kinds.most_common(1)[0][0], torch.bfloat16)
 
 
 def save_model(read: Read, folder: Path, name: str) -> None:
-    """Save a model, and compare what can be read of the folder with the file.
+    """Save a model, and compare the saved settings and tokenizer with the file.
 
     Args:
         read: from `read_model`; its account is completed.
-        folder: that is there.
-        name: of the option and its value, for the account's error.
+        folder: existing folder.
+        name: option and value, for the account's error.
 
     Raises:
-        UserError: a setting or a token is another than the file has.
+        UserError: a setting or a token differs from the file's.
     """
     read.model.save_pretrained(folder)
     read.tokenizer.save_pretrained(folder)
@@ -104,4 +109,4 @@ def save_model(read: Read, folder: Path, name: str) -> None:
     saved, made = (config.to_dict() for config in (AutoConfig.from_pretrained(folder), read.model.config))
     for key in (saved.keys() | made.keys()) - OWN:
         if saved.get(key) != made.get(key):
-            raise UserError(f"transformers saves {key} as {saved.get(key)}, and it is {made.get(key)}")
+            raise UserError(f"transformers saves {key} as {saved.get(key)} instead of {made.get(key)}")

@@ -1,8 +1,8 @@
-"""How a GGUF file has positions rotated: its keys and factors as transformers' `rope_parameters`.
+"""Rotary positions of a GGUF file: its keys and factors as transformers' `rope_parameters`.
 
-Both sides are written down: what llama.cpp computes from the file (`frequencies`, after `ggml_rope_ext` and
-`llama-context.cpp`, b11549), and the parameters from which transformers has to compute the same. The caller
-compares the two in the model that was made.
+Both sides are implemented: what llama.cpp computes from the file (`frequencies`, after `ggml_rope_ext` and
+`llama-context.cpp`, b11549), and parameters from which transformers must compute the same. The caller
+compares the two in the loaded model.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from decode.model.files.gguf.header import Header
 
 FACTORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-BASE = 10_000.0  # llama.cpp's, where a file names none
+BASE = 10_000.0  # llama.cpp's default
 BETA_FAST, BETA_SLOW = 32.0, 1.0
-# What llama.cpp takes a key for where it is missing; other values need a place in `rope_parameters`.
+# llama.cpp's defaults; other values need a place in `rope_parameters`.
 UNSET = {
     "scaling.yarn_ext_factor": (1.0, -1.0),
     "scaling.yarn_log_multiplier": (0.0,),
@@ -44,12 +44,12 @@ USED = {
 
 
 class Rotation(NamedTuple):
-    """Positions of one kind of layer.
+    """Rotation of positions in one kind of layer.
 
     Attributes:
         parameters: for `rope_parameters` of a configuration.
-        frequencies: radians a position, by pair of dimensions, as llama.cpp computes them; float64.
-        scale: of what is rotated.
+        frequencies: radians per position for each pair of dimensions, as in llama.cpp; float64.
+        scale: factor of the rotated values.
     """
 
     parameters: dict[str, Any]
@@ -58,15 +58,15 @@ class Rotation(NamedTuple):
 
 
 class Rope:
-    """What a file says of positions.
+    """Rotary settings of a file.
 
     Attributes:
-        keys: names that were read, without the architecture.
-        tensors: names of the factors that were read.
+        keys: names of the keys read, without the architecture.
+        tensors: names of the factor tensors read.
     """
 
     def __init__(self, header: Header, head_size: int, context: int) -> None:
-        """Args are the header, dimensions of a head and the length of the context."""
+        """Args are the header, the size of a head and the context length."""
         prefix = f"{header.architecture}.rope."
         self.values = {
             key.removeprefix(prefix): value for key, value in header.keys.items() if key.startswith(prefix)
@@ -85,11 +85,11 @@ class Rope:
                 raise UserError(f"{name} does not have {self.width // 2} factors above 0")
 
     def sections(self) -> list[int]:
-        """Dimensions by kind of position; none for dimensions without one."""
+        """Dimensions by kind of position; empty for models with one kind."""
         return [int(size) for size in self.values.get("dimension_sections", ()) if size]
 
     def everywhere(self) -> Rotation:
-        """Positions of all layers, or of those with full attention."""
+        """Rotation in all layers, or in those with full attention."""
         base = self._positive("freq_base", BASE)
         kind = self.values.get("scaling.type", "linear")
         factor = self._positive("scaling.factor", self._positive("scale_linear", 1.0, zero=1.0), zero=1.0)
@@ -112,7 +112,7 @@ class Rope:
         raise UserError(f"scaling of positions of type {kind!r} is not read here")
 
     def in_windows(self) -> Rotation:
-        """Positions of layers that have a sliding window, where these are rotated by themselves."""
+        """Rotation in sliding-window layers, where it has separate settings."""
         return self._plain(self._positive("freq_base_swa", BASE))
 
     def _plain(self, base: float) -> Rotation:
@@ -124,7 +124,7 @@ class Rope:
     def _yarn(self, base: float, factor: float) -> Rotation:
         original = int(self._positive("scaling.original_context_length", self.context))
         usual = 1.0 + 0.1 * math.log(factor)
-        # llama.cpp b11549 does not look at these where it scales positions; older ones and transformers do.
+        # llama.cpp b11549 ignores these when it scales positions; older ones and transformers use them.
         agreed = {"yarn_attn_factor": usual, "yarn_beta_fast": BETA_FAST, "yarn_beta_slow": BETA_SLOW}
         for name, value in agreed.items():
             own = self._positive(f"scaling.{name}", value)
@@ -134,7 +134,7 @@ class Rope:
                 )
         scale = usual * self._positive("scaling.attn_factor", 1.0)
         plain = self._plain(base)
-        # ggml_rope_yarn_corr_dims: where a dimension turns `fast` and `slow` times in the original context.
+        # ggml_rope_yarn_corr_dims: dimensions that turn `fast` and `slow` times in the original context.
         turns = [
             self.width * math.log(original / (beta * 2 * math.pi)) / (2 * math.log(base))
             for beta in (BETA_FAST, BETA_SLOW)
@@ -152,7 +152,7 @@ class Rope:
 
     def _longrope(self, base: float) -> Rotation:
         if not {LONG, SHORT} <= self.tensors:
-            raise UserError(f"it has one of {LONG} and {SHORT}, and positions need both")
+            raise UserError(f"it has only one of {LONG} and {SHORT}; give a file with both")
         if "scaling.original_context_length" not in self.values:
             raise UserError(f"it has {LONG} and no rope.scaling.original_context_length")
         scale = self._positive("scaling.attn_factor", 1.0)
@@ -169,7 +169,7 @@ class Rope:
         return Rotation(parameters, plain.frequencies / self.factors[SHORT], scale)
 
     def _by_factors(self, base: float) -> Rotation:
-        """Llama 3's scaling, found from the factors that it has made."""
+        """Llama 3's scaling, derived from its factors."""
         plain = self._plain(base)
         factors = self.factors[FACTORS].astype(np.float64)
         frequencies = plain.frequencies / factors
@@ -183,7 +183,7 @@ class Rope:
         raise UserError(f"{FACTORS} are not of Llama 3's scaling")
 
     def _positive(self, name: str, default: float, zero: float | None = None) -> float:
-        """A number of a key; `zero` is what 0 stands for."""
+        """Number of a key; `zero` is what 0 stands for."""
         value = self.values.get(name, default)
         if value == 0 and zero is not None:
             return zero
@@ -195,7 +195,7 @@ class Rope:
 def _llama3_factors(
     frequencies: np.ndarray, factor: float, low: float, high: float, original: int
 ) -> np.ndarray:
-    """What Llama 3.1's rule divides frequencies by (`generate_extra_tensors` of llama.cpp's converter)."""
+    """Llama 3.1's divisors of frequencies (`generate_extra_tensors` of llama.cpp's converter)."""
     turns = original * frequencies / (2 * math.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     return 1 / ((1 - smooth) / factor + smooth)
@@ -204,11 +204,11 @@ def _llama3_factors(
 def _llama3(
     factors: np.ndarray, frequencies: np.ndarray, context: int
 ) -> Iterator[tuple[float, float, float, int]]:
-    """Parameters that may have made these factors: factor, low, high, original length.
+    """Parameters that may have produced these factors: factor, low, high, original length.
 
-    Between two lengths of wave, 1/factor is a straight line of the frequency; only the ratios of both
-    lengths to the original one count, so the lower is taken to be 1, as in all known models. Two points of
-    the line give them; where it has fewer, the usual lengths are tried.
+    Between two wavelengths, 1/factor is linear in the frequency. Only the ratios of both wavelengths to the
+    original length count, so the lower is taken as 1, as in all known models. Two points of the line
+    determine them; with fewer points, the usual lengths are tried.
     """
     factor = float(str(np.float32(factors.max())))
     smooth = (1 / factors - 1 / factor) / (1 - 1 / factor)

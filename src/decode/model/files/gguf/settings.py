@@ -1,8 +1,8 @@
-"""The settings in a GGUF file, each in the configuration of transformers, or accounted for.
+"""Settings of a GGUF file: each is set in transformers' configuration, or accounted for.
 
-transformers reads some keys of each architecture and passes over the others. Here every key is set in the
-configuration, with what llama.cpp takes where a key is missing; or its value is what the class does anyway;
-or it is refused.
+transformers reads some keys of each architecture and ignores the others. Here every key is set in the
+configuration (llama.cpp's default if it is missing), or equals the class's fixed behaviour, or is
+refused.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from decode.model.files.gguf.header import Header
 from decode.model.files.gguf.keys import told
 from decode.model.files.gguf.rope import Rope, Rotation
 
-# Key without its architecture -> the attribute of a configuration that means the same; the first that the
-# class has.
+# Key without its architecture -> attributes with the same meaning; the first that the class has is used.
 ATTRIBUTES = {
     "context_length": ("max_position_embeddings", "n_positions", "seq_length"),
     "embedding_length": ("hidden_size", "n_embd"),
@@ -57,7 +56,7 @@ OF_CLASS: dict[str, dict[str, str]] = {
     },
 }
 OF_CLASS["qwen35moe"] = OF_CLASS["qwen35"]
-# Values that say what a class without such an attribute does anyway.
+# Values that equal the behaviour of classes without such an attribute.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
@@ -69,7 +68,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (0,),
     "embedding_scale": (0, 1),
     "expert_count": (0,),
-    "expert_gating_func": (0, 1),  # softmax, of all classes that transformers reads experts of
+    "expert_gating_func": (0, 1),  # softmax, as in all expert classes that transformers reads
     "expert_shared_count": (0,),
     "expert_used_count": (0,),
     "expert_weights_scale": (0, 1),
@@ -83,11 +82,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tensor_data_layout": (
         "Meta AI original pth",
         "reference",
-    ),  # where the file came from; llama.cpp reads it nowhere
+    ),  # source of the file; llama.cpp never reads it
 }
 NEEDED = ("context_length", "embedding_length", "block_count")
 EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
-# What llama.cpp (src/models) takes where a file does not say.
+# llama.cpp's defaults (src/models).
 ASSUMED: dict[str, dict[str, Any]] = {
     "gemma2": {
         "attention.sliding_window": 4096,
@@ -95,68 +94,68 @@ ASSUMED: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
     },
 }
-HYBRID = ("lfm2",)  # whose heads by layer say which layers have attention; transformers reads that
-GEMMAS = {"gemma2": 46, "gemma3": 62}  # layers of the 27B model, whose queries are scaled otherwise
-# Switches of a configuration, and the tensor that says whether they are on.
+HYBRID = ("lfm2",)  # number of heads per layer is 0 without attention; transformers reads it
+GEMMAS = {"gemma2": 46, "gemma3": 62}  # layers of the 27B model, which scales queries differently
+# Configuration switches, and the tensor whose presence turns them on.
 SWITCHES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
 
 
 def stated(header: Header) -> dict[str, Any]:
-    """Settings of the architecture, and what llama.cpp takes where one is missing.
+    """Settings of the architecture, completed with llama.cpp's defaults.
 
     Args:
         header: of the file.
 
     Raises:
-        UserError: a size is missing, or does not fit the tensors.
+        UserError: a size is missing or does not fit the tensors.
     """
     prefix = f"{header.architecture}."
-    said = {
+    values = {
         key.removeprefix(prefix): _scalar(value)
         for key, value in header.keys.items()
         if key.startswith(prefix)
     }
-    if header.architecture in HYBRID and isinstance(kv := said.get("attention.head_count_kv"), np.ndarray):
-        said["attention.head_count_kv"] = kv.max().item()  # 0 for layers without attention
-    for name in ATTRIBUTES.keys() & said.keys():
-        if isinstance(said[name], np.ndarray):
-            raise UserError(f"{prefix}{name} differs from layer to layer, and one number is read")
+    if header.architecture in HYBRID and isinstance(kv := values.get("attention.head_count_kv"), np.ndarray):
+        values["attention.head_count_kv"] = kv.max().item()  # layers without attention have 0
+    for name in ATTRIBUTES.keys() & values.keys():
+        if isinstance(values[name], np.ndarray):
+            raise UserError(f"{prefix}{name} differs from layer to layer; only one number is supported")
     for name in NEEDED:
-        value = said.get(name)
+        value = values.get(name)
         if type(value) is not int or value < 1:
             raise UserError(f"{prefix}{name} is {told(value)}")
     layers = header.layers
-    if layers != set(range(min(said["block_count"], len(layers) + 1))):
+    if layers != set(range(min(values["block_count"], len(layers) + 1))):
         raise UserError(
-            f"{prefix}block_count is {said['block_count']:,}, and its tensors are of {len(layers):,} layers"
+            f"{prefix}block_count is {values['block_count']:,}, and its tensors are of {len(layers):,} layers"
             + (f", to number {max(layers):,}" if layers else "")
         )
-    rows = _vocabulary(header, said)
-    heads = said.get("attention.head_count")
+    rows = _vocabulary(header, values)
+    heads = values.get("attention.head_count")
     if type(heads) is not int or heads < 0:
-        raise UserError(f"{prefix}attention.head_count is {told(heads)}, and one number is read")
-    if not any(type(said.get(name)) is float for name in EPSILONS):
+        raise UserError(f"{prefix}attention.head_count is {told(heads)}; only one number is supported")
+    if not any(type(values.get(name)) is float for name in EPSILONS):
         raise UserError(f"{prefix}{EPSILONS[0]} is missing")
     defaults: dict[str, Any] = {"vocab_size": rows}
     if heads:
         defaults["attention.head_count_kv"] = heads
-        defaults["attention.key_length"] = said["embedding_length"] // heads
-    return defaults | ASSUMED.get(header.architecture, {}) | said
+        defaults["attention.key_length"] = values["embedding_length"] // heads
+    return defaults | ASSUMED.get(header.architecture, {}) | values
 
 
-def _vocabulary(header: Header, said: dict[str, Any]) -> int:
-    """Rows of the embedding, which have to be as wide and as many as the file says."""
+def _vocabulary(header: Header, values: dict[str, Any]) -> int:
+    """Rows of the embedding, after checking its width and vocabulary against the file's keys."""
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise UserError("it has no token_embd.weight")
     rows, width = embedding.shape
-    if said["embedding_length"] != width:
+    if values["embedding_length"] != width:
         raise UserError(
-            f"embedding_length is {said['embedding_length']:,}, and token_embd.weight has {width:,}"
+            f"embedding_length is {values['embedding_length']:,}, and token_embd.weight has {width:,}"
         )
     tokens = header.keys.get("tokenizer.ggml.tokens")
     count = len(tokens) if isinstance(tokens, list) else 0
-    for what, number in (("vocab_size is", said.get("vocab_size", rows)), ("its tokens are", count)):
+    for what, number in (("vocab_size is", values.get("vocab_size", rows)), ("its tokens are", count)):
         if number != rows:
             raise UserError(f"{what} {told(number)}, and token_embd.weight has {rows:,} rows")
     for key, value in header.keys.items():
@@ -166,28 +165,28 @@ def _vocabulary(header: Header, said: dict[str, Any]) -> int:
 
 
 def _scalar(value: Any) -> Any:
-    """One number for all layers, where they have the same."""
+    """One number for all layers if they are equal."""
     if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
         return value[0].item()
     return value
 
 
 def set_settings(header: Header, config: PreTrainedConfig, account: Account) -> dict[str, Rotation]:
-    """Set what a file says in the configuration that transformers has made of it.
+    """Write a file's settings to the configuration that transformers built from it.
 
     Args:
         header: of the file.
-        config: is changed.
+        config: changed in place.
         account: of the file.
 
     Returns:
-        How positions are rotated, by kind of layer; with the key "" where all layers are of one.
+        Rotation of positions by kind of layer; the key is "" if all layers share one.
 
     Raises:
-        UserError: positions are given in a way that is not read, or a size does not fit.
+        UserError: rotary settings are not supported, or a size does not fit.
     """
     values, plain = stated(header), type(config)()
-    values["block_count"] -= values.get("nextn_predict_layers", 0)  # layers that draft are counted, too
+    values["block_count"] -= values.get("nextn_predict_layers", 0)  # the count includes drafting layers
     if hasattr(plain, "sliding_window") and getattr(config, "use_sliding_window", True):
         values.setdefault("attention.sliding_window", None)
     for switch, tensor in SWITCHES.items():
@@ -197,27 +196,27 @@ def set_settings(header: Header, config: PreTrainedConfig, account: Account) -> 
         if name.startswith("rope."):
             continue
         key = f"{header.architecture}.{name}"
-        said = key in header.keys
+        in_file = key in header.keys
         attribute = _attribute(name, value, config, plain, header)
         if attribute and _set(config, attribute, value):
-            account.count("keys", said)
-        elif said and isinstance(value, int | float | str) and value in NEUTRAL.get(name, ()):
+            account.count("keys", in_file)
+        elif in_file and isinstance(value, int | float | str) and value in NEUTRAL.get(name, ()):
             account.ignore("values that say what the class does anyway", [key])
-        elif said and name == "context_length":
+        elif in_file and name == "context_length":
             account.ignore("a length that the class has no limit for", [key])
-        elif said and not _same_size(name, values, header) and not _same_in_class(name, value, config):
+        elif in_file and not _same_size(name, values, header) and not _same_in_class(name, value, config):
             account.refuse(f"settings that transformers' {type(config).__name__} has no place for", [key])
         else:
-            account.count("keys", said)
+            account.count("keys", in_file)
     _set_of_class(header, config, values)
     return _set_positions(header, config, values, account)
 
 
 def _set_of_class(header: Header, config: Any, values: dict[str, Any]) -> None:
-    """What llama.cpp does with a class and its file does not say.
+    """Set what llama.cpp derives from the class, not from the file.
 
     Raises:
-        UserError: layers with attention are others than the file's.
+        UserError: other layers have attention than in the file.
     """
     if header.architecture in HYBRID:
         heads = header.keys[f"{header.architecture}.attention.head_count_kv"]
@@ -230,13 +229,13 @@ def _set_of_class(header: Header, config: Any, values: dict[str, Any]) -> None:
 
 
 def _attribute(name: str, value: Any, config: Any, plain: Any, header: Header) -> str | None:
-    """The attribute that means the same as a key; None where the class has none or does not look at it."""
+    """Attribute with the same meaning as a key; None if the class has none or ignores it."""
     if name == "attention.sliding_window" and value and not getattr(config, "use_sliding_window", True):
         return None
     if isinstance(value, np.ndarray) or (name == "feed_forward_length" and value == 0):
         return None
     if name == "attention.key_length" and value != _plain_size(header):
-        return "head_dim"  # classes that do not declare it take it, too; shapes tell
+        return "head_dim"  # also works for classes that do not declare it; shapes are checked
     if name in (own := OF_CLASS.get(header.architecture, {})):
         return own[name]
     return next((other for other in ATTRIBUTES.get(name, ()) if hasattr(plain, other)), None)
@@ -248,7 +247,7 @@ def _plain_size(header: Header) -> int:
 
 
 def _set(config: PreTrainedConfig, attribute: str, value: Any) -> bool:
-    """Set an attribute; whether it has the value then, since some are made from others."""
+    """Set an attribute; returns whether it has the value, since some attributes are derived."""
     try:
         setattr(config, attribute, value)
     except AttributeError:
@@ -257,7 +256,7 @@ def _set(config: PreTrainedConfig, attribute: str, value: Any) -> bool:
 
 
 def _same_size(name: str, values: dict[str, Any], header: Header) -> bool:
-    """Whether a size without an attribute is the one that the class takes from others."""
+    """Whether a size without an attribute equals the one that the class derives from other sizes."""
     same = {
         "attention.key_length": values.get("attention.key_length"),
         "attention.value_length": values.get("attention.key_length"),
@@ -271,13 +270,13 @@ def _same_size(name: str, values: dict[str, Any], header: Header) -> bool:
 
 
 def _same_in_class(name: str, value: Any, config: Any) -> bool:
-    """Whether a setting of Qwen 3.5 is what transformers has made of it and of others."""
+    """Whether a setting of Qwen 3.5 equals the one that transformers derived."""
     if not config.model_type.startswith("qwen3_5"):
         return False
     if name == "ssm.inner_size":
         return value == config.linear_num_value_heads * config.linear_value_head_dim
     if name == "nextn_predict_layers":
-        return type(value) is int and value >= 0  # their tensors are named
+        return type(value) is int and value >= 0  # their tensors are checked
     attends = [(at + 1) % value == 0 for at in range(config.num_hidden_layers)]
     return name == "full_attention_interval" and attends == [
         kind == "full_attention" for kind in config.layer_types
@@ -294,7 +293,7 @@ def _set_positions(
         return {}
     rope = Rope(header, values.get("attention.key_length", 0), values["context_length"])
     if (sections := config.rope_parameters.get("mrope_section")) is not None:
-        # Of images; in text all sections have the same positions.
+        # For images; in text all sections have the same positions.
         fits = sections == rope.sections() and len(sections) == 3 and 2 * sum(sections) == rope.width
         rope.keys |= {"dimension_sections"} if fits else set()
     unread = sorted(rope.values.keys() - rope.keys)

@@ -1,6 +1,6 @@
-"""The tensors of a GGUF file and the weights of the model made of it: which is which, and whether equal.
+"""Mapping between the tensors of a GGUF file and the model's weights, with a comparison of values.
 
-Names are the package `gguf`'s; see `layout` for how the numbers lie.
+Names follow the package `gguf`; see `layout` for the order of the numbers.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from decode.model.files.gguf.header import BLOCK, Header, Stored
 from decode.model.files.gguf.layout import is_equal
 from decode.model.files.gguf.rope import Rotation
 
-FUSED = ("ffn_gate_exps", "ffn_up_exps")  # which transformers has in one weight, `experts.gate_up_proj`
+FUSED = ("ffn_gate_exps", "ffn_up_exps")  # one weight in transformers, `experts.gate_up_proj`
 ELSEWHERE = "give the folder or hub id of the model that the file was made from"
 
 
 def assign(header: Header, model: PreTrainedModel, account: Account) -> dict[str, list[Stored]]:
-    """The tensors that each weight of a model is made of.
+    """Map each weight of a model to its tensors in the file.
 
     Args:
         header: of the file.
-        model: on the device `meta`; its weights are not looked at, but their shapes.
-        account: of the file; tensors of no weight are refused, except biases of zeros.
+        model: on the device `meta`; only the shapes of its weights are used.
+        account: of the file; tensors without a weight are refused, except biases of zeros.
 
     Raises:
         UserError: a weight has no tensor, or one of another shape.
@@ -43,7 +43,7 @@ def assign(header: Header, model: PreTrainedModel, account: Account) -> dict[str
     for name, weight in weights.items():
         stored = find(name)
         if not stored and tied and head is not None and weight is head.weight:
-            continue  # the embedding's
+            continue  # tied to the embedding
         if not stored or not _fits(weight, stored):
             wrong.append(name)
         found[name] = stored
@@ -63,18 +63,18 @@ def assign(header: Header, model: PreTrainedModel, account: Account) -> dict[str
 
 
 def _own_layers(header: Header) -> int:
-    """Layers of the model itself."""
+    """Number of layers without drafting layers."""
     return len(header.layers) - header.keys.get(f"{header.architecture}.nextn_predict_layers", 0)
 
 
 def _kept_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Buffers that are saved with a model, as its weights are."""
+    """Buffers that are saved with a model."""
     state = model.state_dict()
     return {name: buffer for name, buffer in model.named_buffers() if name in state}
 
 
 def _names(header: Header) -> Callable[[str], list[Stored]]:
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map  # of an extra
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map  # optional dependency
 
     numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
     if header.architecture not in numbers:
@@ -83,7 +83,7 @@ def _names(header: Header) -> Callable[[str], list[Stored]]:
 
     def find(weight: str) -> list[Stored]:
         base, dot, kind = weight.rpartition(".")
-        if kind == "dt_bias":  # Qwen 3.5's; it is the bias of no module
+        if kind == "dt_bias":  # Qwen 3.5's parameter, not the bias of a module
             base, kind = f"{base}.dt_proj", "bias"
         if kind not in ("weight", "bias"):
             base, dot, kind = weight, "", ""
@@ -91,7 +91,7 @@ def _names(header: Header) -> Callable[[str], list[Stored]]:
             layer = names.get_name(base.replace("gate_up_proj", "down_proj")) or ""
             both = [layer.replace("ffn_down_exps", part) + ".weight" for part in FUSED]
             return [header.tensors[name] for name in both if name in header.tensors]
-        # Some classes were converted from the part below their head.
+        # Some classes were converted without their head, so without its prefix.
         short = names.get_name(base) or names.get_name(base.partition(".")[2])
         for name in (f"{short}{dot}{kind}", f"{short}.weight", f"{short}"):
             if short and name in header.tensors:
@@ -102,7 +102,7 @@ def _names(header: Header) -> Callable[[str], list[Stored]]:
 
 
 def _fits(weight: Tensor, stored: list[Stored]) -> bool:
-    """Whether tensors have the size of a weight; gates and ups of experts lie one behind the other."""
+    """Whether tensors fit a weight; the gates of experts are followed by their ups."""
     if len(stored) > 1:
         experts, rows, width = stored[0].shape if len(stored[0].shape) == 3 else (0, 0, 0)
         same = all(one.shape == (experts, rows, width) for one in stored)
@@ -113,15 +113,15 @@ def _fits(weight: Tensor, stored: list[Stored]) -> bool:
 
 
 def check_equal(header: Header, model: Any, found: dict[str, list[Stored]]) -> None:
-    """Compare rows of every weight with its tensors.
+    """Compare rows of each weight with its tensors.
 
     Args:
         header: of the file.
-        model: with its weights.
+        model: with loaded weights.
         found: from `assign`.
 
     Raises:
-        UserError: a weight is another than the file's.
+        UserError: a weight differs from the file's.
     """
     state = model.state_dict()
     for weight_name, several in found.items():
@@ -130,12 +130,12 @@ def check_equal(header: Header, model: Any, found: dict[str, list[Stored]]) -> N
             rows = weight.chunk(len(several), dim=1)[part] if len(several) > 1 else weight
             if not is_equal(header, model.config, rows, stored):
                 raise UserError(
-                    f"transformers reads {stored.name} otherwise than it was written; {ELSEWHERE}"
+                    f"transformers reads {stored.name} differently than it was written; {ELSEWHERE}"
                 )
 
 
 def check_positions(model: nn.Module, rotations: dict[str, Rotation]) -> None:
-    """Compare how a model rotates positions with how its file has them rotated.
+    """Compare a model's rotary frequencies with its file's.
 
     Args:
         model: with its buffers.
@@ -159,4 +159,4 @@ def check_positions(model: nn.Module, rotations: dict[str, Rotation]) -> None:
             or not np.allclose(own, rotation.frequencies, rtol=1e-5, atol=0)
             or not math.isclose(scale, rotation.scale, rel_tol=1e-6)
         ):
-            raise UserError(f"transformers rotates positions otherwise than the file says; {ELSEWHERE}")
+            raise UserError(f"transformers rotates positions differently than the file; {ELSEWHERE}")

@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file, made by transformers, mended where it passes over a key, and compared."""
+"""The tokenizer in a GGUF file: built by transformers, corrected for keys it ignores, and compared."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from decode.model.files.account import Account
 from decode.model.files.gguf.header import Header
 
 BYTES, PIECES = "gpt2", "llama"  # `tokenizer.ggml.model`: merges of bytes; SentencePiece
-CONTROL, USER_DEFINED = 3, 4  # types of tokens that are never split
+CONTROL, USER_DEFINED = 3, 4  # token types that are never split
 BLANK = "▁"
 # Names in `tokenizer.ggml.pre` (llama.cpp, src/llama-vocab.cpp) for which transformers splits as GPT-2 does:
-# those with single digits, and those that are meant.
+# splits that also separate digits, and splits equal to GPT-2's.
 SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell"}
 AS_GPT2 = {
     "gpt-2",
@@ -33,8 +33,8 @@ AS_GPT2 = {
     "jais",
     "trillion",
 }
-# Those for which a word that is a token is not made by merges (there `ignore_merges`), and which begin with
-# a BOS token unless the file says otherwise.
+# Splits with `ignore_merges` (a word that is a token is not built by merges) that also add a BOS token
+# by default.
 WHOLE_WORDS = {
     "llama3",
     "llama-v3",
@@ -47,23 +47,23 @@ WHOLE_WORDS = {
     "jina-v5-nano",
     "tekken",
 }
-ONLY_WHOLE_WORDS = {"youtu", "minicpm5", "granite-embed-multi-97m"}  # and no BOS
+ONLY_WHOLE_WORDS = {"youtu", "minicpm5", "granite-embed-multi-97m"}  # without BOS
 SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-SENTENCEPIECE = {"bos": 1, "eos": 2, "unknown": 0}  # where a file of that kind names none
+SENTENCEPIECE = {"bos": 1, "eos": 2, "unknown": 0}  # defaults of SentencePiece files
 ENDS = ("eos", "eot", "eom")  # tokens that end an answer
 OTHER = re.compile(r"tokenizer\.ggml\.(seperator|mask|cls|prefix|suffix|middle|fim_\w+)_token_id$")
 READ = {f"tokenizer.{name}" for name in ("ggml.model", "ggml.pre", "ggml.tokens", "ggml.token_type")}
 
 
 def prepare(header: Header, tokenizer: Any) -> None:
-    """Split text, and begin and end it, as the file says.
+    """Make a tokenizer split text and add special tokens as the file says.
 
     Args:
         header: of the file.
-        tokenizer: of transformers; is changed.
+        tokenizer: of transformers; changed in place.
 
     Raises:
-        UserError: the split is unknown, and text would be encoded in another way than in training.
+        UserError: the split is unknown, so text would be encoded differently than in training.
     """
     kind, split = header.keys["tokenizer.ggml.model"], header.keys.get("tokenizer.ggml.pre")
     backend = tokenizer.backend_tokenizer
@@ -85,7 +85,7 @@ def prepare(header: Header, tokenizer: Any) -> None:
             backend.decoder = MetaspaceDecoder(prepend_scheme=scheme)
     for name, short in SPECIAL.items():
         number = _number(header, name)
-        if getattr(tokenizer, f"{short}_token_id") != number:  # one that the file leaves unnamed
+        if getattr(tokenizer, f"{short}_token_id") != number:  # also if the file names none
             text = None if number is None else header.keys["tokenizer.ggml.tokens"][number]
             setattr(tokenizer, f"{short}_token", text)
     for name in ("bos", "eos"):
@@ -108,11 +108,11 @@ def _number(header: Header, name: str) -> int | None:
 
 
 def set_special(header: Header, config: Any) -> None:
-    """Set the special tokens of a configuration; None where the file names none.
+    """Set the special tokens of a configuration; None if the file names none.
 
     Args:
         header: of the file.
-        config: is changed.
+        config: changed in place.
     """
     for name, short in SPECIAL.items():
         if short != "unk":
@@ -120,11 +120,11 @@ def set_special(header: Header, config: Any) -> None:
 
 
 def set_ends(header: Header, model: Any, account: Account) -> None:
-    """Have a model's answers end where the file has them end.
+    """Set the end tokens of a model's answers.
 
     Args:
         header: of the file.
-        model: its generation configuration is changed.
+        model: its generation configuration is changed in place.
         account: of the file.
     """
     set_special(header, model.generation_config)
@@ -135,10 +135,10 @@ def set_ends(header: Header, model: Any, account: Account) -> None:
 
 
 def respell(header: Header, folder: Path) -> None:
-    """Have a saved tokenizer know the whole tokens whose text is not in the alphabet of bytes.
+    """Correct the text of unsplit tokens with characters outside the byte alphabet in a saved tokenizer.
 
-    transformers spells such a token in bytes, as it does text, and splits it where it is met (the ends of
-    turns of DeepSeek, for one).
+    transformers spells such tokens in bytes, like text, and therefore splits them (for example DeepSeek's
+    end-of-turn tokens).
 
     Args:
         header: of the file.
@@ -175,11 +175,11 @@ def _whole(header: Header) -> dict[int, int]:
 
 
 def check_tokenizer(header: Header, tokenizer: Any, account: Account) -> None:
-    """Account for the keys of the tokenizer, each compared with what the tokenizer does.
+    """Account for the tokenizer's keys, comparing each with the tokenizer.
 
     Args:
         header: of the file.
-        tokenizer: of transformers, as it was saved.
+        tokenizer: transformers' tokenizer, as saved.
         account: of the file.
     """
     checks = _checks(header, tokenizer)
@@ -201,7 +201,7 @@ def check_tokenizer(header: Header, tokenizer: Any, account: Account) -> None:
 
 
 def _checks(header: Header, tokenizer: Any) -> dict[str, Callable[[Any], str]]:
-    """By key: what differs from its value, or nothing."""
+    """Check by key: returns how the tokenizer differs from the key's value, or ""."""
     texts = header.keys["tokenizer.ggml.tokens"]
 
     def special(short: str) -> Callable[[Any], str]:
@@ -211,7 +211,7 @@ def _checks(header: Header, tokenizer: Any) -> dict[str, Callable[[Any], str]]:
     def adds(name: str) -> Callable[[Any], str]:
         found = tokenizer("a")["input_ids"][0 if name == "bos" else -1]
         same = (found == _number(header, name)) == _adds(header, name)
-        return lambda _: "" if same else "it is added otherwise"
+        return lambda _: "" if same else "the tokenizer adds it differently"
 
     def nothing(_: Any) -> str:
         return ""
@@ -225,11 +225,11 @@ def _checks(header: Header, tokenizer: Any) -> dict[str, Callable[[Any], str]]:
         "ggml.add_eos_token": adds("eos"),
         "ggml.add_sep_token": lambda value: "a separator is not added" if value else "",
         "ggml.add_space_prefix": lambda value: _same_prefix(header, tokenizer, value),
-        "ggml.remove_extra_whitespaces": nothing,  # llama.cpp does so for Unigram models only
-        "ggml.token_type_count": nothing,  # of encoders
-        "ggml.eot_token_id": nothing,  # in `set_special`
+        "ggml.remove_extra_whitespaces": nothing,  # llama.cpp applies it to Unigram models only
+        "ggml.token_type_count": nothing,  # for encoders
+        "ggml.eot_token_id": nothing,  # see `set_ends`
         "ggml.eom_token_id": nothing,
-        "chat_template": lambda value: "" if tokenizer.chat_template == value else "the template is another",
+        "chat_template": lambda value: "" if tokenizer.chat_template == value else "the template differs",
         **{f"ggml.{name}_token_id": special(short) for name, short in SPECIAL.items()},
     }
     return {f"tokenizer.{name}": check for name, check in ours.items()}
@@ -242,12 +242,12 @@ def _same_texts(header: Header, tokenizer: Any) -> str:
     for number, (text, own) in enumerate(zip(texts, found, strict=True)):
         blanks = BLANK * len(text) if not text.strip() else text
         if own not in (text, blanks) and own != "".join(bytes_of[byte] for byte in text.encode()):
-            return f"token {number:,} is another"
+            return f"token {number:,} differs"
     return "" if len(tokenizer) == len(texts) else f"it has {len(tokenizer):,} tokens, of {len(texts):,}"
 
 
 def _byte_spelling() -> dict[int, str]:
-    """The sign that stands for each byte in a vocabulary of bytes (GPT-2)."""
+    """The character that stands for each byte in a byte vocabulary (GPT-2)."""
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in seen]
     return {byte: chr(byte) for byte in seen} | {byte: chr(256 + at) for at, byte in enumerate(rest)}
@@ -273,11 +273,11 @@ def _never_split(header: Header, tokenizer: Any) -> str:
 def _same_merges(value: list[str], tokenizer: Any) -> str:
     saved = json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("merges", [])
     own = [pair if isinstance(pair, str) else " ".join(pair) for pair in saved]
-    return "" if own == value else f"{len(own):,} merges, or others, of {len(value):,}"
+    return "" if own == value else f"{len(own):,} merges, or different ones, instead of {len(value):,}"
 
 
 def _same_prefix(header: Header, tokenizer: Any, value: bool) -> str:
     if header.keys["tokenizer.ggml.model"] != PIECES:
-        return ""  # llama.cpp adds a blank to no other kind
+        return ""  # llama.cpp adds a blank only for this kind
     first = tokenizer.convert_ids_to_tokens(tokenizer("a", add_special_tokens=False)["input_ids"])[0]
-    return "" if first.startswith(BLANK) == value else "a blank is put before texts otherwise"
+    return "" if first.startswith(BLANK) == value else "the blank before texts differs"
