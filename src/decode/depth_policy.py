@@ -18,14 +18,14 @@ class DepthPolicy:
     """Choose the draft length with the most expected tokens per cost.
 
     The acceptance rate a of a row is a decayed average over its rounds: accepted tokens over tried
-    tokens (the accepted ones and the first rejected one). Counts decay by `DECAY` a round, and the prior
+    tokens (the accepted ones and the first rejected one). Counts decay by `DECAY` per round, and the prior
     has the weight of `PRIOR_TOKENS` tokens. Rounds without a draft let the rate return to the prior, so
-    drafting is tried again if it pays on average. A chain of k tokens yields 1 + a + ... + a^k in
-    expectation.
+    drafting is tried again if it pays on average. A chain of k tokens has an expected yield of
+    1 + a + ... + a^k.
 
     Args:
         prior: acceptance rate of a token before a row has any history.
-        costs: (batch size, cost of a round with a chain of 0, 1, ... tokens) pairs; in any unit.
+        costs: (batch size, cost of a round with a chain of 0, 1, ... tokens) pairs; in any one unit.
 
     Raises:
         UserError: no cost curve, curves of different lengths, or numbers out of range.

@@ -19,7 +19,7 @@ class DraftProbs:
         q: (B, Q, V) distributions, after the drafter's warpers. The first sampled child of slot
             `owner[:, r]` was drawn from row r; later siblings were drawn from the same row, with
             the earlier tokens removed and renormalised unless `replacement`.
-        owner: (B, Q) slot that each row of `q` belongs to; -1 if that node was left out.
+        owner: (B, Q) slot that each row of `q` belongs to; -1 if that node was omitted.
         levels: number of rows of `q` for each level of parents, root first; their sum is Q.
         sampled: (B, N) bool. True: the node was drawn; False: it is fixed, i.e. chosen by rank.
         siblings: maximum number of sampled children of one parent.
@@ -49,14 +49,14 @@ class Draft:
     have different tokens unless drawn with replacement.
 
     Attributes:
-        tokens: (B, N) token ids, `PAD` where a row has no such node.
+        tokens: (B, N) token ids, `PAD` if a row has no such node.
         parents: (B, N) node index of the parent, -1 for the root.
         depth: deepest level K; 0 when nothing is drafted.
         probs: distributions of sampled nodes. None: every node is fixed.
         is_chain: node i is the child of node i - 1 in every row.
         ancestor_mask: (1, S, S) result of `ancestors` for a static tree, shared by rows and rounds.
-        score: (B, N) what the drafter ranks its nodes by, highest first, none above its parent's; -inf where
-            a row has no such node. None: nodes are in that order already.
+        score: (B, N) drafter's scores of its nodes, descending, never above the parent's; -inf if a row has
+            no such node. None: nodes are in that order already.
     """
 
     tokens: Tensor
@@ -129,7 +129,7 @@ class Draft:
         earlier = (parents[:, :, None] == parents[:, None]) & (order[:, None] < order)
         # (B, S, S): slot i lies below an earlier sibling of slot j or of one of j's ancestors.
         left = reach @ earlier.float() @ reach.mT > 0
-        return left.sum(1) + reach.sum(1).long() - 1  # those to the left, and j's own descendants
+        return left.sum(1) + reach.sum(1).long() - 1  # slots to the left, and j's own descendants
 
 
 @lru_cache(maxsize=64)

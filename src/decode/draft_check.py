@@ -1,4 +1,4 @@
-"""Checks of what lossless verification assumes of a draft: token ids, and q of sampled nodes."""
+"""Checks of a draft that lossless verification relies on: token ids, and q of sampled nodes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ FAULTS = (
     "a sampled token that its q gives probability 0, or that has no q",
     "siblings with the same token, sampled without replacement",
 )
-ROUNDINGS = 64  # of the check's own sum over the vocabulary, in float32 or wider, which adds in blocks
+ROUNDINGS = 64  # allowed for the check's own blockwise sum over the vocabulary, in float32 or wider
 LANES = 16  # running sums of a softmax on a CPU
 
 
 def draft_fault(draft: Draft, vocab_size: int, reads_probs: bool) -> Tensor:
     """(B,) index into `FAULTS` of the first fault of each row's draft, 0 if it has none.
 
-    Never synchronises with the device. That tokens were drawn from the stated q cannot be seen in one
-    draft; `sampling_tests` tests it.
+    Never synchronises with the device. A single draft cannot show whether tokens were drawn from the stated
+    q; `sampling_tests` tests that.
 
     Args:
-        draft: of any proposer.
+        draft: draft to check.
         vocab_size: of the target.
-        reads_probs: the acceptance rule weighs sampled nodes by q.
+        reads_probs: whether the rule weighs sampled nodes by q.
     """
     tokens, drafted = draft.tokens, draft.probs
     faults = [((tokens < PAD) | (tokens >= vocab_size)).any(-1)]
@@ -50,14 +50,14 @@ def draft_fault(draft: Draft, vocab_size: int, reads_probs: bool) -> Tensor:
 
 
 def _rounding(q: Tensor) -> float:
-    """How far rounding can move the sums of an honest (B, Q, V) q from 1.
+    """Largest deviation of the sums of a correct (B, Q, V) q from 1 by rounding.
 
     Each entry is rounded once: by half of `eps` of itself, or by half of the smallest number. Its softmax
     divided by a sum of V terms, in `LANES` running sums of n = V / LANES terms each. An addition rounds by at
-    most half of `eps` of the sum so far, which is half of the whole on average: by n / 4 `eps` if all round
+    most half of `eps` of the sum so far, which is half of the total on average: by n / 4 `eps` if all round
     the same way (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). A quarter of that is
-    allowed, 1,088 `eps` with 262,144 tokens; the worst of 288 rows missed by 623. Verification divides q by
-    its sum, as drawing does, so what is allowed here does not limit how exact it is.
+    allowed. Verification divides q by its sum, as drawing does, so this tolerance does not limit its
+    exactness.
     """
     kept, wide = torch.finfo(q.dtype), torch.finfo(torch.promote_types(q.dtype, torch.float32))
     entries = 2 * kept.eps + q.shape[-1] * kept.tiny * kept.eps / 2

@@ -10,7 +10,7 @@ class TooLargeError(RuntimeError):
 
 
 class FollowUpError(RuntimeError):
-    """A run ended whole, and what was to follow it failed, such as an export; exit code 1."""
+    """A run completed, but a following step such as an export failed; exit code 1."""
 
 
 class RemoteError(RuntimeError):

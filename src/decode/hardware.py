@@ -1,4 +1,4 @@
-"""Name and memory of the hardware, and the cache of facts about it."""
+"""Name and memory of the hardware, and the cache folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def hardware(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory of the device in bytes; on a CPU the least limit of machine, container and process."""
+    """Memory of the device in bytes; on a CPU the smallest limit of machine, container and process."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -39,13 +39,13 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def cache_folder() -> Path:
-    """Where facts about models and this machine are kept between runs."""
+    """Folder for data about models and this machine that is kept between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "foredraft"
 
 
 @contextlib.contextmanager
 def locked(path: Path, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock of a file, which ends with the process; False: it is not free, and `wait` is not set."""
+    """Hold a file lock, released when the process ends; False: it is taken, and `wait` is not set."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

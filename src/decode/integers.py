@@ -1,4 +1,4 @@
-"""Whole numbers and token ids that callers give, in whatever type they have them."""
+"""Conversion of integers and token ids of any type to Python's."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from decode.errors import UserError
 
 
 def whole_number(value: Any, name: str, least: int | None = None) -> int:
-    """The integer as Python's own, so that 3, np.int64(3) and torch.tensor(3) are one seed.
+    """Convert to a Python int, so that 3, np.int64(3) and torch.tensor(3) are the same seed.
 
     Args:
-        value: of any type that counts as an integer to Python; True and False do not.
+        value: any type that Python accepts as an integer, except bool.
         name: for the message.
         least: smallest value allowed; None: any.
 
     Raises:
-        UserError: something else, or a smaller number.
+        UserError: not an integer, or too small.
     """
     try:
         if isinstance(value, bool | np.bool):
@@ -35,10 +35,10 @@ def whole_number(value: Any, name: str, least: int | None = None) -> int:
 
 
 def token_ids(tokens: Sequence[int] | np.ndarray | Tensor) -> list[int]:
-    """Token ids as Python's integers: those of a tensor are never equal to any in a set or a dict.
+    """Convert token ids to Python ints, because tensor elements never compare equal in a set or a dict.
 
     Raises:
-        UserError: ids that are no integers, or no sequence of any.
+        UserError: not a sequence of integers.
     """
     ids: Any = tokens.tolist() if isinstance(tokens, Tensor | np.ndarray) else tokens
     try:

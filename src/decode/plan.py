@@ -1,4 +1,4 @@
-"""How much to draft, and how it is verified."""
+"""Plan of decoding: shape of a draft, source of its tokens, and verification rule."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class Plan:
 
     Args:
         depth: levels below the root, in tokens; 0 is plain decoding.
-        width: number of nodes expanded per level, and of children given to each (EAGLE-2,
-            arXiv:2406.16858); 1 is a chain.
-        nodes: number of nodes verified, the best by draft probability; 0 means `depth`.
-        proposal: `fixed` takes the most likely tokens; `sampled` draws them; `hybrid` gives a node one
-            child drawn from the rest of the distribution, and the most likely tokens as its others.
-            `auto` is hybrid for trees above temperature 0 and fixed otherwise; see `resolved`.
-        drafts: number of chains drawn side by side (SpecDiff-2, arXiv:2511.00606), of `depth` tokens each.
-        draft_temperature: temperature that draft tokens are drawn at; None: the sampler's.
+        width: number of nodes expanded per level, and of children of each (EAGLE-2, arXiv:2406.16858); 1 is
+            a chain.
+        nodes: number of verified nodes, the best by draft probability; 0 means `depth`.
+        proposal: `fixed` takes the most likely tokens; `sampled` draws them; `hybrid` gives a node the most
+            likely tokens as children and one child drawn from the rest of the distribution. `auto` is hybrid
+            for trees above temperature 0 and fixed otherwise; see `resolved`.
+        drafts: number of parallel chains (SpecDiff-2, arXiv:2511.00606), of `depth` tokens each.
+        draft_temperature: temperature for drawing draft tokens; None: the sampler's.
         min_confidence: end a row's chain before the product of its levels' confidences falls below
             this (SpecDec++, arXiv:2405.19715). Confidences depend on q, never on drawn tokens.
-        rule: acceptance rule: a `Rule`, its name, or a mapping of its name and numbers. `auto` is `match` for
+        rule: verification rule: a `Rule`, its name, or a mapping of name and numbers. `auto` is `match` for
             fixed drafts, `token` for a sampled chain and `recursive` otherwise.
         tree: a static tree (Medusa, arXiv:2401.10774): the path of child ranks to each node, instead
             of depth, width and nodes. Rank 0 is the most likely child, or the drawn one.
@@ -168,7 +168,7 @@ class Plan:
 
         Args:
             temperature: of the target.
-            proposals: that the drafter supports.
+            proposals: supported by the drafter.
         """
         if self.proposal != "auto":
             return self
@@ -176,15 +176,15 @@ class Plan:
         return replace(self, proposal="hybrid" if draws else "fixed")
 
     def for_tokenizer(self, tokenizer: Any) -> Plan:
-        """The plan with token ids in place of the texts in its rule.
+        """The plan with texts in its rule replaced by token ids.
 
         Raises:
-            UserError: such a text is not one token.
+            UserError: a text is not one token.
         """
         return replace(self, rule=self.rule.for_tokenizer(tokenizer))
 
     def proposal_temperature(self, temperature: float) -> float | None:
-        """Temperature that draft tokens are drawn at, given the target's; None if none are drawn."""
+        """Temperature for drawing draft tokens, given the target's; None if none are drawn."""
         assert self.proposal != "auto", "call `resolved` first"
         drafted_at = temperature if self.draft_temperature is None else self.draft_temperature
         # At temperature 0 the fixed children of a hybrid node leave no mass to draw from.
@@ -217,7 +217,7 @@ class Plan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All of it as plain values, which `plan_of` reads."""
+        """Plain values of all fields, as `plan_of` reads them."""
         return {**asdict(self), "rule": self.rule.settings}
 
     @property
@@ -226,16 +226,16 @@ class Plan:
 
 
 def plan_of(settings: Mapping[str, Any]) -> Plan:
-    """A plan from plain values.
+    """Build a plan from plain values.
 
     Raises:
-        UserError: a setting that plans do not have, or an invalid plan.
+        UserError: an unknown setting, or an invalid plan.
     """
     known = {one.name for one in fields(Plan)}
     for name in settings:
         if name in MOVED:
             rule, number = MOVED[name]
-            raise UserError(f"decode.{name} belongs to its rule now: rule: {{name: {rule}, {number}: ...}}")
+            raise UserError(f"decode.{name} belongs to its rule: rule: {{name: {rule}, {number}: ...}}")
         if name not in known:
-            raise UserError(f"decode.{name}: no such setting of a plan; it has {', '.join(sorted(known))}")
+            raise UserError(f"decode.{name}: no setting of a plan; choose one of {', '.join(sorted(known))}")
     return Plan(**settings)

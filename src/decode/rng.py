@@ -1,8 +1,8 @@
 """Counter-based random numbers: every draw of the decoder is a pure function of a key.
 
-A draw depends on (seed, request, sample, purpose, counter, slot, number) only. It does not depend on
-the row of the batch or on how many draws came before. Rules use the `Coin` protocol, so tests can run
-them with a coin that enumerates all outcomes.
+A draw depends only on (seed, request, sample, purpose, counter, slot, number), not on the row of the
+batch or on the number of earlier draws. Rules use the `Coin` protocol, so tests can run them with a coin
+that enumerates all outcomes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from decode.transfer import upload
 
 
 class Purpose(IntEnum):
-    """What a draw decides. Draws of different purposes never share a key."""
+    """Decision that a draw makes. Draws of different purposes never share a key."""
 
     TARGET = 0  # the target's token at a position: plain decoding and the match rule
     PROPOSE = 1  # the drafter's token
@@ -33,8 +33,8 @@ class Purpose(IntEnum):
 class Key(NamedTuple):
     """Identifies one draw within a round.
 
-    `slot` counts tokens past the root for TARGET and RESIDUAL, nodes in the order they are drafted for
-    PROPOSE, and depths of the tree for ACCEPT. A round uses each key once.
+    `slot` counts tokens past the root for TARGET and RESIDUAL, nodes in drafting order for PROPOSE, and
+    depths of the tree for ACCEPT. A round uses each key once.
     """
 
     purpose: Purpose
@@ -89,12 +89,12 @@ _Keys = dict[_BlockKey, None]  # in the order of their first use
 
 
 class _Made:
-    """What the rounds of a coin share.
+    """State shared by the rounds of a coin.
 
     Attributes:
-        blocks: generated last.
-        newest: of the newest round, what it has drawn from. The next round will probably draw from the same
-            blocks, so these are copied to the device together, before the first draw.
+        blocks: most recently generated blocks.
+        newest: blocks that the newest round used. The next round will probably use them too, so they are
+            copied to the device together, before its first draw.
     """
 
     def __init__(self, newest: _Keys | None = None) -> None:
@@ -102,7 +102,7 @@ class _Made:
         self.newest: _Keys = {} if newest is None else newest
 
     def without_blocks(self) -> _Made:
-        """For other rows."""
+        """A copy without blocks, for other rows."""
         return _Made(self.newest)
 
 
@@ -111,11 +111,11 @@ class KeyedCoin:
 
     Args:
         seed: of the whole run.
-        requests: (B,) identifier of each row's request: a text, or an integer of any type.
+        requests: (B,) identifier of each row's request: text, or an integer of any type.
         samples: (B,) index of the row among the samples of its request; default 0.
 
     Raises:
-        UserError: a seed, request or sample that is none of these; fewer or more samples than requests.
+        UserError: a seed, request or sample of another type; not one sample per request.
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class KeyedCoin:
 
     def _set(self, key: np.ndarray, position: np.ndarray, rounds: np.ndarray, made: _Made) -> KeyedCoin:
         self._key, self._position, self._round, self._made = key, position, rounds, made
-        self._expected: _Keys = made.newest  # what the round before drew from
+        self._expected: _Keys = made.newest  # blocks that the previous round used
         self._asked: _Keys = {}
         # (B, purposes, BLOCK) draws of this round
         self._current: dict[tuple[torch.device, _BlockKey], Tensor] = {}
         return self
 
     def at(self, position: np.ndarray, rounds: np.ndarray) -> KeyedCoin:
-        """The same coin, moved to another round.
+        """The coin of another round.
 
         Args:
             position: (B,) position of the token that follows the root.
@@ -165,7 +165,7 @@ class KeyedCoin:
         )
 
     def append(self, other: KeyedCoin) -> KeyedCoin:
-        """The other coin's rows behind these."""
+        """Append the other coin's rows."""
         coin = object.__new__(KeyedCoin)
         return coin._set(
             np.concatenate([self._key, other._key]),
@@ -179,7 +179,7 @@ class KeyedCoin:
         return self._uniforms(key, 1, torch.device("cpu"))[:, 0].numpy()
 
     def carry(self, table: np.ndarray, device: torch.device) -> Tensor:
-        """Copy a table of int64 to the device, in one with the draws that this round will probably make."""
+        """Copy an int64 table to the device in one transfer with this round's probable draws."""
         return self._upload(list(self._expected), device, table)
 
     def _uniforms(self, key: Key, count: int, device: torch.device) -> Tensor:
@@ -194,7 +194,7 @@ class KeyedCoin:
         self._asked[block_key] = None
         if (device, block_key) not in self._current:
             self._upload([*self._expected, block_key], device)
-        purpose = 0 if is_target else key.purpose - 1  # TARGET has blocks of its own
+        purpose = 0 if is_target else key.purpose - 1  # TARGET has separate blocks
         return self._current[device, block_key].select(1, purpose).narrow(1, place, count)
 
     def _upload(
@@ -203,7 +203,7 @@ class KeyedCoin:
         """Copy blocks that the device does not have yet, and an int64 table; returns the table."""
         keys = [key for key in dict.fromkeys(keys) if (device, key) not in self._current]
         blocks = [self._block(key) for key in keys]  # (B, purposes, BLOCK) each
-        # Integers travel as bits of floats of the same size.
+        # Integers are transferred as bits of floats of the same size.
         parts = [table.view(np.float64).ravel(), *(block.ravel() for block in blocks)]
         head, *draws = upload(np.concatenate(parts), device).split([len(part) for part in parts])
         for key, block, flat in zip(keys, blocks, draws, strict=True):
@@ -247,7 +247,7 @@ class KeyedCoin:
         return u * proposal.double() < accept.double()
 
     def draw(self, weights: Tensor, key: Key, active: Tensor) -> Tensor:
-        """See `Coin.draw`. Inverse CDF in fp64; fp32 cannot reach a long tail."""
+        """See `Coin.draw`. Inverse CDF in fp64; fp32 cannot represent a long tail."""
         cdf = weights.double().cumsum(-1)  # (B, V) or (B, n, V)
         u = self._uniforms(key, 1 if active.ndim == 1 else active.shape[1], weights.device)  # (B, n)
         u = u.reshape(*active.shape, 1)
@@ -273,12 +273,12 @@ def philox4x32(
 
 
 def to_device(values: Sequence[Any], device: torch.device, coin: Coin | None = None) -> Tensor:
-    """Copy integers to the device; those of a draft, in one with the draws that its round will make.
+    """Copy integers to the device, for a draft in one transfer with the draws that its round will make.
 
     Args:
         values: nested lists of equal lengths.
-        device: the device.
-        coin: of the round.
+        device: target device.
+        coin: coin of the round.
     """
     table = np.array(values, np.int64)
     return coin.carry(table, device) if isinstance(coin, KeyedCoin) else upload(table, device)

@@ -13,16 +13,16 @@ from decode.transfer import RowInts
 
 
 def select_rows(state: Any, rows: RowInts) -> Any:
-    """The state with these rows, in this order.
+    """Keep these rows of a state, in this order.
 
     Args:
-        state: a tensor, an array or `RowInts` with rows first; a list with an entry per row; an object with
-            `select`; a dataclass of these. None, numbers and empty lists stay as they are. All but the first
-            three are changed in place.
-        rows: to be kept.
+        state: a tensor, an array or `RowInts` with rows first; a list with one entry per row; an object with
+            `select`; or a dataclass of these. None, numbers, texts and empty lists are unchanged. All but the
+            first three are changed in place.
+        rows: rows to keep.
 
     Raises:
-        TypeError: anything else.
+        TypeError: another type.
     """
     if isinstance(state, Tensor):
         return state[rows.on(state.device)]
@@ -44,14 +44,14 @@ def select_rows(state: Any, rows: RowInts) -> Any:
 
 
 def append_rows(state: Any, other: Any) -> Any:
-    """The state with another's rows behind its own; the other one is not to be used afterwards.
+    """Append another state's rows; the other state must not be used afterwards.
 
     Args:
-        state: as in `select_rows`, with `append` in place of `select`.
-        other: of the same kind.
+        state: as in `select_rows`, with `append` instead of `select`.
+        other: of the same type.
 
     Raises:
-        TypeError: anything else, or states of different kinds.
+        TypeError: another type, or states of different types.
     """
     if type(state) is not type(other):
         raise TypeError(f"{type(other).__name__} has no rows for {type(state).__name__}")

@@ -1,4 +1,4 @@
-"""Warpers: from logits to the distribution that tokens are drawn from."""
+"""Warpers: map logits to the distribution from which tokens are drawn."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from decode.errors import UserError
 
-BLOCK = 1024  # values that `_argmax` compares at once
-MANY = 40_000  # values from which on it takes two steps
+BLOCK = 1024  # values per block of `_argmax`
+MANY = 40_000  # number of values from which on `_argmax` takes two steps
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
@@ -20,11 +20,11 @@ SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).
 class Sampler:
     """Warpers, in the order of Hugging Face `generate`; greedy decoding is temperature 0.
 
-    Acceptance, residual and extra token all use this one object, so none of them can omit a warper.
+    Acceptance, residual and extra token share this object, so none of them can omit a warper.
 
     Args:
-        temperature: divides the logits; 0 puts all mass on the first largest. A value below the smallest
-            normal number of float32 becomes 0, because no two logits are that close.
+        temperature: divides the logits; 0 puts all mass on the first maximum. A value below the smallest
+            normal float32 becomes 0, because no two logits are that close.
         top_k: keep the k largest logits; 0 keeps all.
         top_p: keep the smallest set of tokens whose mass reaches top_p.
         min_p: drop tokens below min_p times the largest probability.
@@ -53,7 +53,7 @@ class Sampler:
             if not valid:
                 raise UserError(f"sampling: {name}={_shown(getattr(self, name))} is out of range")
         if self.temperature < SMALLEST:
-            object.__setattr__(self, "temperature", 0.0)  # the way to set a field of a frozen dataclass
+            object.__setattr__(self, "temperature", 0.0)  # sets a field of a frozen dataclass
 
     @property
     def needs_history(self) -> bool:
@@ -70,14 +70,14 @@ class Sampler:
         z = self._penalize(logits, seen)
         if self.temperature == 0:
             return torch.zeros_like(z).scatter_(-1, z.argmax(-1, keepdim=True), 1.0)
-        # The largest becomes 0 first, so that a small temperature cannot make two infinite logits.
+        # Shift the largest to 0 first, so that a small temperature cannot produce two infinite logits.
         z = (z - z.amax(-1, keepdim=True)).div_(self.temperature)
         if 0 < self.top_k < z.shape[-1]:
             z = z.masked_fill(z < z.topk(self.top_k).values[..., -1:], -torch.inf)
         if self.top_p < 1:
             ordered, index = z.sort(descending=True, stable=True)
             mass = _softmax(ordered)
-            before = mass.cumsum(-1) - mass  # mass of the tokens ranked above
+            before = mass.cumsum(-1) - mass  # mass of higher-ranked tokens
             drop = torch.zeros_like(z, dtype=torch.bool).scatter(-1, index, before >= self.top_p)
             z = z.masked_fill(drop, -torch.inf)
         if self.min_p > 0:
@@ -86,7 +86,7 @@ class Sampler:
         return _softmax(z)
 
     def argmax(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """(R, V) logits -> (R,) the token with all mass at temperature 0."""
+        """(R, V) logits -> (R,) the token that has all mass at temperature 0."""
         # A cast to fp32 would not change the order, so it is skipped.
         return _argmax(self._penalize(logits, seen) if self.needs_history else logits)
 
@@ -111,17 +111,17 @@ def _softmax(z: Tensor) -> Tensor:
 
 
 def _is_number(value: object, kind: type = Real) -> bool:
-    """Whether it is a number of a kind; True and False are none."""
+    """Whether it is a number of this kind; bool is not."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _shown(value: object) -> str:
-    """A value in a message: its text may look like a number that it is not."""
+    """Format a value for a message; texts are quoted, because they may look like numbers."""
     return f"{value}"[:40] if isinstance(value, Real) else f"{value!r}"[:40]
 
 
 def _real(value: object) -> float:
-    """The number; NaN, which is in no range, for anything else."""
+    """Convert to float; NaN, which is in no range, if it is not a number."""
     try:
         return float(value) if isinstance(value, Real) and _is_number(value) else math.nan
     except OverflowError:
@@ -131,8 +131,8 @@ def _real(value: object) -> float:
 def _argmax(x: Tensor) -> Tensor:
     """(R, V) -> (R,) index of the first largest value.
 
-    `max` returns the first of equal values, as `argmax` does, in less than half the time. On a CPU the
-    largest value of each block is found without its index, many times faster; then the block's is.
+    `max` returns the first of equal values, like `argmax`, but faster. On a CPU the largest value of each
+    block is found without its index, which is much faster; then the index in the best block is found.
     """
     block = math.gcd(x.shape[-1], BLOCK)
     if x.device.type != "cpu" or x.numel() < MANY or block < BLOCK // 8:

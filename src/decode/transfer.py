@@ -1,4 +1,4 @@
-"""Numbers that both the host and the device know, and copies to the device that nothing waits for."""
+"""Numbers known to both host and device, and copies to the device without synchronisation."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def upload(values: np.ndarray, device: torch.device) -> Tensor:
 
 
 class RowInts(list[int]):
-    """An integer per row, with a copy on the device; not to be changed in place.
+    """An integer per row, with a copy on the device; must not be changed in place.
 
-    What is computed from such numbers is computed in both places, so that only the first are uploaded.
+    Arithmetic runs on both, so that only the initial numbers are uploaded.
 
     Args:
         values: (B,) on the host.
-        copy: (B,) the same on a device; None: uploaded when it is needed.
+        copy: (B,) the same on a device; None: uploaded when needed.
     """
 
     def __init__(self, values: Sequence[int], copy: Tensor | None = None) -> None:
@@ -34,17 +34,17 @@ class RowInts(list[int]):
 
     @classmethod
     def of(cls, values: Sequence[int]) -> RowInts:
-        """The values as they are, if they have a copy already."""
+        """Convert values; unchanged if they are `RowInts`."""
         return values if isinstance(values, RowInts) else RowInts(values)
 
     def on(self, device: torch.device) -> Tensor:
-        """(B,) on the device; not to be changed in place."""
+        """(B,) tensor on the device; must not be changed in place."""
         if self._copy is None:
             self._copy = upload(np.array(self, np.int64), device)
         return self._copy if self._copy.device == device else self._copy.to(device)
 
     def plus(self, other: Sequence[int] | int) -> RowInts:
-        """The sums, row by row; uploaded again if neither the device knows `other`."""
+        """Sums by row; uploaded again if `other` is not on the device."""
         if isinstance(other, int):
             return RowInts([a + other for a in self], None if self._copy is None else self._copy + other)
         copy = None
@@ -53,7 +53,7 @@ class RowInts(list[int]):
         return RowInts([a + b for a, b in zip(self, other, strict=True)], copy)
 
     def negative(self) -> RowInts:
-        """The numbers with the other sign."""
+        """The negated numbers."""
         return RowInts([-a for a in self], None if self._copy is None else -self._copy)
 
     def select(self, rows: Sequence[int]) -> RowInts:
@@ -61,7 +61,7 @@ class RowInts(list[int]):
         return RowInts([self[r] for r in rows], self._select_copy(rows))
 
     def joined(self, other: RowInts) -> RowInts:
-        """These rows, and the other ones behind them."""
+        """These rows followed by the other ones."""
         copies = [self._copy, other._copy]
         copy = None if None in copies else torch.cat([part for part in copies if part is not None])
         return RowInts([*self, *other], copy)
@@ -71,12 +71,12 @@ class RowInts(list[int]):
 
 
 class Settled(RowInts):
-    """Number of tokens that each row settled, and what else the loop has read of the round, for drafters.
+    """Number of tokens that each row settled, and other results of the round, for drafters.
 
     Args:
         values: (B,) as in `RowInts`.
         copy: as in `RowInts`.
-        texts: tokens by which each row's text has grown, the new root included and the old one not.
+        texts: new tokens of each row's text, with the new root and without the old one.
         draft_lengths: (B,) of the round's draft; empty after the prefill.
     """
 
@@ -98,13 +98,13 @@ class Settled(RowInts):
 
 
 def new_tokens(tokens: Tensor, counts: Sequence[int], root: Tensor, first: bool) -> Sequence[Sequence[int]]:
-    """Tokens by which each row's text has grown, the new root included and the old one not.
+    """New tokens of each row's text, with the new root and without the old one.
 
     Args:
-        tokens: (B, M) as `Proposer.advance` is given them, like `counts` and `root`.
-        counts: a `Settled` has the answer already; other numbers are read from the device.
+        tokens: (B, M) as in `Proposer.advance`, like `counts` and `root`.
+        counts: if it is a `Settled`, its `texts` are returned; otherwise tokens are read from the device.
         root: (B,).
-        first: whether nothing was settled before; else row[0] is the old root.
+        first: whether nothing was settled before; otherwise tokens[:, 0] are the old roots.
     """
     if isinstance(counts, Settled):
         return counts.texts

@@ -115,7 +115,7 @@ REFUSED = [
     (DRAWN | {"rule": {"name": "lenience", "factor": 0.0}, "lossy": True}, r"decode\.rule\.factor=0\.0"),
     (DRAWN | {"rule": {"name": "lenience", "factor": 1.5}}, "at most 1"),
     (CHAIN | {"rule": {"name": "topk", "within": [1]}, "lossy": True}, "two different tags"),
-    (CHAIN | {"rule": {"name": "bild", "top": 2}}, "no such number of bild"),
+    (CHAIN | {"rule": {"name": "bild", "top": 2}}, "not a parameter of bild"),
     (CHAIN | {"rule": {"top": 2}}, "give its name"),
     (CHAIN | {"rule": 3}, "give its name"),
     (CHAIN | {"rule": {"name": "topk", "top": "2"}}, "must be a number"),
@@ -146,7 +146,7 @@ def test_plan_that_is_not_lossless_is_refused(options, reason):
 
 @pytest.mark.parametrize("name", MOVED)
 def test_number_that_was_a_setting_of_plans_is_named(name):
-    with pytest.raises(UserError, match=rf"decode\.{name} belongs to its rule now: rule: {{name: "):
+    with pytest.raises(UserError, match=rf"decode\.{name} belongs to its rule: rule: {{name: "):
         plan_of({"depth": 2, name: 0.5})
     with pytest.raises(UserError, match=rf"decode\.{name} is decode\.rule\.\w+ of decode/rule=\w+ now"):
         compose([f"decode.{name}=0.5"], Path(CONF))

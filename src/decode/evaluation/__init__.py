@@ -1,1 +1,1 @@
-"""What a drafter is worth: exact replay, timing, audit, scorecard, entropy bound."""
+"""Evaluation of drafters: exact replay, timing, audit and scorecard."""

@@ -1,4 +1,4 @@
-"""Acceptance of plans on stored rollouts: exact by replay where possible, else estimated by decoding."""
+"""Acceptance of plans on stored rollouts: exact by replay if possible, otherwise estimated by decoding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Acceptance:
     Attributes:
         counts: tokens and rounds of each rollout; expected values, or counts of one decoder run.
         survival: P(accepted >= j), j from 1; see `evaluation.survival`.
-        estimate: reason why the numbers are a noisy estimate from decoding; empty if they are exact.
+        estimate: reason why decoding had to estimate the numbers; "" if they are exact.
         keeps: see `replay.ReplayResult`.
     """
 
@@ -101,5 +101,5 @@ def acceptance(
 
 
 def round_counts(outputs: Sequence[Output]) -> Counts:
-    """Tokens and rounds of each output of a decoder run."""
+    """Tokens and rounds of each output."""
     return Counts([sum(o.emitted) for o in outputs], [float(len(o.emitted)) for o in outputs])

@@ -1,13 +1,13 @@
 """Losslessness audit of a decoder run.
 
-Greedy runs get two tests (docs/lossless.md). First, every token must be the argmax of the logits that the
-verifier used. Second, a forward pass over the finished text without cache, tree or masks must agree with
-every token, up to near ties. The width of a near tie is twice the largest change of the top-2 gap that the
-same rescoring shows for plain decoding, but at most what rounding can explain, so that an error shared by
-plain decoding is not excused.
+Greedy runs get two tests (docs/lossless.md). First, every token must be the argmax of the verifier's
+logits. Second, a forward pass over the finished text without cache, tree or masks must agree with every
+token, up to near ties. A near tie is at most twice as wide as the largest change of the top-2 gap when
+plain decoding is rescored, and never wider than rounding can explain, so an error shared by plain
+decoding is not excused.
 
-Above temperature 0, `sampling_tests` tests the tokens against the verifier's distributions, and draft tokens
-against the distributions that the drafter says they were drawn from.
+Above temperature 0, `sampling_tests` tests tokens against the verifier's distributions, and draft tokens
+against the drafter's stated distributions.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Case = tuple[Sampler, Plan]
 Prompts = Sequence[Sequence[int]]
 ROWS = 16  # prompts per batch
 CHANCE = 1e-6  # probability that a lossless decoder fails the audit
-ROUNDINGS = 16  # of the largest logit: the widest near tie (measured: 5 in bf16, 12 layers)
-LEAST = 1e-3  # of the largest logit, where roundings are finer than that
-LARGEST_COPY = 1_000_000_000  # weights; a bigger target is rescored in its own dtype
+ROUNDINGS = 16  # roundings of the largest logit: the widest near tie
+LEAST = 1e-3  # share of the largest logit: lower bound of the widest near tie
+LARGEST_COPY = 1_000_000_000  # weights; larger targets are rescored in their own dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def audit(
     seed: int = 0,
     on_batch: Callable[[], None] = lambda: None,
 ) -> Audit:
-    """Decode with and without the drafter, and check every token decoded with it.
+    """Decode with and without the drafter, and check every token of the former.
 
     Args:
         target: the target model.
@@ -121,7 +121,7 @@ def audit(
         plan: plan of the greedy run.
         max_new_tokens: per prompt.
         stop: end tokens.
-        also: further (sampler, plan) cases; default `plan` at temperature 1.
+        also: additional (sampler, plan) cases; default `plan` at temperature 1.
         samples: answers per prompt in sampled cases.
         seed: of the draws.
         on_batch: called after each of `num_batches` batches.
@@ -207,7 +207,7 @@ def widest_tie(largest: float, dtype: torch.dtype) -> float:
 def _compared(logits: Tensor, tokens: Tensor, margin: float) -> Counter[str]:
     """Classify (n,) tokens, which should be the argmax of (n, V) logits."""
     gap = logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]  # (n,)
-    # NaN counts as a mismatch: its gap is not 0, though argmax would find it.
+    # NaN counts as a mismatch: argmax would select it, but its gap is not 0.
     same = (logits.argmax(-1) == tokens) & (gap == 0)
     near = ~same & (gap <= margin)
     return Counter(equal=int(same.sum()), near_ties=int(near.sum()), mismatches=int((~same & ~near).sum()))

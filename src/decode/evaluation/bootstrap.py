@@ -13,11 +13,11 @@ DRAWS = 2000
 def resampled_sums(columns: Sequence[ArrayLike], groups: Sequence[Hashable] | None = None) -> np.ndarray:
     """Sums of columns over prompts resampled with replacement.
 
-    All columns use the same resamples, so statistics of one resample are paired.
+    All columns use the same resamples, so statistics are paired by resample.
 
     Args:
         columns: C arrays of (N,) values, per prompt or position.
-        groups: (N,) values with the same group are resampled together; default each by itself.
+        groups: (N,) values with the same group are resampled together; None: each value is a group.
 
     Returns:
         (DRAWS, C). The resamples depend only on the number of groups.

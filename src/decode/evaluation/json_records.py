@@ -1,4 +1,4 @@
-"""Parsed JSON as dataclasses and other typed records, checked field by field."""
+"""Convert parsed JSON to dataclasses and other typed records, with checks of every field."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _hints = cache(get_type_hints)
 
 
 def build(kind: Any, value: Any, where: str) -> Any:
-    """Parsed JSON as a value of a type.
+    """Convert parsed JSON to a type.
 
     Args:
         kind: dataclass, NamedTuple, list, tuple, dict, union or plain type.
-        value: parsed JSON; an int is a float, too.
+        value: parsed JSON; an int is accepted as a float.
         where: path of the value in the file.
 
     Raises:
-        ValueError: it is of another type, or a field without a default is missing.
+        ValueError: wrong type, or a missing field without a default.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -45,7 +45,7 @@ def build(kind: Any, value: Any, where: str) -> Any:
 
 
 def _record(kind: Any, values: dict[str, Any], where: str) -> Any:
-    """A dataclass or NamedTuple of named fields; keys that it does not know are left out."""
+    """A dataclass or NamedTuple of named fields; unknown keys are ignored."""
     hints, optional = _hints(kind), _optional(kind)
     if missing := [name for name in hints if name not in values and name not in optional]:
         raise ValueError(f"{where}.{missing[0]} is missing".removeprefix("."))
@@ -60,7 +60,7 @@ def _optional(kind: Any) -> set[str]:
 
 
 def _checked(kind: Any, value: Any, where: str) -> Any:
-    """The value itself, if it is of the type; True is no number."""
+    """The value itself if it has the type; True is not a number."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         name = getattr(kind, "__name__", "number")
         raise ValueError(f"{where.removeprefix('.')}: {value!r:.40} is no {name}")

@@ -1,4 +1,4 @@
-"""What a lossy rule costs: how far its text is from the target's distribution."""
+"""Quality of a lossy rule: how far its text is from the target's distribution."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.verification.rule import LossyRule
 
-BATCH = 16  # texts that are read together
+BATCH = 16  # texts per batch
 
 QUALITY_HEAD = ["log p (plain)", "KL", "changed", "judge (plain)"]
 
-# (index of the prompt, token ids of its answer) -> how good it is
+# (index of the prompt, token ids of its answer) -> score
 Judge = Callable[[int, Sequence[int]], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """A lossy rule's answers and plain decoding's, to the same prompts with the same seed.
+    """Comparison of a lossy rule's answers with plain decoding's, for the same prompts and seed.
 
     Attributes:
         log_likelihood: log-probability of a token under the target at temperature 1, nats, mean over tokens.
-        plain_log_likelihood: of plain decoding's tokens.
-        kl: KL(rule's distribution || target's) of a token, nats, mean over the tokens of the rule's answers;
-            n times that is KL of texts of n tokens, or a little more: a token's distribution is taken given
-            where its round began, too. None at temperature 0, where one token has all mass;
-            where warpers had removed a token that was accepted, so that it is infinite; and where no formula
-            is known (several drawn siblings, a repetition penalty).
-        changed: share of tokens that are not the target's most probable one after the text before them; None
+        plain_log_likelihood: the same for plain decoding's tokens.
+        kl: KL(rule's distribution || target's) per token, nats, mean over the rule's tokens. n times this is
+            the KL of texts of n tokens or slightly more, because a token's distribution also depends on where
+            its round began. None at temperature 0; if a warper had removed an accepted token, so that KL is
+            infinite; and if no formula is known (several drawn siblings, a repetition penalty).
+        changed: share of tokens that are not the target's most likely one after the text before them; None
             above temperature 0.
         judge: mean score of a judge; None without one.
         plain_judge: its mean score of plain decoding's answers.
@@ -50,7 +49,7 @@ class Quality:
     plain_judge: float | None = None
 
     def cells(self) -> list[str]:
-        """Under `QUALITY_HEAD`, each with plain decoding's own value where it has one."""
+        """Table cells under `QUALITY_HEAD`, with plain decoding's values in brackets."""
 
         def text(value: float | None, form: str, plain: float | None = None) -> str:
             plainly = "" if plain is None else f" ({form.format(plain)})"
@@ -65,15 +64,15 @@ class Quality:
 
 
 class DeviationMeter:
-    """An `on_round` that compares what a lossy rule emits with the target's distributions.
+    """An `on_round` callback that compares a lossy rule's tokens with the target's distributions.
 
     Args:
         rule: of the text.
         sampler: of the text.
-        prompts: token ids; they tell where the rule applies.
+        prompts: token ids; needed to locate the positions where the rule applies.
 
     Attributes:
-        divergence: of each answer, summed over its tokens.
+        divergence: per answer, summed over its tokens.
     """
 
     def __init__(self, rule: LossyRule, sampler: Sampler, prompts: Sequence[Sequence[int]]) -> None:
@@ -108,7 +107,7 @@ class DeviationMeter:
         return None if self.sampler.temperature else self._changed / max(self._tokens, 1)
 
     def _divergence(self, seen: Round, row: int, place: int, logits: Tensor, request: int) -> float:
-        """KL(rule's distribution || target's) of the token at one place of a round."""
+        """KL(rule's distribution || target's) of one token of a round."""
         draft, slot = seen.draft, int(seen.result.slots[row, place])
         p = self.sampler.probs(logits).double()
         children = (draft.parents[row] == slot - 1) & (draft.tokens[row] != PAD) if draft.depth else None
@@ -125,7 +124,7 @@ class DeviationMeter:
             probs = self.rule.emitted_among(p, tokens)
         if probs is not None:
             return float(torch.special.xlogy(probs, probs / p).nansum())
-        if place < int(seen.result.accepted[row]):  # the draft decides, and it is a function of the text
+        if place < int(seen.result.accepted[row]):  # the draft decides, deterministically given the text
             return -float(p[0, seen.emitted[row][place]].log())
         return 0.0
 
@@ -146,14 +145,14 @@ def quality(
     """Compare a lossy rule's answers with plain decoding's.
 
     Args:
-        target: that verified them.
-        plan: with the rule.
+        target: model that verified them.
+        plan: plan with the rule.
         sampler: of all answers.
         prompts: token ids.
-        answers: of the rule.
-        plain: of plain decoding.
+        answers: the rule's answers.
+        plain: plain decoding's answers.
         decode: decodes the prompts with the plan once more, calling its `on_round`.
-        judge: of answers.
+        judge: scores answers.
     """
     assert isinstance(plan.rule, LossyRule)
     meter = DeviationMeter(plan.rule, sampler, prompts)
@@ -175,7 +174,7 @@ def quality(
 def mean_log_likelihood(
     target: Target, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> float:
-    """Log-probability of an answer's token under the target at temperature 1, nats, mean over all tokens."""
+    """Mean log-probability of all answers' tokens under the target at temperature 1, in nats."""
     total, count = 0.0, 0
     for start in range(0, len(prompts), BATCH):
         pairs = list(zip(prompts[start : start + BATCH], answers[start : start + BATCH], strict=True))

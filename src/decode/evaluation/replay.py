@@ -1,10 +1,10 @@
 """Exact acceptance on stored rollouts of the target, without random draws.
 
-Given that the decoder emits token y, the probability that y is an accepted draft token is 1 if y is a fixed
-child, min(1, q(y) / p(y)) if the child is drawn from q and verified by rejection, and q(y) if it is drawn
-from q and matched. So the starts of rounds on a rollout y ~ p form a Markov chain with known transition
+Given that the decoder emits token y, y is an accepted draft token with probability 1 if it is a fixed child,
+min(1, q(y) / p(y)) if the child is drawn from q and verified by rejection, and q(y) if it is drawn from q
+and matched. So the starts of rounds on a rollout y ~ p form a Markov chain with known transition
 probabilities, and tau is a sum over this chain (docs/lossless.md). The rollout must have been drawn from
-the distribution p that is scored.
+the distribution p of the scored sampler.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.verification.result import drawn_from
 
-CONFIDENCE = 0.99  # of the interval of the difference between replay and decoder
-ROUND_OFF = 1e-12  # relative, of tau in float64
-SHORTEST = 128  # tokens of context of the first `ContextPart`; each one after it is as long as all before it
+CONFIDENCE = 0.99  # level of the interval of decoder minus replay
+ROUND_OFF = 1e-12  # relative error of tau in float64
+SHORTEST = 128  # context length of the first `ContextPart`; each later part doubles the range
 
 
 class Counts(NamedTuple):
     """Tokens and verification rounds of each prompt; tau is the ratio of their sums."""
 
-    tokens: list[int]  # without the first, which the prefill gives
+    tokens: list[int]  # without the first token, which the prefill emits
     rounds: list[float]
 
     @property
@@ -62,9 +62,9 @@ class ReplayResult:
 
     Attributes:
         counts: tokens and expected rounds of each rollout.
-        reached: (2, K + 1) expected rounds over all rollouts, see `kaplan_meier`: row 0 those that accept a
-            token j of the text, row 1 those that accept all before it.
-        keeps: for each rollout (starts, K), P(token i after a start is accepted | those before it are);
+        reached: (2, K + 1) expected rounds over all rollouts; see `kaplan_meier`. Row 0 accepts token j of
+            the text, row 1 all tokens before it.
+        keeps: for each rollout (starts, K), P(token i after a start is accepted | tokens before it are);
             None if drafts depend on earlier rounds.
     """
 
@@ -79,7 +79,7 @@ class ReplayResult:
 
 
 def why_inexact(plan: Plan, sampler: Sampler, drafter: Proposer | None = None) -> str:
-    """Reason why acceptance cannot be replayed exactly, i.e. depends on more than the rollout; else empty."""
+    """Reason why acceptance depends on more than the rollout and cannot be replayed exactly; "" if it can."""
     stateful = drafter is not None and depends_on_rounds(drafter, plan)
     shared_depth = plan.adapt is not None and not (plan.proposal == "sampled" and not plan.rule.keeps_text)
     if drafter is not None and stateful and (shared_depth or drafter.traits.depends_on_batch):
@@ -119,9 +119,9 @@ def replay(
     Args:
         target: the model that generated the rollouts.
         drafter: the drafter to score.
-        rollouts: drawn by plain decoding with `sampler`.
+        rollouts: from plain decoding with `sampler`.
         plans: plans for which `why_inexact` is empty.
-        sampler: of the rollouts.
+        sampler: sampler of the rollouts.
         batch_size: rollouts per batch.
         progress: called with the number of rollouts done.
     """
@@ -136,7 +136,7 @@ def replay(
     num_rounds = [[0.0] * len(rollouts) for _ in plans]
     reached = [np.zeros((2, plan.depth + 1)) for plan in plans]
     chances = [[np.zeros((0, plan.depth))] * len(rollouts) for plan in plans]
-    # Longest first, so that running rows are always the first of a batch.
+    # Longest first, so that running rows always come first.
     order = sorted(range(len(rollouts)), key=lambda i: -len(rollouts[i].answer))
     for start in range(0, len(order), batch_size):
         part = order[start : start + batch_size]
@@ -173,7 +173,7 @@ def _replay_stateful(
 def _keeps(
     target: Target, drafter: Proposer, rollouts: Sequence[Rollout], plans: Sequence[Plan], sampler: Sampler
 ) -> list[np.ndarray]:
-    """For each plan (B, starts, K): P(token i after a start is accepted | those before it are)."""
+    """For each plan (B, starts, K): P(token i after a start is accepted | tokens before it are)."""
     longest = len(rollouts[0].answer)
     deepest = max((plan.depth for plan in plans), default=0)
     texts = TeacherForcedTexts(target, rollouts, deepest)
@@ -186,7 +186,7 @@ def _keeps(
             here = slice(None, rows), slice(place, place + plan.depth)
             ahead = texts.answers[here]
             draft = drafter.propose(state, target, sampler, ForcedTokens(ahead), plan)  # pyright: ignore[reportArgumentType]
-            # A matched draw equals y with probability q(y): the same formula with 1 in place of p(y).
+            # A matched draw equals y with probability q(y): the same formula with p(y) replaced by 1.
             p = torch.ones_like(token_probs[here]) if plan.rule.keeps_text else token_probs[here]
             keeps[n][:rows, place - 1] = _keep_chances(draft, ahead, p)
     return keeps
@@ -215,10 +215,10 @@ def _token_probs(
 
 
 def _keep_chances(draft: Draft, ahead: Tensor, p: Tensor) -> np.ndarray:
-    """(B, K) P(token of `ahead` is accepted | those before it are); 0 where no node can have the token.
+    """(B, K) P(token of `ahead` is accepted | tokens before it are); 0 if no node can have the token.
 
     Args:
-        draft: one round.
+        draft: draft of one round.
         ahead: (B, K) tokens after the root, then `PAD`.
         p: (B, K) the target's probability of these tokens, or 1 if sampled nodes are matched.
     """
@@ -247,15 +247,15 @@ class RoundStarts:
     """Markov chain of round starts on one rollout.
 
     Args:
-        keep: (starts, K) P(token t + j accepted | those before it are), for a draft below token t.
+        keep: (starts, K) P(token t + j accepted | tokens before it are), for a draft after token t.
         depth: K.
 
     Attributes:
         begins: (starts,) P(a round starts at t).
-        tokens: (starts,) expected tokens of such rounds, cut at the end.
+        tokens: (starts,) expected tokens of these rounds, cut at the end.
         count: expected number of rounds.
-        reached: (2, K + 1) expected rounds that accept a token j of the text, and those that accept all
-            before it, as `kaplan_meier` reads them.
+        reached: (2, K + 1) expected rounds that accept token j of the text, and that accept all tokens before
+            it; see `kaplan_meier`.
     """
 
     def __init__(self, keep: np.ndarray, depth: int) -> None:
@@ -268,7 +268,7 @@ class RoundStarts:
             ends = through - np.append(through[1:], 0.0)  # accepts exactly j
             begins[t + 1 : t + depth + 2] += ends  # the next round starts j + 1 tokens later
             self.tokens[t] = ends @ np.minimum(np.arange(1, depth + 2), starts - t)
-            here = min(depth, starts - t) + 1  # the text has no later places
+            here = min(depth, starts - t) + 1  # later tokens do not exist
             self.reached[0, :here] += through[:here]
             self.reached[1, :here] += np.concatenate([through[:1], through[: here - 1]])
         self.begins = begins[:starts]
@@ -277,13 +277,13 @@ class RoundStarts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextPart:
-    """Rounds whose context, the root included, has from `low` up to `high` - 1 tokens.
+    """Rounds with a context, root included, of `low` to `high` - 1 tokens.
 
     Attributes:
-        low: least tokens.
-        high: one more than the most.
-        tokens: that these rounds emitted (expected).
-        rounds: expected number of them.
+        low: smallest context.
+        high: largest context + 1.
+        tokens: expected tokens of these rounds.
+        rounds: expected number of rounds.
     """
 
     low: int
@@ -293,16 +293,16 @@ class ContextPart:
 
     @property
     def tau(self) -> float:
-        """Tokens a round."""
+        """Tokens per round."""
         return self.tokens / self.rounds
 
 
 def by_context(rollouts: Sequence[Rollout], keeps: Sequence[np.ndarray], depth: int) -> list[ContextPart]:
-    """Parts of all replayed rounds by context length, the shortest first; those without rounds are left out.
+    """Replayed rounds grouped by context length, shortest first, without empty groups.
 
     Args:
-        rollouts: that were replayed.
-        keeps: of each, see `ReplayResult`.
+        rollouts: replayed rollouts.
+        keeps: for each rollout; see `ReplayResult`.
         depth: of the draft.
     """
     places, tokens, rounds = [], [], []
@@ -323,9 +323,9 @@ def by_context(rollouts: Sequence[Rollout], keeps: Sequence[np.ndarray], depth: 
 
 
 def agreement(decoder: Counts, replayed: Counts, confidence: float = CONFIDENCE) -> list[float]:
-    """Confidence interval of the difference of tau between decoder and replay.
+    """Confidence interval of the decoder's tau minus the replay's.
 
-    Student's t over prompts, of the linearised difference of the two ratios; infinite for a single prompt.
+    Student's t over prompts for the linearised difference of both ratios; infinite for a single prompt.
     """
     n = len(decoder.tokens)
     parts = []
@@ -336,6 +336,6 @@ def agreement(decoder: Counts, replayed: Counts, confidence: float = CONFIDENCE)
     if n < 2:
         return [-math.inf, math.inf]
     error = (parts[0] - parts[1]).std(ddof=1) / math.sqrt(n)
-    # Expected rounds are sums of probabilities: where nothing varies, their last bits must not decide.
+    # Expected rounds are sums of probabilities; without variation, rounding must not decide.
     half_width = float(stats.t.ppf((1 + confidence) / 2, n - 1) * error) + ROUND_OFF * decoder.tau
     return [difference - half_width, difference + half_width]

@@ -1,25 +1,24 @@
-"""Statistical tests that sampled tokens come from the target's distributions; no reference run needed.
+"""Statistical tests that sampled tokens come from the target's distributions, without a reference run.
 
-Each token x emitted by a lossless decoder is a draw from the target's distribution p at its position, given
-all tokens before it and that the rule reached this position (docs/lossless.md). Two tests follow:
+Each token x of a lossless decoder is a draw from the target's distribution p at its position, given all
+tokens before it and that the rule reached this position (docs/lossless.md). Two tests follow:
 
 PIT (probability integral transform). Fix an order of the vocabulary before x is drawn. Then p(tokens before
-x) plus a uniform share of p(tokens tied with x) is uniform for any p, and independent between tokens; tested
-by chi-square over bins. The orders are: by p; by token id, the order of the inverse CDF, which reveals
-reused random numbers; and by the draft, which reveals errors of the rule: p / q if children were drawn
-from q, else fixed children first. A drawn child cannot define an order, because the rule decides whether
-x equals it.
+x) plus a uniform share of p(tokens tied with x) is uniform for any p, and independent between tokens; a
+chi-square test over bins checks this. The orders are: by p; by token id, the order of the inverse CDF,
+which reveals reused random numbers; and by the draft, which reveals errors of the rule: p / q if children
+were drawn from q, otherwise fixed children first. A drawn child cannot define an order, because the rule
+decides whether x equals it.
 
-Surprisal. Under p the sum of -log p(x) - entropy has mean 0 and known variance, which gives a z score for
-reports. Its normal approximation fails for peaked distributions (85 times too many z beyond 1e-6 in 78
-tokens of the pocket target at T=0.3). So the test uses the likelihood ratio of p at other temperatures,
-p^(1-t) normalised, to p. It has mean 1 under p, as has an average of several; by Markov's inequality
-1 / ratio is a p-value at any length.
+Surprisal. Under p the sum of -log p(x) - entropy has mean 0 and known variance, so it gives a z score for
+reports. Its normal approximation fails for peaked distributions. The test therefore uses the likelihood
+ratio of p at other temperatures, p^(1-t) normalised, to p. Such ratios and their average have mean 1
+under p; by Markov's inequality 1 / ratio is a p-value at any length.
 
 Positions without a draft, e.g. after a fully accepted draft, are tested separately.
 
-Rules that weigh sampled nodes by q are lossless only if the nodes were drawn from that q. So the same two
-tests are made of draft tokens under their q, in the orders by q and by id.
+Rules that weigh sampled nodes by q are lossless only if the nodes were drawn from that q. The same two
+tests therefore check draft tokens under their q, in the orders by q and by id.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from decode.sampling import Sampler
 from decode.verification.result import first_true, normalised, without_token
 
 BINS = 20
-EXPECTED = 5  # minimum expected tokens per bin; p-values of 1e-6 are then correct to a factor of 4
+EXPECTED = 5  # minimum expected tokens per bin; keeps p-values of 1e-6 correct to a factor of 4
 PLACES = ("free", "drafted", "draft token")
-TESTS = (("p", "id"), ("p", "id", "draft"), ("q", "id"))  # orders at each place
+TESTS = (("p", "id"), ("p", "id", "draft"), ("q", "id"))  # orders at each of PLACES
 DRAFT_TOKEN = 2  # index into PLACES
 Q_ROWS = 8  # rows of q per round whose tokens are tested
 TILTS = tuple(sign * 2.0**-k for k in range(1, 7) for sign in (1, -1))  # T from 2/3 to 2
@@ -56,7 +55,7 @@ class SampledRun:
         temperature: of the run.
         decode: name of its plan.
         tokens: number of tested tokens.
-        impossible: number of tokens, draft tokens too, with probability 0, or whose distribution is NaN.
+        impossible: number of tokens, including draft tokens, with probability 0 or a NaN distribution.
         pit: p-value for each kind of position and order with enough tokens.
         surprisal_z: sum(-log p(x) - entropy) in standard deviations.
         surprisal_p: p-value of the likelihood ratio.
@@ -79,14 +78,14 @@ class SamplingTests:
     Args:
         sampler: of the runs; its temperature must be above 0.
         vocab: size of the target's vocabulary.
-        reads_probs: the rule weighs sampled nodes by q, so draft tokens are tested too.
+        reads_probs: the rule weighs sampled nodes by q, so draft tokens are tested, too.
     """
 
     def __init__(self, sampler: Sampler, vocab: int, reads_probs: bool = True) -> None:
-        assert sampler.temperature > 0, "a greedy token is no draw"
+        assert sampler.temperature > 0, "greedy tokens are not random"
         self.sampler, self.vocab, self.reads_probs = sampler, vocab, reads_probs
         self.rounds = 0
-        self.dice = np.random.default_rng(0)  # shares of ties; independent of the decoder's draws
+        self.dice = np.random.default_rng(0)  # for ties; independent of the decoder's draws
         self.counts = torch.zeros(len(PLACES), len(TESTS[1]), BINS, dtype=torch.long)
         self.ratios = torch.zeros(len(PLACES), len(TILTS), dtype=torch.float64)  # logarithms
         self.tokens = torch.zeros(len(PLACES), dtype=torch.long)
@@ -94,7 +93,7 @@ class SamplingTests:
         self.impossible = 0
 
     def watch(self, prompts: Sequence[Sequence[int]]) -> Callable[[Round], None]:
-        """The `on_round` of one call of `generate` with these prompts."""
+        """The `on_round` callback for one call of `generate` with these prompts."""
         history = None
         if self.sampler.needs_history:
             history = torch.zeros(len(prompts), self.vocab, dtype=torch.bool)
@@ -106,7 +105,7 @@ class SamplingTests:
         width = max(len(tokens) for tokens in seen.emitted)
         emitted = torch.tensor([tokens + [PAD] * (width - len(tokens)) for tokens in seen.emitted])
         requests, device = torch.tensor(seen.requests), seen.logits.device
-        for i in range(width):  # one by one, since a repetition penalty depends on the tokens before
+        for i in range(width):  # one by one, because a repetition penalty depends on earlier tokens
             row = (emitted[:, i] != PAD).nonzero()[:, 0]
             request, token = requests[row], emitted[row, i]
             before = None if history is None else history[request].to(device)
@@ -120,7 +119,7 @@ class SamplingTests:
             self._see_draft(seen.draft)
 
     def _see_draft(self, draft: Draft) -> None:
-        """Test sampled nodes of a round under their q; rows of q take turns, independently of the draws."""
+        """Test sampled nodes of a round under their q, rotating through rows of q whatever was drawn."""
         drafted = draft.probs
         if drafted is None or drafted.selected:
             return
@@ -152,7 +151,7 @@ class SamplingTests:
             p: the distributions.
             token: the tokens.
             place: (M,) index into PLACES.
-            orders: (M, V) sort keys by p, and by the draft if there is one; the order by id comes between.
+            orders: (M, V) sort keys by p, and by the draft if there is one; the order by id comes second.
         """
         x = token[:, None]
         real = p.gather(1, x)[:, 0] > 0  # False for NaN
@@ -178,7 +177,7 @@ class SamplingTests:
         self.ratios.index_add_(0, place[real].cpu(), log_ratio[real].cpu())
 
     def result(self, decode: str) -> SampledRun:
-        """Results so far, for runs with the plan of this name."""
+        """Results so far; `decode` is the plan's name."""
         pit = {
             f"{place} by {order}": p
             for place, orders, rows in zip(PLACES, TESTS, self.counts, strict=True)
@@ -186,7 +185,7 @@ class SamplingTests:
             if (p := _chi_square(counts)) is not None
         }
         # Ratios over each kind of token and over all emitted ones. Each has mean 1, and so has their average,
-        # though draft tokens are not independent of emitted ones.
+        # although draft tokens depend on emitted ones.
         ratios = torch.cat([self.ratios, self.ratios[:DRAFT_TOKEN].sum(0, keepdim=True)])
         ratio = float(ratios.flatten().logsumexp(0)) - math.log(ratios.numel())
         return SampledRun(
@@ -219,7 +218,7 @@ def surprisals(p: Tensor, log: Tensor, token: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def _by_draft(p: Tensor, child: Tensor, draft: Draft, row: Tensor, slot: Tensor) -> Tensor:
-    """(M, V) sort keys: p / q if the children of the slot were drawn from q, else fixed children first."""
+    """(M, V) sort keys: p / q if the slot's children were drawn from q, otherwise fixed children first."""
     drafted = draft.probs
     fixed = child if drafted is None else child & ~drafted.sampled[row]  # (M, N)
     is_fixed = torch.zeros_like(p).scatter_add_(

@@ -33,7 +33,7 @@ AUDIT_SAMPLES = 8  # answers to each prompt in a full audit
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What one row of the scorecard is measured with."""
+    """Configuration of one scorecard row."""
 
     sampler: Sampler
     plan: Plan
@@ -45,10 +45,10 @@ class HeldOut:
     """Prompts that no drafter was trained on.
 
     Attributes:
-        prompts: token ids, decoded for the times.
+        prompts: token ids, decoded for timing.
         names: of the prompts; they key the random draws. Default 0, 1, ...
-        rollouts: for each sampler the target's answers, to `prompts` first and then to any others.
-        reserved: number of first answers by which no checkpoint is selected; 0: those to `prompts`.
+        rollouts: for each sampler the target's answers, first to `prompts`, then to any other prompts.
+        reserved: number of first answers excluded from checkpoint selection; 0: the answers to `prompts`.
     """
 
     prompts: Prompts
@@ -62,14 +62,14 @@ class ScoreOptions:
     """How a drafter is scored.
 
     Attributes:
-        max_new_tokens: for each prompt.
+        max_new_tokens: per prompt.
         stop: end tokens.
         seed: of all draws.
         repeats: timed runs; tokens are the same in each.
         audit_prompts: prompts that the audit decodes: greedily with the headline's plan, and once at each
-            temperature above 0 that is scored, or else at 1.
-        full_audit: audit all prompts, with every plan, and several answers to each.
-        judge: scores the answers of lossy plans and of plain decoding; see `Quality`.
+            scored temperature above 0, or at 1 if there is none.
+        full_audit: audit all prompts with every plan and several answers per prompt.
+        judge: scores answers of lossy plans and of plain decoding; see `Quality`.
     """
 
     max_new_tokens: int
@@ -91,19 +91,19 @@ def score(
 ) -> Scorecard:
     """Measure a drafter.
 
-    The decoder gives times and a count of accepted tokens on `held_out.prompts`. Acceptance is replayed
-    on all stored answers, and both have to agree on the prompts that they share.
+    Decoding `held_out.prompts` gives times and counts of accepted tokens. Acceptance is replayed on all
+    stored answers, and must agree with the counts on shared prompts.
 
     Args:
-        target: compared with itself without the drafter.
-        drafter: what is scored.
+        target: baseline without the drafter.
+        drafter: drafter to score.
         held_out: prompts and answers.
         settings: rows, with resolved plans; the first is the headline.
         options: how to measure.
-        progress: called with (steps done, steps in all).
+        progress: called with (steps done, total steps).
 
     Raises:
-        UserError: nothing to score on, or a headline that is not lossless.
+        UserError: no prompts, or a headline that is not lossless.
     """
     check(held_out.prompts, settings[0].plan)
     if reason := target.abilities.decode:
@@ -150,7 +150,7 @@ def score(
 
 
 def check(prompts: Prompts, headline: Plan) -> None:
-    """Refuse what cannot be scored.
+    """Check that a score is possible.
 
     Raises:
         UserError: no prompts, or a headline that is not lossless.
@@ -162,12 +162,12 @@ def check(prompts: Prompts, headline: Plan) -> None:
 
 
 def check_replayable(plan: Plan, sampler: Sampler, drafter: Proposer | None = None) -> None:
-    """Refuse a plan that cannot be scored without decoding.
+    """Check that a plan can be scored without decoding.
 
-    Engines verify chains for targets that only they can decode; trees of these would be scored for nobody.
+    Engines verify only chains for targets that only they can decode, so trees are refused.
 
     Raises:
-        UserError: no chain, or one whose acceptance is no function of the target's answers.
+        UserError: not a chain, or its acceptance is not a function of the target's answers.
     """
     if not plan.depth or plan.has_siblings:
         raise UserError(
@@ -191,7 +191,7 @@ def _score_by_replay(
     reason: str,
     progress: Callable[[int, int], None] | None,
 ) -> Scorecard:
-    """`score` for a target that cannot be decoded here: only acceptance, on its answers.
+    """`score` for a target that cannot be decoded here: only acceptance on stored answers.
 
     Raises:
         UserError: no answers, or a plan that cannot be replayed.
@@ -273,7 +273,7 @@ def _quality(
     tally: DecodeTimings,
     plain: DecodeTimings,
 ) -> Quality:
-    """What the rule of a lossy setting does to the answers, which are decoded once more."""
+    """Quality of a lossy setting's answers, decoded once more."""
     decode = partial(
         generate,
         target,
@@ -323,9 +323,9 @@ def _accept(
 
 
 def _audit_cases(settings: Sequence[Setting], full: bool) -> list[Case]:
-    """What the audit decodes in addition to the headline's plan, greedily.
+    """Cases that the audit decodes in addition to the headline's plan at temperature 0.
 
-    Each sampler with the first plan that it is scored with; in a full audit each sampler and plan.
+    Each sampler with its first scored plan; in a full audit every sampler and plan.
     """
     settings = [s for s in settings if not s.plan.lossy]
     plans = list(dict.fromkeys(s.plan for s in settings))
@@ -354,7 +354,7 @@ def _conditions(target: Target, prompts: int, options: ScoreOptions) -> Conditio
 
 
 def _described(setting: Setting) -> dict[str, Any]:
-    """What a row says of its setting."""
+    """Fields of a row that describe its setting."""
     plan = setting.plan
     return {
         "temperature": setting.sampler.temperature,
@@ -424,10 +424,10 @@ def _contexts(setting: Setting, rollouts: Sequence[Rollout], result: Acceptance)
 
 
 def _replay(result: Acceptance, decoded: Counts | None, shared: int, reserved: int) -> Replay:
-    """Acceptance on all answers; on those to the first `shared` prompts the decoder must agree, if it ran.
+    """Acceptance on all answers, compared with the decoder's on the first `shared` ones if it ran.
 
-    What selects the best checkpoint must not be what it is then reported by, so `selection_tau` is taken
-    from the answers after the first `shared` and `reserved` ones.
+    The best checkpoint must not be reported by the answers that selected it, so `selection_tau` uses the
+    answers after the first `shared` and `reserved` ones.
     """
     shared = min(shared, len(result.counts.tokens))
     same, others = result.counts.part(0, shared), result.counts.part(max(shared, reserved))
@@ -450,7 +450,7 @@ def _replay(result: Acceptance, decoded: Counts | None, shared: int, reserved: i
 def _positions(outputs: Sequence[Output], depth: int) -> tuple[list[float], list[float], list[float]]:
     """survival[j] = P(accepted >= j), alpha[j] = P(accepted >= j | j - 1 accepted, j offered), offered[j].
 
-    alpha counts tokens of the text, as survival does.
+    alpha counts tokens of the text, like survival.
     """
     counts = decoded_counts(outputs, depth)
     lengths = [(e, o) for out in outputs for e, o in zip(out.emitted, out.draft_lengths, strict=True)]

@@ -1,4 +1,4 @@
-"""The scorecard of a checkpoint: its fields, its JSON form (score.json) and the reader of that."""
+"""The scorecard of a checkpoint: its fields, its JSON form (score.json) and the reader."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from decode.evaluation.quality import Quality
 from decode.evaluation.replay import ContextPart, Counts
 from decode.evaluation.served import Served
 
-BY_ENGINE, NOT_RUN = "decoded by an engine", "not run"  # in place of a speedup, and of an audit's verdict
+BY_ENGINE, NOT_RUN = "decoded by an engine", "not run"  # shown instead of a speedup and of an audit's verdict
 SCHEMA = 4
-# Fields of a row that only a decoder run can fill
+# Fields of a row that need a decoder run
 DECODED = (
     *("acceptance_rate", "tokens_per_second", "plain_tokens_per_second", "speedup", "overhead"),
     *("draft_share", "verify_share", "other_share", "ttft", "tpot"),
 )
-# Properties that the JSON form adds to the fields, for readers in other languages.
+# Properties that are also written to JSON, for readers in other languages.
 DERIVED: dict[type, tuple[str, ...]] = {
     ContextPart: ("tau",),
     Audit: ("passed", "sampled_tokens", "impossible", "pit_p", "surprisal_p", "surprisal_z"),
@@ -31,12 +31,12 @@ DERIVED: dict[type, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Time of each batch with the drafter and without, interleaved; prefill excluded.
+    """Time per batch with and without the drafter, interleaved; prefill excluded.
 
     Attributes:
-        seconds: s for each batch with the drafter, summed over repeats.
-        tokens: tokens decoded in them: all but each request's first.
-        plain_seconds: s for each batch by plain decoding of the same prompts.
+        seconds: s per batch with the drafter, summed over repeats.
+        tokens: tokens decoded in them, i.e. all but the first of each request.
+        plain_seconds: s per batch by plain decoding of the same prompts.
         plain_tokens: tokens decoded in them.
     """
 
@@ -51,18 +51,18 @@ class Replay:
     """Acceptance on the target's stored answers.
 
     Attributes:
-        method: "exact", or "estimate (why)" where a decoder run had to count.
+        method: "exact", or "estimate (why)" if counted in a decoder run.
         tau: tokens per target pass.
         tau_interval: 95 % bootstrap interval of tau over prompts.
         survival: P(accepted >= j) of a round, j from 1.
         prompts: number of answers.
         counts: tokens and (expected) rounds of each answer.
-        difference_interval: 99 % interval of the decoder's tau minus this one on the prompts that both
-            have; None where there is none.
+        difference_interval: 99 % interval of the decoder's tau minus this one on shared prompts; None without
+            shared prompts.
         agrees: 0 lies in that interval.
-        selection_tau: tau on the answers to prompts that the decoder does not decode, by which the best
-            checkpoint is selected; of all answers where there are no others.
-        by_context: rounds by the length of their context; empty where they are not replayed one by one.
+        selection_tau: tau for selecting the best checkpoint: on answers to prompts that the decoder does not
+            decode, or on all answers if there are no others.
+        by_context: rounds by context length; empty if they are not replayed one by one.
     """
 
     method: str
@@ -84,10 +84,10 @@ class Replay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One setting: a sampler, a plan and a batch size. Counts are the decoder's.
+    """One setting: a sampler, a plan and a batch size, with the decoder's counts.
 
-    Where an engine decodes the target (`Conditions.elsewhere`), counts are the replay's, and what only
-    a decoder run can tell is None.
+    If an engine decodes the target (`Conditions.elsewhere`), counts are the replay's, and fields that need
+    a decoder run are None.
 
     Attributes:
         temperature: of target and drafter.
@@ -95,26 +95,26 @@ class Row:
         rule: acceptance rule.
         lossy: the rule does not keep the target's distribution.
         batch_size: requests decoded together.
-        nodes: draft tokens verified in a round.
+        nodes: draft tokens verified per round.
         tau: tokens per target pass, the target's own included.
         tau_interval: 95 % bootstrap interval of tau over prompts.
         survival: P(accepted >= j) of a round, j from 1.
         alpha: P(accepted >= j | accepted >= j - 1, j offered), j from 1.
-        offered: P(offered >= j), j from 1: below 1 where drafts end early; empty without a decoder run.
+        offered: P(offered >= j), j from 1: below 1 if drafts end early; empty without a decoder run.
         acceptance_rate: accepted draft tokens per draft token.
         rounds: verification rounds of all prompts.
-        tokens: tokens of all prompts, each one's first left out.
+        tokens: tokens of all prompts, without the first of each.
         tokens_per_second: tokens/s, prefill excluded.
-        plain_tokens_per_second: likewise by plain decoding.
-        speedup: the former over the latter.
-        overhead: tau / speedup - 1: what a round costs more than a plain one.
+        plain_tokens_per_second: the same for plain decoding.
+        speedup: ratio of these two speeds.
+        overhead: tau / speedup - 1: extra cost of a round over a plain one.
         draft_share: share of decoding time in the drafter, 0 to 1.
         verify_share: share in the target's passes.
         other_share: share in everything else.
         ttft: s to the first token, mean over requests.
         tpot: s per output token of one request.
         timing: times by batch; None in old files.
-        replay: None where nothing was replayed.
+        replay: None if nothing was replayed.
         quality: of a lossy rule's answers; None for lossless rules, and in old files.
     """
 
@@ -147,16 +147,16 @@ class Row:
 
     @property
     def acceptance(self) -> Replay | Row:
-        """Where tau, its interval and survival are read: the replay, else the decoder's own count."""
+        """Source of tau, its interval and survival: the replay, or the decoder's counts without one."""
         return self.replay or self
 
     @property
     def speed(self) -> float:
-        """Speedup to sort by; 0 where nothing was decoded."""
+        """Speedup to sort by; 0 if nothing was decoded."""
         return self.speedup or 0.0
 
     def text(self, name: str, form: str, none: str = "-") -> str:
-        """A field that only a decoder run can fill, as text: `form` formats it, `none` stands for None."""
+        """A field that needs a decoder run, formatted with `form`, or `none` if it is None."""
         value = getattr(self, name)
         return none if value is None else form.format(value)
 
@@ -167,29 +167,28 @@ class Row:
 
     @property
     def counts(self) -> Counts:
-        """Tokens and rounds of each replayed answer; empty where nothing was replayed."""
+        """Tokens and rounds of each replayed answer; empty if nothing was replayed."""
         return self.replay.counts if self.replay else Counts([], [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What was measured on.
+    """Conditions of the measurement.
 
     Attributes:
         seed: of all draws.
-        prompts: held-out prompts that were decoded.
+        prompts: number of decoded held-out prompts.
         max_new_tokens: longest answer, in tokens.
         repeats: timed runs.
         dtype: of the target.
         threads: CPU threads.
         hardware: processor or GPU.
         load_average: of the machine over one minute, at the end.
-        kv_bytes_per_token: bytes of the target's cache for a token.
+        kv_bytes_per_token: bytes per token in the target's cache.
         prompts_digest: hash of the decoded prompts' token ids.
-        elsewhere: why the target cannot be decoded here, so that nothing was timed or audited; "" if it can.
-        control: "none", or how the drafter's inputs were spoilt on purpose.
-        served_plan: name of the plan that the run's engine decodes with, by which checkpoints are compared;
-            "": no engine is named.
+        elsewhere: reason why the target cannot be decoded here, so nothing was timed or audited; or "".
+        control: "none", or how the drafter's inputs were corrupted on purpose.
+        served_plan: name of the run's engine's plan, used to compare checkpoints; "": no engine is named.
     """
 
     seed: int
@@ -211,12 +210,12 @@ class Conditions:
 class TargetDrift:
     """Distance of a tuned target from the original, on the original's own answers.
 
-    Attributes:
-        kl: KL(original || tuned), nats a token.
-        reverse_kl: KL(tuned || original) at the same places, nats a token.
-        top1_agreement: share of tokens at which both have the same most likely token.
-        greedy_prefix: share of an answer before the first place where they differ, mean over prompts.
-        prompts: number of answers.
+    kl: KL(original || tuned), nats per token.
+    reverse_kl: KL(tuned || original) at the same positions, nats per token.
+    top1_agreement: share of tokens at which both have the same most likely token.
+    greedy_prefix: share of an answer before the first difference, mean over prompts.
+    prompts: number of answers.
+    tokens: number of tokens.
         tokens: number of tokens.
     """
 
@@ -230,22 +229,22 @@ class TargetDrift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What was scored.
+    """The scored checkpoint.
 
     Attributes:
         drafter: short name of its kind.
-        step: optimizer steps that it was trained for.
-        commit: of the source that scored it.
+        step: number of optimizer steps.
+        commit: of the source code that scored it.
         target: path or hub id.
         versions: of the libraries, by name.
         parameters: number of the drafter's parameters.
-        drafter_kv_bytes_per_token: bytes of the drafter's cache for a token.
-        quantize: int8 where the drafter's weights were rounded for decoding; else none.
-        lossless_to: "target", or "tuned target" where the drafter comes with one.
-        target_drift: how far a tuned target is from the original; None for others.
-        train_seconds: s of training; None where it is not known.
-        train_cpu_seconds: s of CPU time in it, of the first process.
-        train_precision: of its steps; "" where it is not known.
+        drafter_kv_bytes_per_token: bytes per token in the drafter's cache.
+        quantize: int8 if the drafter's weights were rounded for decoding; otherwise none.
+        lossless_to: "target", or "tuned target" if the drafter comes with one.
+        target_drift: distance of a tuned target from the original; None for others.
+        train_seconds: s of training; None if unknown.
+        train_cpu_seconds: s of CPU time of the first process; None if unknown.
+        train_precision: of its steps; "" if unknown.
     """
 
     drafter: str = ""
@@ -276,12 +275,12 @@ class SampleToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleText:
-    """A held-out prompt as the decoder answers it.
+    """A held-out prompt and the decoder's answer.
 
     Attributes:
         id: of the prompt.
         category: of the prompt.
-        prompt: its end, as text.
+        prompt: end of the prompt, as text.
         temperature: of the answer.
         decode: name of the plan.
         tokens: of the answer.
@@ -297,14 +296,14 @@ class SampleText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChoice:
-    """The plan that decode=auto or decode=calibrated chose for one sampler and batch size.
+    """The plan chosen by decode=auto or decode=calibrated for one sampler and batch size.
 
     Attributes:
-        temperature: of the answers that it was chosen on.
+        temperature: of the answers used for the choice.
         batch_size: requests decoded together.
         chosen: name of the plan.
-        tree: its paths, where it is a static tree.
-        curve: what the choice was made by: the forecast for each plan, or accuracy by depth.
+        tree: its paths if it is a static tree.
+        curve: basis of the choice: forecasts by plan, or accuracy by depth.
     """
 
     temperature: float
@@ -316,20 +315,20 @@ class PlanChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorecard:
-    """Everything that was measured of a checkpoint.
+    """All measurements of one checkpoint.
 
     In JSON the fields of the first row, `conditions` and `checkpoint` are at the top level, with the
     other fields, `schema`, and the properties `audit_passed` and `replay_agrees` (docs/report.md).
 
     Attributes:
         rows: one for each setting; the first is the headline.
-        audit: whether the decoder wrote the target's own text; None where an engine decodes.
-        conditions: what was measured on.
-        checkpoint: what was scored.
+        audit: whether the decoder wrote the target's own text; None if an engine decodes.
+        conditions: conditions of the measurement.
+        checkpoint: scored checkpoint.
         categories: of each replayed prompt.
-        samples: texts to look at.
-        plan_choices: where the plan was measured, not given.
-        served: what an engine measured of the same checkpoint.
+        samples: example texts.
+        plan_choices: plans chosen by measurement.
+        served: an engine's measurements of the same checkpoint.
     """
 
     rows: list[Row]
@@ -348,15 +347,15 @@ class Scorecard:
 
     @property
     def drafts(self) -> list[Row]:
-        """Lossless rows that draft, with the headline's temperature and batch size; at least the headline."""
+        """Lossless drafting rows with the headline's temperature and batch size; else the headline."""
         head = self.headline
         same = [r for r in self.rows if (r.temperature, r.batch_size) == (head.temperature, head.batch_size)]
         return [row for row in same if row.nodes and not row.lossy] or [head]
 
     @property
     def compared(self) -> Row:
-        """What checkpoints are compared by: the plan of the run's engine; where no engine is named the
-        headline, or the first draft where that is plain decoding.
+        """Row by which checkpoints are compared: the plan of the run's engine; without an engine the
+        headline, or the first draft if the headline is plain decoding.
         """
         plan = self.conditions.served_plan
         return next((row for row in self.drafts if row.decode == plan), self.drafts[0])
@@ -368,21 +367,21 @@ class Scorecard:
 
     @property
     def pays(self) -> bool:
-        """A draft is faster than plain decoding on this machine; else do not draft."""
+        """Whether a draft is faster than plain decoding on this machine."""
         return self.fastest.nodes > 0 and self.fastest.speed > 1
 
     @property
     def audit_passed(self) -> bool:
-        """Nothing speaks against losslessness."""
+        """Whether the audit passed, or no audit was possible."""
         return self.audit is None or self.audit.passed
 
     @property
     def audited(self) -> str:
-        """The audit's verdict in a word or two."""
+        """The audit's verdict in one or two words."""
         return NOT_RUN if self.audit is None else "pass" if self.audit.passed else "FAIL"
 
     def after(self, training: Training) -> Self:
-        """The same scorecard with what is known about training."""
+        """The same scorecard with training times and precision."""
         seconds = {"train_seconds": training.seconds, "train_cpu_seconds": training.cpu_seconds}
         checkpoint = replace(self.checkpoint, **seconds, train_precision=training.precision)
         return replace(self, checkpoint=checkpoint)
@@ -393,7 +392,7 @@ class Scorecard:
         return all(row.replay.agrees for row in self.rows if row.replay)
 
     def to_json(self) -> dict[str, Any]:
-        """What score.json has."""
+        """Contents of score.json."""
         top = {**as_json(self.headline), **as_json(self.conditions), **as_json(self.checkpoint)}
         names = ("rows", "audit", "categories", "samples", "plan_choices", "served")
         top |= {name: as_json(getattr(self, name)) for name in names}
@@ -403,14 +402,14 @@ class Scorecard:
 
     @classmethod
     def from_json(cls, values: Any, where: str | Path) -> Self:
-        """Read what `to_json` gives.
+        """Restore a scorecard from `to_json`.
 
         Args:
             values: parsed JSON.
             where: file, for messages.
 
         Raises:
-            UserError: no scorecard, of another version, or a field is missing or of another type.
+            UserError: not a scorecard, another version, or a field is missing or has the wrong type.
         """
         version = values.get("schema", "none") if isinstance(values, dict) else "none"
         if version != SCHEMA:
@@ -446,7 +445,7 @@ def read_scorecard(path: Path) -> Scorecard:
 
 
 class Training(NamedTuple):
-    """How long a checkpoint was trained, and in which precision; see `Checkpoint`."""
+    """Training time and precision of a checkpoint; see `Checkpoint`."""
 
     step: int | None = None
     seconds: float | None = None
@@ -455,7 +454,7 @@ class Training(NamedTuple):
 
 
 def read_training(path: Path) -> Training:
-    """What a score.json of any version, or half of one, says about training."""
+    """Read the training fields of a score.json of any version, even a damaged one."""
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
@@ -486,10 +485,10 @@ def as_json(value: Any) -> Any:
 
 
 def _check_lengths(row: Row, where: str) -> None:
-    """Check that intervals are pairs, and that lists of the same prompts or batches are as long.
+    """Check the lengths of intervals and of lists over the same prompts or batches.
 
     Raises:
-        ValueError: one that is not.
+        ValueError: a length is wrong.
     """
     replay, timing = row.replay, row.timing
     pairs = {"tau_interval": row.tau_interval}

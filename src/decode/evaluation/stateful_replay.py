@@ -1,7 +1,7 @@
-"""Exact acceptance on stored answers, for drafts that depend on where earlier rounds began.
+"""Exact acceptance on stored answers, for drafts that depend on where earlier rounds started.
 
 With fixed nodes the text determines where every round ends. So the rounds of a decoder that emits this text
-are replayed one after another, with a single pass of the target.
+are replayed one after another, with a single target pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from decode.sampling import Sampler
 class Step(NamedTuple):
     """One round of all running rows."""
 
-    state: Any  # of the drafter, when it drafted
+    state: Any  # of the drafter at the time of the draft
     draft: Draft
     ahead: Tensor  # (B, K) the text after the root, then `PAD`
     accepted: list[int]
@@ -49,7 +49,7 @@ def walk(
         target: the model that generated the rollouts.
         drafter: the drafter to score.
         rollouts: prompts and answers.
-        plan: with fixed nodes.
+        plan: plan with fixed nodes.
         sampler: of the rollouts.
         batch_size: rollouts per batch.
         on_step: called after every round.
@@ -76,7 +76,7 @@ def walk(
     return rounds, reached
 
 
-NO_COIN: Any = None  # nothing is drawn
+NO_COIN: Any = None  # nothing is random
 
 
 class _Walker:
@@ -98,7 +98,7 @@ class _Walker:
         self._advance_drafter([0] * len(rollouts), self.begin)
 
     def _advance_drafter(self, first: Sequence[int], counts: Sequence[int]) -> None:
-        """Pass `counts` tokens of each row, from position `first` on, to the drafter."""
+        """Pass `counts` tokens of each row, starting at position `first`, to the drafter."""
         device = self.texts.tokens.device
         rows = torch.tensor(self.rows, device=device)[:, None]
         at = torch.tensor(first, device=device)[:, None] + torch.arange(max(counts), device=device)
@@ -110,7 +110,7 @@ class _Walker:
         self.drafter.advance(self.state, self.target, tokens, taps, list(counts), root)
 
     def step(self, sampler: Sampler) -> Step:
-        """Draft, and count the draft tokens that the text follows."""
+        """Draft, and count the draft tokens that match the text."""
         device = self.texts.answers.device
         rows = torch.tensor(self.rows, device=device)[:, None]
         place = torch.tensor([self.place[r] for r in self.rows], device=device)[:, None]

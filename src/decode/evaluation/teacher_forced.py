@@ -1,4 +1,4 @@
-"""Teacher forcing: drafts at every position of stored answers, given the text before it."""
+"""Teacher forcing: drafts at every position of stored answers, given the preceding text."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class Start(NamedTuple):
     """A possible start of a round: token `place` - 1 of the answers is the root, token `place` is drafted."""
 
     place: int
-    rows: int  # number of answers that are long enough; the first rows of the batch
-    state: Any  # of the drafter, for these rows
+    rows: int  # number of answers that are long enough: the first rows of the batch
+    state: Any  # drafter state of these rows
 
 
-ROOM = 64  # slots of a draft; with more the cache grows
+ROOM = 64  # initial slots for a draft; the cache grows if needed
 
 
 class SettledCache:
-    """The target's cache of texts that are settled piece by piece, for a drafter that reads it.
+    """The target's cache, filled step by step for a drafter that reads it.
 
-    For any other drafter nothing is run, since `TeacherForcedTexts` has what the target says.
+    For other drafters it does nothing, because `TeacherForcedTexts` has the target's outputs.
 
     Args:
         target: its cache is replaced.
-        drafter: that is walked along the texts.
+        drafter: drafter that may read the cache.
         rows: number of texts.
         longest: tokens of the longest text.
     """
@@ -63,19 +63,19 @@ class SettledCache:
 
 
 class TeacherForcedTexts:
-    """A batch of rollouts, run through the target once; see `SettledCache` for drafters that read its cache.
+    """A batch of rollouts after one target pass; see `SettledCache` for drafters that read its cache.
 
     Args:
-        target: the model that generated them.
-        rollouts: sorted by length of the answer, longest first.
-        ahead: number of tokens after a start that are read.
+        target: model that generated the rollouts.
+        rollouts: sorted by answer length, longest first.
+        ahead: number of tokens to read after a start.
 
     Raises:
         UserError: the target's hidden states are not finite.
 
     Attributes:
         answers: (B, longest + ahead) tokens, padded with `PAD`.
-        output: hidden states and taps of the full texts.
+        output: the target's hidden states and taps of the full texts.
     """
 
     def __init__(self, target: Target, rollouts: Sequence[Rollout], ahead: int) -> None:
@@ -91,7 +91,7 @@ class TeacherForcedTexts:
         check_states(target, self.output.last, texts, "a prompt with its stored answer")
 
     def starts(self, drafter: Proposer) -> Iterator[Start]:
-        """Iterate over all starts in order; the drafter may `propose` several times at each."""
+        """Iterate over all starts in order; the drafter may call `propose` several times at each."""
         row = torch.arange(len(self.rollouts), device=self.tokens.device)
         state: Any = drafter.new_state(len(row))
         counts = [len(r.prompt) for r in self.rollouts]
@@ -107,7 +107,7 @@ class TeacherForcedTexts:
             cache.settle(settled, counts)
             drafter.advance(state, self.target, settled, taps, counts, self.answers[row, place - 1])
             yield Start(place, rows, state)
-            at = (begin[row] + place - 1)[:, None]  # (B, 1) position of the root, which is settled next
+            at = (begin[row] + place - 1)[:, None]  # (B, 1) position of the root, settled next
             settled, taps, counts = (
                 self.tokens[row[:, None], at],
                 self.output.taps[row[:, None], at],
@@ -116,7 +116,7 @@ class TeacherForcedTexts:
 
 
 class ForcedTokens:
-    """A coin that draws the tokens of the rollout, one per level of the draft.
+    """A coin that returns the rollout's tokens, one per level of the draft.
 
     Args:
         ahead: (B, K) tokens.
@@ -126,7 +126,7 @@ class ForcedTokens:
         self.ahead, self.level = ahead, 0
 
     def draw(self, weights: Tensor, key: Key, active: Tensor) -> Tensor:
-        """(B,) or (B, n) tokens; called once per level, since drafts are expanded level by level."""
+        """(B,) or (B, n) tokens; call it once per level."""
         del weights, key
         token = self.ahead[:, self.level].clamp_min(0)
         self.level += 1

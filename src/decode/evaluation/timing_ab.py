@@ -1,4 +1,4 @@
-"""Time decoders interleaved in one process, so that machine noise affects all equally."""
+"""Time decoders interleaved in one process, so that machine noise affects all of them equally."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DecodeTimings:
     Attributes:
         outputs: of the first run.
         times: sum over all batches and runs.
-        seconds: of each batch, summed over runs, without prefill.
+        seconds: per batch, summed over runs, without prefill.
         tokens: decoded in `seconds`, i.e. all but the first of each request.
         requests: number of requests over all runs.
     """
@@ -35,7 +35,7 @@ class DecodeTimings:
         return sum(self.tokens)
 
     def add(self, generation: Generation, run: int, batch: int) -> None:
-        """Add one batch; the first run must pass all batches in order."""
+        """Add one batch; batches of the first run must come in order."""
         if not run:
             self.outputs += generation.outputs
             self.seconds.append(0.0)
@@ -91,7 +91,7 @@ def time_interleaved(
             part = prompts[start : start + batch]
             keys = names[start : start + batch]
             order = list(range(len(plans)))
-            if (run + number) % 2:  # no plan always comes first
+            if (run + number) % 2:  # alternate which plan comes first
                 order.reverse()
             for i in order:
                 out = decode(proposers[i], part, plan=plans[i], requests=keys, max_new_tokens=max_new_tokens)

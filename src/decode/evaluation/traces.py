@@ -1,4 +1,4 @@
-"""Trace a decoder run: source of every token, and its probability under target and drafter."""
+"""Traces of decoder runs: source of every token, and its probability under target and drafter."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class TracedToken(NamedTuple):
     Attributes:
         token: id.
         source: accepted: from the draft; corrected: from the target, where the draft had other tokens;
-            plain: from the target, where nothing was drafted.
+            plain: from the target, without a draft.
         p: probability under the target, with temperature but no other warper.
         p_rank: rank under the target, 1 for the most likely token.
-        q: probability under the drafter; None if it has no distribution here.
+        q: probability under the drafter; None without a distribution here.
         q_rank: rank under the drafter; None if q is None or 0.
     """
 
@@ -56,16 +56,16 @@ def trace_tokens(
 ) -> list[list[TracedToken]]:
     """Decode the prompts in one batch and record every token.
 
-    Probabilities are at the sampler's temperature, or at 1 if that is 0.
+    Probabilities are at the sampler's temperature, or at 1 if it is 0.
 
     Args:
         target: as for `generate`.
         drafter: as for `generate`.
         prompts: token ids.
-        plan: shape of the draft and acceptance rule.
+        plan: shape of the draft and verification rule.
         sampler: warpers of the text.
         max_new_tokens: per prompt.
-        has_probs: whether the drafter can sample a chain of the plan's depth, so that q is known.
+        has_probs: whether the drafter can sample a chain of the plan's depth, so q is known.
         stop: end tokens.
         seed: of all draws.
         names: identifiers of the prompts, which key the draws.
@@ -112,7 +112,7 @@ def trace_tokens(
 
 
 class _ProbsRecorder:
-    """A proposer that can repeat its draft on the emitted tokens to get their probabilities.
+    """A proposer that can repeat its draft on the emitted tokens to get their probabilities q.
 
     Args:
         drafter: the wrapped proposer.
@@ -139,7 +139,7 @@ class _ProbsRecorder:
         ahead = torch.nn.functional.pad(text, (0, self._depth), value=PAD)[:, : self._depth]
         plan = Plan(self._depth, proposal="sampled")
         draft = self._drafter.propose(*call[:2], self._view, ForcedTokens(ahead), plan)  # pyright: ignore[reportArgumentType]
-        self._drafter.propose(*call)  # restores what the state keeps of the real draft
+        self._drafter.propose(*call)  # restores the state after the real draft
         return None if draft.q is None else draft.q[:, : text.shape[1]]  # the draft may be shallower
 
 

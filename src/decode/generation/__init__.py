@@ -1,1 +1,1 @@
-"""The speculative decoding loop and its public face: generate and stream."""
+"""The speculative decoding loop and its public functions: generate and stream."""

@@ -35,16 +35,16 @@ class _State:
 
 
 class AdaptiveDepth:
-    """A proposer that chooses its draft length from settled rounds, before any draw of the next round.
+    """A proposer that chooses its draft length from settled rounds, before the next round's draws.
 
-    Fixed drafts are verified by `match`, whose output does not depend on the draft, so all rows of a
-    batch use one length. With sampled drafts the length decides which random keys determine the text,
-    so each row uses its own history and its text does not depend on the rest of the batch. The
-    exception is a drafter whose state depends on the depth of the draft (Lyanna's `logit_sum`).
+    Fixed drafts are verified by `match` and do not affect its output, so all rows of a batch use one length.
+    With sampled drafts the length decides which random keys determine the text, so each row uses its own
+    history and its text does not depend on the rest of the batch. The exception is a drafter with state
+    that depends on the depth of the draft (Lyanna's `logit_sum`).
 
     Args:
         drafter: the wrapped proposer.
-        plan: of the longest chain.
+        plan: plan of the longest chain.
         policy: chooses the length.
     """
 
@@ -77,12 +77,12 @@ class AdaptiveDepth:
             state.lengths = state.lengths[RowInts.of(rows).on(state.lengths.device)]
 
     def append(self, state: _State, target: Target, other: _State) -> None:
-        """Add another state's rows behind these; both have advanced since they drafted."""
+        """Append another state's rows; both have advanced since they drafted."""
         self.drafter.append(state.inner, target, other.inner)
         state.counts = np.concatenate([state.counts, other.counts], 1)
 
     def propose(self, state: _State, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
-        """Draft below the root, with the length that the policy chooses."""
+        """Draft below the root with the policy's length."""
         del plan
         depths = self.policy.depths(state.counts, self.per_row)
         draft = self._draft(state, target, sampler, coin, depths)
@@ -103,7 +103,7 @@ class AdaptiveDepth:
         plan = self.plans[max(depths)]
         if min(depths) == max(depths):
             return self.drafter.propose(state.inner, target, sampler, coin, plan)
-        end = to_device(depths, device, coin)[:, None]  # before any draw, so that draws come with it
+        end = to_device(depths, device, coin)[:, None]  # before any draw, so that draws are uploaded with it
         draft = self.drafter.propose(state.inner, target, sampler, coin, plan)
         if not draft.depth:
             return draft
@@ -113,7 +113,7 @@ class AdaptiveDepth:
 
 
 class _Observing(AdaptiveDepth):
-    """Around a proposer that observes."""
+    """Wrapper of a proposer that observes."""
 
     def observe(self, state: _State, answers: Sequence[Sequence[int]]) -> None:
         """See `Observes`."""

@@ -1,4 +1,4 @@
-"""Numbers of the target that are not finite: found in what a round reads anyway, and traced to a layer."""
+"""Detection of target outputs that are not finite, and the layer that they come from."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FINE = " (those of a plain pass over the same text are)"
 
 
 def broken_slot(logits: Tensor, draft: Draft) -> Tensor:
-    """(B,) 1 + the first slot of each row whose logits are not finite, 0 if all are.
+    """(B,) 1 + the first slot with logits that are not finite in each row, 0 if there is none.
 
-    A slot is broken if its largest logit is no number: NaN, +inf, or -inf of all tokens. Tokens that are
-    masked with -inf are no fault. Never synchronises with the device.
+    A slot is broken if its largest logit is NaN, +inf, or -inf for all tokens. Tokens masked with -inf
+    are allowed. Never synchronises with the device.
 
     Args:
         logits: (B, S, V) of the target.
-        draft: whose slots they are.
+        draft: draft with these slots.
     """
     read = F.pad(draft.tokens != PAD, (1, 0), value=True)  # (B, S) the root, and nodes that exist
     broken = ~logits.amax(-1).isfinite() & read
@@ -32,29 +32,28 @@ def broken_slot(logits: Tensor, draft: Draft) -> Tensor:
 
 
 def not_finite(target: Target, texts: Sequence[Sequence[int]], name: str) -> UserError:
-    """The error about logits that are not finite, with the first layer whose numbers are not.
+    """Error for logits that are not finite; names the first layer with such numbers.
 
     Args:
-        target: that gave the logits.
-        texts: up to the token behind which they are; others are looked at where a plain pass over the first
-            is finite.
-        name: of the text.
+        target: target with these logits.
+        texts: texts up to the broken token; later ones are tried if a plain pass over the first is finite.
+        name: name of the text.
     """
     origins = ((text, _origin(target, text)) for text in texts)
     text, origin = next((found for found in origins if found[1] != FINE), (texts[0], FINE))
     return UserError(
-        f"the target's logits are not finite behind token {len(text)} of {name}{origin}: {ADVICE}"
+        f"the target's logits are not finite after token {len(text)} of {name}{origin}: {ADVICE}"
     )
 
 
 def check_states(target: Target, states: Tensor, texts: Sequence[Sequence[int]], name: str) -> None:
-    """Refuse hidden states that are not finite; waits for the device.
+    """Check that hidden states are finite; synchronises with the device.
 
     Args:
-        target: that gave the states.
+        target: target with these states.
         states: (B, T, D) input of the head at right-padded texts.
         texts: B token ids.
-        name: of such a text.
+        name: name of such a text.
 
     Raises:
         UserError: a state is not finite.
@@ -68,14 +67,14 @@ def check_states(target: Target, states: Tensor, texts: Sequence[Sequence[int]],
 
 
 def check_logits(target: Target, logits: Tensor, text: Sequence[int], first: int, name: str) -> None:
-    """Refuse logits that are not finite, as `broken_slot` finds them; waits for the device.
+    """Check that logits are finite, like `broken_slot`; synchronises with the device.
 
     Args:
-        target: that gave the logits.
-        logits: (n, V) behind tokens `first` - 1, `first`, ... of the text.
+        target: target with these logits.
+        logits: (n, V) after tokens `first` - 1, `first`, ... of the text.
         text: token ids.
-        first: tokens of the text up to the first row.
-        name: of the text.
+        first: number of tokens up to the first row.
+        name: name of the text.
 
     Raises:
         UserError: a row is not finite.
@@ -87,14 +86,14 @@ def check_logits(target: Target, logits: Tensor, text: Sequence[int], first: int
 
 @torch.no_grad()
 def _origin(target: Target, text: Sequence[int]) -> str:
-    """Where a plain pass over the text first has a number that is not finite; "" if that cannot be found."""
-    if target.source:  # another program runs the layers
+    """First part of a plain pass over the text with a number that is not finite; "" if unknown."""
+    if target.source:  # an engine runs the layers
         return ""
     layers, taps, transform = len(target.layers), target.taps, target.tap_transform
     try:
         target.taps, target.tap_transform = (*range(layers), LAST), None
         states = target.read(torch.tensor([list(text)], device=target.device))
-    except RuntimeError:  # out of memory, or layers that do not run this way
+    except RuntimeError:  # out of memory, or layers that do not support it
         return ""
     finally:
         target.taps, target.tap_transform = taps, transform

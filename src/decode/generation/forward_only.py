@@ -1,8 +1,8 @@
-"""Plain decoding of targets whose state only goes forward, through their own cache.
+"""Plain decoding through the target's own cache, for targets that cannot roll back their state.
 
-Recurrent states cannot skip padding or forget a token. So all rows read from their first token on, one
-column at a time: a row with prompt left reads it, another one its newest token. Draws are keyed by
-position, as in the speculative loop, so texts are those that it would write.
+Recurrent states cannot skip padding or forget a token. So all rows start with their first token and read
+one column at a time: a row reads its prompt, then its newest token. Draws are keyed by position, as in
+the speculative loop, so both write the same texts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def write_forward(
     outputs, times, begin = [Output([]) for _ in prompts], Times(), clock()
     tests = [until() for _ in prompts] if until else None
     texts = [list(prompt) for prompt in prompts]  # of all requests, growing
-    rows = list(range(len(prompts)))  # requests that are running
+    rows = list(range(len(prompts)))  # running requests
     seen = _seen(target, texts) if sampler.needs_history else None
     cache, read = OwnCache(target.base, target.head.weight), min(map(len, prompts))
     last = cache.read(torch.tensor([text[:read] for text in texts], device=device))[:, -1]  # (B, D)
@@ -79,7 +79,7 @@ def write_forward(
 
 
 def _seen(target: Target, texts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """(B, V) bool: the tokens of each text, for the repetition penalty."""
+    """(B, V) bool: tokens of each text, for the repetition penalty."""
     seen = torch.zeros(len(texts), target.vocab_size, dtype=torch.bool, device=target.device)
     for row, text in enumerate(texts):
         seen[row, torch.tensor(text, device=target.device)] = True
@@ -87,7 +87,7 @@ def _seen(target: Target, texts: Sequence[Sequence[int]]) -> torch.Tensor:
 
 
 def _emit(output: Output, token: int, seconds: float) -> None:
-    """Add a token, as a round without a draft settles it; the first belongs to no round."""
+    """Add a token as a round without a draft would; the first token belongs to no round."""
     if output.tokens:
         output.emitted.append(1)
         for column in (output.accepted, output.draft_lengths, output.drafted):

@@ -45,7 +45,7 @@ def generate(
         prompts: token ids, at least one per prompt.
         max_new_tokens: limit per request; lower if the target's context ends first.
         sampler: temperature and other warpers.
-        plan: shape of the draft and acceptance rule; default plain decoding.
+        plan: shape of the draft and verification rule; default plain decoding.
         seed: seed of all random draws.
         requests: identifiers that key each request's random draws; default 0, 1, ...
         samples: index of each row among the samples of its request; default 0.
@@ -53,15 +53,14 @@ def generate(
         until: factory of a stop test per request, such as `StopStrings`.
         coin: replaces the keyed coin (tests).
         on_round: called after the prefill and after every round.
-        clock: time source of `Generation.times`, which also waits for the device at every reading. None: wall
-            time without waiting; on a GPU only prefill and total are then exact.
-        batch_size: most requests that are decoded at a time: others join, in their order, as requests end.
+        clock: time source of `Generation.times`; must synchronise with the device at each reading. None: wall
+            time without synchronisation; on a GPU only prefill and total are then exact.
+        batch_size: maximum number of requests to decode at a time; others join in order as requests end.
             None: all at once.
 
     Raises:
-        UserError: an empty prompt, or one that leaves no room in the target's context; a token that the
-            target does not have; a number that is none or out of range; a target that can verify no drafts,
-            and a drafter; logits of the target that are not finite.
+        UserError: a prompt that is empty or leaves no room in the context; an unknown token; an invalid
+            number; a drafter with a target that cannot verify drafts; logits that are not finite.
     """
     prompts, limits = _checked(target, prompts, max_new_tokens)
     if batch_size is not None:
@@ -96,7 +95,7 @@ def _in_turn(
     batch_size: int | None,
     names: Sequence[int | str],
 ) -> Generation:
-    """Plain decoding through the target's own cache, one batch after the other: its rows begin together."""
+    """Plain decoding through the target's own cache, one batch after the other; rows start together."""
     if target.abilities.replay:
         name, reason = type(target.model).__name__, target.abilities.replay
         raise UserError(
@@ -134,8 +133,8 @@ def stream(
     `sample` as this prompt's entries of `requests` and `samples`. The iterator may be closed early.
 
     Raises:
-        UserError: immediately for what `generate` rejects; from the iterator if the target has started
-            another text since the last piece, or its logits are not finite.
+        UserError: immediately if `generate` would raise; from the iterator if the target has started another
+            text since the last piece, or its logits are not finite.
     """
     coin = KeyedCoin(seed, [request], [sample]) if coin is None else coin
     prompts, limits = _checked(target, [prompt], max_new_tokens)
@@ -149,7 +148,7 @@ def _checked(
     """The prompts as lists, and the maximum number of new tokens of each.
 
     Raises:
-        UserError: a prompt that is empty, leaves no room, or has a token that the target does not have.
+        UserError: a prompt that is empty, leaves no room, or has an unknown token.
     """
     most, known, limits = whole_number(max_new_tokens, "max_new_tokens", 1), target.num_embeddings, []
     texts = [token_ids(prompt) for prompt in prompts]

@@ -1,6 +1,6 @@
 """The speculative decoding loop: propose, target pass, verify, keep accepted tokens, advance the drafter.
 
-Batched; rows accept different numbers of tokens and finish at different times.
+Rows of a batch accept different numbers of tokens and finish at different times.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from decode.verification.result import VerificationResult
 from decode.verification.rule import verify
 from decode.verification.target_probs import TargetProbs, TextState
 
-SHARE = 8  # rows join once this part of the batch is free, since their prompts cost a pass of their own
+SHARE = 8  # rows join once 1 / SHARE of the batch is free, because their prompts need an extra pass
 
 
 class _Batch:
-    """The rows that are running, all but the target's cache and the drafter's state."""
+    """State of the running rows, except the target's cache and the drafter's state."""
 
-    root: Tensor  # (B,) last emitted tokens, which the target has not read
+    root: Tensor  # (B,) last emitted tokens, not yet read by the target
     seen: Tensor | None = None  # (B, V) tokens of each text, for the repetition penalty
-    followed: TextState | None = None  # what the rule knows of each text
+    followed: TextState | None = None  # the rule's state of each text
 
     def __init__(
         self, requests: list[int], prompts: Sequence[Sequence[int]], limits: Sequence[int], coin: Any
@@ -70,7 +70,7 @@ class _Batch:
         self.coin = self.coin.select(rows)
 
     def append(self, other: _Batch) -> None:
-        """Add another batch's rows behind these."""
+        """Append another batch's rows."""
         self.request = [*self.request, *other.request]
         self.remaining = [*self.remaining, *other.remaining]
         self.position = append_rows(self.position, other.position)
@@ -126,7 +126,7 @@ class Loop:
         self.start = self.now()
 
     def rounds(self) -> Iterator[None]:
-        """Decode to the end; yields after every prefill and after every round."""
+        """Decode to the end; yields after every prefill and every round."""
         while self.waiting or self.batch.request:
             free = self.size - len(self.batch.request)
             with self.target.lock:  # of another thread; not held while a stream's reader has its piece
@@ -146,7 +146,7 @@ class Loop:
             yield Piece(tokens, [i < accepted for i in range(len(tokens))], self.outputs[0], self.times)
 
     def now(self) -> float:
-        """Current time in seconds; by the caller's clock, after synchronising with the device."""
+        """Current time in seconds, by the caller's clock (which waits for the device) if there is one."""
         if self.clock is None:
             return time.perf_counter()
         if self.target.device.type == "cuda":
@@ -155,9 +155,9 @@ class Loop:
 
     @torch.inference_mode()  # per step; on a generator it would leak into the caller
     def admit(self) -> None:
-        """Run the target on the prompts that there is room for, and draw their first tokens.
+        """Prefill the next prompts for which there is room, and draw their first tokens.
 
-        Their rows join those that run.
+        Their rows are appended to the running ones.
         """
         count = min(self.size - len(self.batch.request), self.waiting)
         begin, drafted = self.now(), self.times.draft
@@ -179,7 +179,7 @@ class Loop:
             self.outputs[request].ttft = now - self.start
 
     def _join(self, running: _Batch, cache: KVCache, state: Any) -> None:
-        """Put the current rows behind those that run."""
+        """Append the current rows to the running ones."""
         cache.store.append(self.cache.store)
         self.target.resume(cache)
         if self.drafter:
@@ -194,10 +194,10 @@ class Loop:
         for row, prompt in enumerate(prompts):
             padded[row, : len(prompt)] = prompt
         tokens = upload(padded, device)
-        # Cache capacity: prompt, new tokens, and the slots of one draft that are read but not kept.
+        # Cache capacity: prompt, new tokens, and the slots of one draft that are not kept.
         slack = target.slots(1 + self.plan.nodes) if self.drafter else 1
         if self.drafter and self.drafter.traits.reads_cache:
-            # It may read the widest level of a tree at every depth.
+            # A drafter may read the widest level of a tree at every depth.
             slack = max(slack, 1 + self.plan.width * (self.plan.depth - 1))
         longest = max(len(p) + n for p, n in zip(self.prompts, self.limits, strict=True))
         target.start(len(prompts), longest + slack)
@@ -210,7 +210,7 @@ class Loop:
         batch.followed = self.plan.rule.follow(tokens.where(real, PAD))
         if self.sampler.needs_history:
             batch.seen = torch.zeros(len(prompts), target.vocab_size, dtype=torch.bool, device=device)
-            # Padding writes the row's first token, which is in the text anyway.
+            # Padding marks the row's first token, which is in the text anyway.
             batch.seen.scatter_(1, torch.where(real, tokens, tokens[:, :1]), value=True)
         logits = target.head(forward.last[rows, end])[:, None]  # (B, 1, V)
         coin = batch.coin.at(batch.position, batch.rounds)
@@ -229,10 +229,10 @@ class Loop:
         if target.cache is not self.cache:
             raise UserError("stream: the target has started another text; finish one stream before the next")
         if self.drafter and target.taps != self.taps:
-            raise UserError("stream: the target was told to record other hidden states (`tap`) in between")
+            raise UserError("stream: `tap` was called in between; finish the stream before changing taps")
         coin = batch.coin.at(batch.position, batch.rounds)
         begin = self.now()
-        if self.drafter is None or self.plan.depth == 0:  # a timer changes the plan between rounds
+        if self.drafter is None or self.plan.depth == 0:  # timing changes the plan between rounds
             draft = Draft.empty(len(batch.request), target.device)
         else:
             draft = self.drafter.propose(self.state, target, self.sampler, coin, self.plan)
@@ -277,21 +277,20 @@ class Loop:
     ) -> list[int]:
         """Copy the emitted tokens to the host and append them to the outputs.
 
-        This is the only device synchronisation of a round, so all results travel in one table.
+        This is the only device synchronisation of a round, so all results are copied as one table.
 
         Args:
             draft: of the round.
             result: of the round.
             broken: (B,) see `broken_slot`.
             fault: (B,) see `draft_fault`; None in the prefill.
-            answers: (B, S) the target's most likely token at every slot, for a drafter that observes it.
+            answers: (B, S) the target's most likely token at every slot, for a drafter that observes answers.
 
         Returns:
-            The rows that are not finished.
+            Rows that are not finished.
 
         Raises:
-            UserError: logits of the target that are not finite; a draft with which verification would not be
-                lossless.
+            UserError: the target's logits are not finite, or verification of the draft would not be lossless.
         """
         batch, is_prefill, width = self.batch, fault is None, result.tokens.shape[1]
         shape = broken if fault is None else fault, draft.lengths(), (draft.tokens >= 0).sum(-1)
@@ -337,10 +336,10 @@ class Loop:
         return running
 
     def _not_finite(self, row: int, draft: Draft, slot: int) -> UserError:
-        """The error about a row whose logits are not finite, first at this slot.
+        """Error for a row with logits that are not finite, first at this slot.
 
-        A broken node spoils all slots of its row, since attention multiplies what it must not see by 0. So
-        the nodes' paths are looked at as well.
+        A broken node affects all slots of its row, because attention multiplies masked values by 0. So the
+        nodes' paths are checked as well.
         """
         request = self.batch.request[row]
         name = f"prompt {self.names[request]}{' and its draft' if draft.depth else ''}"

@@ -11,16 +11,16 @@ from decode.errors import UserError
 
 REPLACEMENT = "\ufffd"  # decoded from bytes that are not (yet) a character
 MAX_PENDING = 3  # replacement characters that may still become a character: UTF-8 has up to 4 bytes
-WINDOW = 16  # tokens of context; more than MAX_PENDING characters consist of
+WINDOW = 16  # tokens of context; more than MAX_PENDING characters need
 
 
 class Detokenizer:
-    """Incremental detokenizer: turns a stream of tokens into text, without ever revising it.
+    """Incremental detokenizer: turns a stream of tokens into text and never revises it.
 
-    The concatenated parts equal the text of all tokens decoded at once. The exception is a byte-fallback
-    decoder with invalid UTF-8, which replaces a whole run of bytes afterwards. A call decodes at most
-    `2 * WINDOW` tokens: since the last complete text and, as context, the part before it,
-    because decoders strip the leading space of the first token.
+    The concatenated parts equal the text of all tokens decoded at once, except that a byte-fallback
+    decoder with invalid UTF-8 replaces a whole run of bytes afterwards. A call decodes at most
+    `2 * WINDOW` tokens: those since the last complete text, and the previous part as context, because
+    decoders strip the leading space of the first token.
 
     Args:
         tokenizer: decodes without cleaning up spaces.
@@ -48,7 +48,7 @@ class Detokenizer:
         return part
 
     def end(self) -> str:
-        """Return the rest: bytes that will not become a character any more."""
+        """Return the rest: bytes that will not become a character."""
         text = self._decode(self._tokens)[len(self._returned) :]
         self._tokens, self._context, self._returned = [], 0, ""
         return text
@@ -72,16 +72,16 @@ class Detokenizer:
 class StopStrings:
     """Stop strings: end a request with the token that completes one of the strings in its text.
 
-    For `until` of `generate` and `stream`. A string may begin or end within a token, span rounds, or lie
-    in the middle of an accepted draft; the tokens after it are cut. Where a text ends depends on its own
-    tokens only, so decoding stays lossless (docs/lossless.md).
+    For `until` of `generate` and `stream`. A string may start or end within a token, span rounds, or be
+    in the middle of an accepted draft; the tokens after it are cut. The end of a text depends only on its
+    own tokens, so decoding stays lossless (docs/lossless.md).
 
     Args:
         tokenizer: of the target; special tokens are part of the text.
         strings: one or several stop strings.
 
     Raises:
-        UserError: an empty string, or something else than strings.
+        UserError: an empty string, or not strings.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: str | Sequence[str]) -> None:
@@ -96,7 +96,7 @@ class StopStrings:
             raise UserError("stop: an empty stop string would end every text")
 
     def __call__(self) -> Callable[[int], bool]:
-        """Return the stop test of one request: called with each token in order, True ends the request."""
+        """Return the stop test of one request; called with each token in order, True ends the request."""
         text = Detokenizer(self.tokenizer)
         keep = (
             max(map(len, self.strings), default=1) - 1

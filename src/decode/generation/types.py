@@ -21,16 +21,16 @@ Until = Callable[[], Callable[[int], bool]]
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What decoding, scores and training need to know of a proposer.
+    """Properties of a proposer that decoding, scoring and training depend on.
 
     Attributes:
         proposals: supported values of `Plan.proposal`.
-        depth_invariant: the prediction for depth j at anchor t is the one for depth 1 at t + j - 1, as in any
-            language model; training then yields depth 1 only.
+        depth_invariant: the prediction for depth j at anchor t equals that of depth 1 at t + j - 1, as in a
+            language model; training then yields only depth 1.
         depends_on_batch: drafts may depend on the other rows of the batch.
-        reads_cache: it reads the target's cache, which at `advance` and `propose` holds the settled text. It
-            may write behind the settled slots, where verification writes next, and settles nothing.
-        tunes_target: the verifier has other weights, so that its output is not the original target's.
+        reads_cache: it reads the target's cache, which holds the settled text at `advance` and `propose`. It
+            may write after the settled slots, where verification writes next, and settles nothing.
+        tunes_target: the verifier has other weights, so its output differs from the original target's.
         drafts_in_verification: the pass that verifies a draft also computes the next one.
     """
 
@@ -43,9 +43,9 @@ class Traits:
 
 
 class Proposer(Protocol):
-    """Interface of a drafter. Its decoding state is an object of its own, never kept on the module.
+    """Interface of a drafter. Its decoding state is a separate object, never kept on the module.
 
-    What some drafters have is a protocol each: `ReadsTaps`, `Observes`, `DependsOnRounds`, `ChecksPlans`.
+    Optional abilities are separate protocols: `ReadsTaps`, `Observes`, `DependsOnRounds`, `ChecksPlans`.
     """
 
     @property
@@ -67,8 +67,8 @@ class Proposer(Protocol):
             target: provides the embedding.
             tokens: (B, M) right-padded; entries past `counts` are ignored.
             taps: (B, M, L, D) of these tokens.
-            counts: tokens per row, at least 1; from the loop a `Settled`, which is on the device too.
-            root: (B,) the token after them, which the target has not read.
+            counts: (B,) tokens per row, at least 1; a `Settled` if the loop calls.
+            root: (B,) the next token, not yet read by the target.
         """
         ...
 
@@ -77,7 +77,7 @@ class Proposer(Protocol):
         ...
 
     def append(self, state: Any, target: Target, other: Any) -> None:
-        """Add another state's rows behind these. Both have advanced since they drafted."""
+        """Append another state's rows. Both have advanced since they drafted."""
         ...
 
     def propose(self, state: Any, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
@@ -87,48 +87,48 @@ class Proposer(Protocol):
 
 @runtime_checkable
 class ReadsTaps(Protocol):
-    """A proposer that reads hidden states of the target."""
+    """A proposer that reads the target's hidden states."""
 
     @property
     def taps(self) -> Sequence[Tap]:
-        """Layer ids, or "last"; none: it reads none."""
+        """Layer ids, or "last"; empty: it reads none."""
         ...
 
 
 @runtime_checkable
 class Observes(Protocol):
-    """A proposer that is told what the target answers to its drafts."""
+    """A proposer that is notified of the target's answers to its drafts."""
 
     def observe(self, state: Any, answers: Sequence[Sequence[int]]) -> None:
         """Called after every verification.
 
         Args:
             state: of the rows.
-            answers: the target's most likely tokens, at the root's slot and at every node's, row by row.
+            answers: for each row the target's most likely tokens at the root's slot and at every node's.
         """
         ...
 
 
 @runtime_checkable
 class DependsOnRounds(Protocol):
-    """A proposer whose drafts may depend on where earlier rounds began, and not on the text only."""
+    """A proposer whose drafts may depend on where earlier rounds started, not only on the text."""
 
     def depends_on_rounds(self, plan: Plan) -> bool:
-        """Whether this plan's do."""
+        """Whether the drafts of this plan do."""
         ...
 
 
 @runtime_checkable
 class ChecksPlans(Protocol):
-    """A proposer that cannot draft by every plan."""
+    """A proposer that does not support every plan."""
 
     def check(self, plan: Plan) -> None:
-        """Raises UserError where it cannot draft by this one."""
+        """Raise UserError if it does not support this plan."""
         ...
 
 
 def depends_on_rounds(drafter: Proposer, plan: Plan) -> bool:
-    """Whether the drafts of this plan depend on where earlier rounds began."""
+    """Whether the drafts of this plan depend on where earlier rounds started."""
     return plan.adapt is not None or (
         isinstance(drafter, DependsOnRounds) and drafter.depends_on_rounds(plan)
     )
@@ -139,7 +139,7 @@ class Output:
     """Output of one request, finished or in progress.
 
     Attributes:
-        tokens: generated tokens, up to and including the end token.
+        tokens: generated tokens, including the end token.
         emitted: number of tokens emitted per verification round, after the cut at the end. The first
             token comes from the prefill and belongs to no round.
         accepted: number of draft tokens accepted per round, before the cut.
@@ -167,9 +167,9 @@ class Output:
 class Times:
     """Seconds spent. `total` covers the rounds: draft, verify and `other`; prefill is separate.
 
-    On a GPU `draft` and `verify` need a clock, see `generate`: without one the host runs ahead of the device.
+    On a GPU `draft` and `verify` need a clock (see `generate`), because the host runs ahead of the device.
 
-    Time that a consumer of `stream` spends between two pieces is not counted.
+    Time that a caller of `stream` spends between two pieces is not counted.
     """
 
     prefill: float = 0.0
@@ -179,7 +179,7 @@ class Times:
 
     @property
     def other(self) -> float:
-        """Seconds of everything else: acceptance rules, random numbers, cache compaction, the loop."""
+        """Seconds of everything else: verification rules, random numbers, cache compaction, the loop."""
         return self.total - self.draft - self.verify
 
 
@@ -201,7 +201,7 @@ class Generation:
     times: Times
 
     def followed_by(self, other: Generation) -> Generation:
-        """This batch, and another one decoded after it."""
+        """Combine this batch with one decoded after it."""
         names = [one.name for one in fields(Times)]
         sums = Times(*(getattr(self.times, name) + getattr(other.times, name) for name in names))
         return Generation([*self.outputs, *other.outputs], sums)

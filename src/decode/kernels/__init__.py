@@ -1,1 +1,1 @@
-"""Products and norms of few rows, and copies of weights that they read."""
+"""Products and norms of few rows, and the weight copies that they use."""

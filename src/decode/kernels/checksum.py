@@ -1,9 +1,9 @@
-"""Checksums over every element of a tensor, by integer reductions on the device where it lies.
+"""Checksums over every element of a tensor, by integer reductions on its device.
 
-A tensor is read as 64-bit words. A checksum is the sum of all words, each multiplied with an odd number that
-belongs to its place, modulo 2**64. So one changed word always changes it. Several changed or swapped words
-change it unless their differences cancel, which has a chance of about 2**-48. Integers wrap around alike on
-every device, so a CPU and a GPU find the same number. Who searches for a collision can find one.
+A tensor is read as 64-bit words. A checksum is the sum modulo 2**64 of all words, each multiplied by an odd
+number that depends on its index. So one changed word always changes it. Several changed or swapped words
+change it unless their differences cancel, with a probability of about 2**-48. Integer overflow is the same
+on every device, so CPU and GPU agree. The checksum does not resist deliberate collisions.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-WORDS = 2**12  # of a block. Places are numbered within a block, and blocks by themselves.
-TASK = 2**8  # blocks that a thread reads in turn, on a CPU
-SERIAL = 2**15  # elements from which on torch shares an operation among threads that wait actively
-LAUNCH = 2**10  # blocks of one pass on other devices, where a pass costs a launch: 32 MiB
-NAN = {torch.bfloat16: (0x7F80, 0x7FC0), torch.float16: (0x7C00, 0x7E00)}  # bits of infinity and of our NaN
+WORDS = 2**12  # per block. Words are indexed within a block, and blocks separately.
+TASK = 2**8  # blocks per thread at a time, on a CPU
+SERIAL = 2**15  # elements from which on torch uses several, busily waiting threads
+LAUNCH = 2**10  # blocks per pass on other devices (32 MiB), where a pass costs a launch
+NAN = {
+    torch.bfloat16: (0x7F80, 0x7FC0),
+    torch.float16: (0x7C00, 0x7E00),
+}  # bits of infinity, of our NaN
 
 
 @torch.no_grad()
@@ -33,8 +36,8 @@ def bit_checksum(tensor: Tensor) -> Tensor:
 def value_checksum(tensor: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """() int64 checksum of a tensor's values, rounded to a dtype, on the tensor's device.
 
-    The same for all dtypes that hold these values, and for every NaN. 0 and -0 differ. What is no
-    floating-point number of at least 16 bits counts with its bits.
+    The same for all dtypes that hold these values, and for every NaN. 0 and -0 differ. Other types than
+    floating-point numbers of at least 16 bits count with their bits.
 
     Args:
         tensor: of any strides.
@@ -47,12 +50,12 @@ def value_checksum(tensor: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tenso
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether `value_checksum` counts a tensor by its values, rather than by its bits."""
+    """Whether `value_checksum` uses a tensor's values, not its bits."""
     return tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
 
 
 def _checksum(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The checksum of the bits, after rounding to a dtype if there is one."""
+    """Checksum of the bits, after rounding to a dtype if given."""
     size = WORDS * 8 // (tensor.itemsize if dtype is None else dtype.itemsize)  # elements of a block
     on_cpu = tensor.device.type == "cpu"
     parts = pieces(tensor, size * (TASK if on_cpu else LAUNCH))
@@ -70,14 +73,14 @@ def _checksum(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return (found * _odd(len(found), 1, tensor.device)).sum()
 
 
-@torch.no_grad()  # of this thread
+@torch.no_grad()  # applies to this thread
 def _block_sums(part: Tensor, dtype: torch.dtype | None, step: int | None) -> Tensor:
-    """(blocks,) sums of words, each multiplied with the number of its place, of a contiguous part.
+    """(blocks,) sums of words of a contiguous part, each multiplied by the number of its index.
 
     Args:
-        part: from the beginning of a block on.
-        dtype: that it is rounded to; None: its bits are read.
-        step: elements of one pass, a multiple of a block; None: all.
+        part: starts at the beginning of a block.
+        dtype: to round to; None: the bits are read.
+        step: elements per pass, a multiple of a block; None: all.
     """
     table, sums = _odd(WORDS, 0, part.device), []
     for piece in part.split(step or len(part)):
@@ -91,7 +94,7 @@ def _block_sums(part: Tensor, dtype: torch.dtype | None, step: int | None) -> Te
 
 
 def pieces(tensor: Tensor, size: int) -> Iterator[Tensor]:
-    """A tensor's elements in order, as contiguous pieces of `size` elements of which the last may be shorter.
+    """A tensor's elements in order, as contiguous pieces of `size` elements; the last may be shorter.
 
     Copies take the memory of one piece, for all strides.
     """
@@ -131,7 +134,7 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     if values.dtype == dtype or dtype == torch.float16:
         bits = values.to(dtype).view(torch.int16)
         return bits.masked_fill((bits & 0x7FFF) > infinity, nan)
-    # Rounded by integers: instructions for it flush subnormal numbers on some processors.
+    # Rounded with integers, because some processors flush subnormal numbers when they round.
     wide = values.to(torch.float32).view(torch.int32)
     halfway = (wide >> 16).bitwise_and_(1).add_(0x7FFF)  # to the even neighbour
     bits = halfway.add_(wide).bitwise_right_shift_(16)
@@ -139,7 +142,7 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _words(piece: Tensor) -> Tensor:
-    """(N,) elements -> (M,) int64, with zeros to the end of the last word."""
+    """(N,) elements -> (M,) int64, with the last word padded with zeros."""
     found = piece.view(torch.uint8)
     if found.numel() % 8:
         found = torch.nn.functional.pad(found, (0, -found.numel() % 8))
@@ -150,7 +153,7 @@ def _words(piece: Tensor) -> Tensor:
 
 @lru_cache(maxsize=128)
 def _odd(count: int, stream: int, device: torch.device) -> Tensor:
-    """(count,) int64 odd numbers that look random: splitmix64 of places (Steele et al., OOPSLA 2014)."""
+    """(count,) int64 pseudorandom odd numbers: splitmix64 of indices (Steele et al., OOPSLA 2014)."""
     golden, first = np.uint64(0x9E3779B97F4A7C15), np.uint64(2**40 * stream + 1)
     with np.errstate(over="ignore"):
         z = (np.arange(count, dtype=np.uint64) + first) * golden

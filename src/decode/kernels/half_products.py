@@ -1,7 +1,7 @@
 """Whether a processor has instructions for products in half precision.
 
 Without them (x86 before AVX512-BF16, AMX or AVX512-FP16) torch multiplies bf16 and fp16 several times more
-slowly than fp32 as soon as there is more than one row.
+slowly than fp32 as soon as there are several rows.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from decode.kernels.measured import remembered, time_ratio
 
 HALF = (torch.bfloat16, torch.float16)
-SIZE = 256  # of the measured product, in rows, inputs and outputs
+SIZE = 256  # rows, inputs and outputs of the measured product
 SLOW = 2.0  # times as slow as fp32; emulated products come near 1
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype in which products of several rows are computed: fp32 where `dtype`'s are slow."""
+    """Dtype for products of several rows: fp32 if those in `dtype` are slow."""
     return torch.float32 if device.type == "cpu" and dtype in HALF and _slowness(dtype) >= SLOW else dtype
 
 

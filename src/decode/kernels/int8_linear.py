@@ -1,8 +1,8 @@
-"""Weights rounded to int8, with one scale for each row, and products of few rows with them on a CPU.
+"""Weights rounded to int8 with one scale per row, and their products with few rows on a CPU.
 
-A rounded weight keeps its dtype, so that everything may compute with it as with any other. Products of few
-rows read the int8 numbers and scales instead, half the bytes, where that is measured to be faster
-(`packed_linear`). Both are one model, up to rounding.
+A rounded weight keeps its dtype, so any code can compute with it. Products of few rows read the int8
+numbers and scales instead (half the bytes) if that is measured to be faster (`packed_linear`). Both
+give the same results up to rounding.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _ROUNDED: dict[int, Rounded] = {}  # by id of the weight
 
 
 def round_rows(weight: Tensor) -> None:
-    """Round a weight (N, K) in place to multiples, up to 127, of a scale for each row."""
-    # A change that is made in inference mode is not counted.
+    """Round a weight (N, K) in place to multiples (up to 127) of one scale per row."""
+    # torch does not count changes made in inference mode.
     with torch.inference_mode(weight.is_inference()), torch.no_grad():
         scales = (weight.abs().amax(1) / LARGEST).clamp_min(torch.finfo(weight.dtype).tiny)
         wide = scales.float()[:, None]
@@ -44,7 +44,7 @@ def round_rows(weight: Tensor) -> None:
 
 
 def rounded(weight: Tensor) -> Rounded | None:
-    """Numbers and scales of a weight; None if it was not rounded, or was changed since."""
+    """Numbers and scales of a weight; None if it was not rounded or has changed since."""
     found = _ROUNDED.get(id(weight))
     same = found is not None and found.weight() is weight and found.state == weight_state(weight)
     return found if same else None

@@ -1,4 +1,4 @@
-"""Which of two computations is faster on this machine: measured once and remembered on disk."""
+"""Which of two computations is faster on this machine: measured once and cached on disk."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ REPEATS = 7
 
 
 def remembered(kind: str, measure: Callable[..., float], dtype: torch.dtype, *shape: int) -> float:
-    """What `measure(dtype, *shape)` finds on this machine; 0 where torch lacks what it needs.
+    """Result of `measure(dtype, *shape)` on this machine; 0 if torch lacks an operation.
 
-    Remembered per kind, machine, thread count, version, dtype and shape, so that later runs choose, and
-    round, alike.
+    Cached by kind, machine, thread count, version, dtype and shape, so that later runs make the same
+    choice and the same rounding errors.
     """
     facts = [hardware(torch.device("cpu")), torch.get_num_threads(), torch.__version__, str(dtype)]
     key = hashlib.sha256(json.dumps([*facts, *shape, os.environ.get("ONEDNN_MAX_CPU_ISA")]).encode())
@@ -33,10 +33,10 @@ def remembered(kind: str, measure: Callable[..., float], dtype: torch.dtype, *sh
         pass
     try:
         found = measure(dtype, *shape)
-    # In a torch without oneDNN, or without the private operators, or on a processor without the dtype.
+    # Torch lacks oneDNN or the private operators, or the processor lacks the dtype.
     except (AttributeError, NotImplementedError, RuntimeError):
         found = 0.0
-    with contextlib.suppress(OSError):  # a home that cannot be written to: measured again in every process
+    with contextlib.suppress(OSError):  # the cache is not writable: measure in every process
         memory.parent.mkdir(parents=True, exist_ok=True)
         whole = memory.with_suffix(f".{os.getpid()}")
         whole.write_text(json.dumps(found))
@@ -47,8 +47,8 @@ def remembered(kind: str, measure: Callable[..., float], dtype: torch.dtype, *sh
 def time_ratio(one: Sequence[Callable[[], Tensor]], other: Sequence[Callable[[], Tensor]]) -> float:
     """CPU time of one sequence of calls over another's."""
     ratios = []
-    for _ in range(REPEATS):  # one after the other, so that other load slows both
-        begin = time.thread_time()  # without the time that other processes had
+    for _ in range(REPEATS):  # interleaved, so that other load slows both
+        begin = time.thread_time()  # excludes time of other processes
         for call in one:
             call()
         middle = time.thread_time()

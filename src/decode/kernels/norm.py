@@ -1,4 +1,4 @@
-"""RMS norm of few rows: in half precision on a CPU, F.rms_norm is eight calls and F.layer_norm one."""
+"""RMS norm of few rows; in half precision on a CPU, F.layer_norm needs fewer calls than F.rms_norm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from decode.kernels.half_products import HALF
 
-ROWS = 32  # up to which a norm costs as much as its calls
+ROWS = 32  # up to which the calls of a norm dominate its cost
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, twice: Tensor | None = None) -> Tensor:
@@ -18,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, twice: Tensor | None 
         x: input.
         weight: None: all 1.
         eps: added to the mean square.
-        twice: (2 D,) the weight and itself once more, where a caller keeps it.
+        twice: (2 D,) the weight repeated twice, if the caller has it.
     """
     size = x.shape[-1]
     few = x.device.type == "cpu" and x.dtype in HALF and x.numel() <= ROWS * size

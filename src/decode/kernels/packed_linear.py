@@ -1,9 +1,9 @@
 """Products on a CPU with copies of frozen weights in oneDNN's own layout.
 
-Given a plain weight, oneDNN rearranges it in every call, which costs more than a product of a few rows. So
-`linear` keeps a rearranged copy of frozen weights in half precision, where that is measured to be faster. On
-a processor that is slow in half precision the copy is in fp32, and serves products of any number of rows but
-the fewest, which are read faster in half the bytes.
+oneDNN rearranges a plain weight in every call, which costs more than a product of a few rows. So `linear`
+keeps a rearranged copy of frozen weights in half precision if that is measured to be faster. On processors
+that are slow in half precision the copy is in fp32; it serves all numbers of rows except the smallest,
+for which reading half the bytes is faster.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from decode.kernels.weight_state import WeightState, is_frozen, may_copy, notice
 
 ROWS = 128  # with more rows, rearranging is a small part of the product
 MEASURED_ROWS = (1, 17)  # plain decoding, and a draft of 16 nodes
-WIDE_ROWS = (2, 3, 4, 8, 16, 32)  # from one of which on a copy in fp32 is read
-INT8_ROWS = (1, 4)  # a chain's pass, and a level of the default tree
-MEASURED_BYTES = 2**26  # more than caches hold, so that weights come from memory as in a forward pass
+WIDE_ROWS = (2, 3, 4, 8, 16, 32)  # candidates for the number of rows from which on an fp32 copy is used
+INT8_ROWS = (1, 4)  # chain pass, and a level of the default tree
+MEASURED_BYTES = 2**26  # exceeds caches, so that weights come from memory as in a forward pass
 MEASURED_COPIES = 32
-ATTEMPTS = 3  # programs that fill the memory's bandwidth hide a gain for a while, and none make one
+ATTEMPTS = 3  # other programs can hide a gain by using memory bandwidth, but cannot cause one
 GAIN = 1.1  # a smaller gain is not worth the memory
-MEMORY_SHARE = 0.25  # of the machine's memory, at most, for all copies
+MEMORY_SHARE = 0.25  # maximum share of the machine's memory for all copies
 
 
 class _Copy(NamedTuple):
-    """Packed copy of a weight, and what it was made from."""
+    """Packed copy of a weight, and the state of its source."""
 
     weight: weakref.ref[Tensor]
     state: WeightState
-    packed: Tensor | None  # None: the plain weight is faster, or there is no room
-    least: int  # rows of a product that reads it
-    size: int  # bytes of `packed`; it does not tell, but it is the plain one's but for some padding
+    packed: Tensor | None  # None: the plain weight is faster, or memory is short
+    least: int  # minimum rows of a product that uses it
+    size: int  # bytes of `packed`, which cannot report it: the plain size, up to padding
 
 
 _COPIES: dict[int, _Copy] = {}  # by id of the weight
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(..., K) -> (..., N) with a weight (N, K) and a bias (N,): `F.linear`, faster where it can be.
+    """(..., K) -> (..., N) with a weight (N, K) and a bias (N,): `F.linear`, but faster if possible.
 
-    Only in inference mode and with a frozen parameter: packed products have no gradient, and what an
-    optimizer changes would have to be packed again.
+    Uses copies only in inference mode and with frozen parameters, because packed products have no gradient
+    and changed weights would have to be packed again.
     """
     if not may_copy(weight):
         return F.linear(x, weight, bias)
@@ -90,7 +90,7 @@ class Linear(nn.Linear):
 
 
 class _Linears(TorchFunctionMode):
-    """`F.linear` with frozen weights reads their copies."""
+    """Makes `F.linear` use copies of frozen weights."""
 
     @override
     def __torch_function__(
@@ -105,11 +105,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def fast_linears(weight: Tensor, begins: bool = False) -> AbstractContextManager:
-    """Within, code of others multiplies with fp32 copies, where a CPU is slow in the dtype of the weight.
+    """Context in which other code multiplies with fp32 copies if a CPU is slow in the weight's dtype.
 
     Args:
         weight: of the model's head.
-        begins: texts begin here, so that weights are compared with those that were copied.
+        begins: new texts start, so copied weights are compared with their sources.
     """
     slow = weight.device.type == "cpu" and _widens(weight.dtype)
     if slow and begins:
@@ -124,7 +124,7 @@ def is_packed(weight: Tensor) -> bool:
 
 
 def _rounded(x: Tensor, weight: Tensor) -> int8_linear.Rounded | None:
-    """The int8 numbers for this product; None: use others."""
+    """int8 numbers for this product; None: use other weights."""
     found = int8_linear.rounded(weight)
     if found is None or x.dtype != weight.dtype or weight.device.type != "cpu":
         return None
@@ -133,7 +133,7 @@ def _rounded(x: Tensor, weight: Tensor) -> int8_linear.Rounded | None:
 
 
 def _packed(x: Tensor, weight: Tensor) -> Tensor | None:
-    """The packed copy for this product; None: use the plain weight."""
+    """Packed copy for this product; None: use the plain weight."""
     if weight.device.type != "cpu" or weight.dtype not in HALF or x.dtype != weight.dtype:
         return None
     rows = x.numel() // max(x.shape[-1], 1)
@@ -146,7 +146,7 @@ def _packed(x: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def _widens(dtype: torch.dtype) -> bool:
-    """Whether copies are in fp32."""
+    """Whether copies of this dtype are in fp32."""
     return product_dtype(dtype, torch.device("cpu")) != dtype
 
 
@@ -166,14 +166,14 @@ def _pack(weight: Tensor) -> Tensor:
     try:
         # private API: what torch.compile emits for linear layers; no public function keeps a packed weight.
         return torch.ops.mkldnn._reorder_linear_weight(wide, MEASURED_ROWS[-1])
-    except (AttributeError, NotImplementedError, RuntimeError):  # as on a Mac, whose torch has no oneDNN
+    except (AttributeError, NotImplementedError, RuntimeError):  # e.g. on a Mac, where torch has no oneDNN
         if wide is weight:
             raise
         return wide
 
 
 def _product(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-    """Product and sum, in the copy's dtype and rounded once."""
+    """Product and sum in the copy's dtype, rounded once."""
     x, bias, residual, dtype = (*(_cast(part, packed.dtype) for part in (x, bias, residual)), x.dtype)
     if not packed.is_mkldnn:
         product = F.linear(x, packed, bias)
@@ -190,7 +190,7 @@ def _cast(part: Any, dtype: torch.dtype) -> Any:
 
 
 def copy_rows(dtype: torch.dtype, rows: int, columns: int) -> int:
-    """Number of rows from which on products with a copy of a weight are faster; 0: none."""
+    """Number of rows from which on products with a copy of a weight are faster; 0: never."""
     if _widens(dtype):
         return _wide_rows(dtype, rows, columns)
     return int(packing_gain(dtype, rows, columns) >= GAIN)
@@ -198,22 +198,22 @@ def copy_rows(dtype: torch.dtype, rows: int, columns: int) -> int:
 
 @lru_cache
 def packing_gain(dtype: torch.dtype, rows: int, columns: int) -> float:
-    """Time of products with a plain weight over that with a packed one; 0 where torch cannot pack.
+    """Time of products with a plain weight over time with a packed one; 0 if torch cannot pack.
 
-    The least over `MEASURED_ROWS`, measured or remembered.
+    Minimum over `MEASURED_ROWS`, measured or cached.
     """
     return remembered("packing", _measure, dtype, rows, columns)
 
 
 @lru_cache
 def _wide_rows(dtype: torch.dtype, rows: int, columns: int) -> int:
-    """`copy_rows` of copies in fp32; measured or remembered."""
+    """`copy_rows` of copies in fp32; measured or cached."""
     return int(remembered("widening", _measure_wide, dtype, rows, columns))
 
 
 @lru_cache
 def int8_rows(dtype: torch.dtype, rows: int, columns: int) -> int:
-    """Number of rows up to which products with int8 numbers are the fastest; measured or remembered."""
+    """Number of rows up to which products with int8 numbers are the fastest; measured or cached."""
     return int(remembered("int8", _measure_int8, dtype, rows, columns))
 
 
@@ -264,6 +264,6 @@ def _measure_int8(dtype: torch.dtype, rows: int, columns: int) -> float:
 
 
 def _zeros(dtype: torch.dtype, rows: int, columns: int) -> list[Tensor]:
-    """As many weights as do not fit a cache together."""
+    """Enough weights to exceed the processor's caches."""
     count = max(1, min(MEASURED_COPIES, MEASURED_BYTES // (rows * columns * dtype.itemsize)))
     return [torch.zeros(rows, columns, dtype=dtype) for _ in range(count)]

@@ -1,9 +1,9 @@
-"""Whether a copy of a weight may stand for it in decoding, and whether the weight has changed since.
+"""Whether decoding may use a copy of a weight, and whether the weight has changed since.
 
-torch counts most changes in place, but not those through `.data`. So every weight that a copy was made from
-is watched by a checksum of its bits. `notice_changes` compares it at the beginning of every text, in
-`CausalLM.start`: all words of these weights are read once, which takes a few passes over one token at most.
-A change through `.data` in the middle of a text is seen at the beginning of the next one.
+torch counts most in-place changes, but not those through `.data`. So every copied weight is watched by a
+checksum of its bits. `notice_changes` compares it at the start of every text, in `CausalLM.start`. This
+reads all words of these weights once, which costs at most a few passes over one token. A change through
+`.data` in the middle of a text is noticed at the start of the next one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SERIAL = count(1)
 
 
 class WeightState(NamedTuple):
-    """What differs once a weight was replaced, moved or written to."""
+    """A value that changes when a weight is replaced, moved or written to."""
 
     serial: int  # of the tensor and its content
     pointer: int
@@ -29,7 +29,7 @@ class WeightState(NamedTuple):
 
 
 class _Watched:
-    """A weight that a copy was made from."""
+    """A weight with copies."""
 
     def __init__(self, weight: Tensor) -> None:
         key = id(weight)
@@ -37,7 +37,7 @@ class _Watched:
         self.take(weight, bit_checksum(weight))
 
     def take(self, weight: Tensor, content: Tensor) -> None:
-        """Remember a content; copies made before are no longer of this weight."""
+        """Record new content, which invalidates earlier copies."""
         self.content, self.serial, self.seen = content, next(_SERIAL), counted(weight)
 
 
@@ -45,8 +45,8 @@ _WATCHED: dict[int, _Watched] = {}  # by id of the weight
 
 
 def is_frozen(weight: Tensor) -> bool:
-    """Whether a weight needs no gradient and shows changes."""
-    # Other kinds of tensors are views made in every call, or sharded, or hide their changes.
+    """Whether a weight needs no gradient and its changes can be detected."""
+    # Other kinds of tensors are new views in every call, or sharded, or hide their changes.
     return type(weight) is nn.Parameter and not weight.requires_grad and not weight.is_inference()
 
 
@@ -56,7 +56,7 @@ def may_copy(weight: Tensor) -> bool:
 
 
 def weight_state(weight: Tensor) -> WeightState:
-    """State of a weight, to be kept with a copy of it; from its first call on the weight is watched."""
+    """State of a weight, to store with a copy; watches the weight from the first call on."""
     watched = _WATCHED.get(id(weight))
     if watched is None or watched.weight() is not weight:
         watched = _WATCHED[id(weight)] = _Watched(weight)
@@ -64,7 +64,7 @@ def weight_state(weight: Tensor) -> WeightState:
 
 
 def notice_changes() -> None:
-    """Compare all watched weights with what they were; copies of those that changed are made again."""
+    """Compare all watched weights with their recorded checksums; copies of changed ones are rebuilt."""
     same: dict[torch.device, list[tuple[_Watched, Tensor, Tensor]]] = {}
     for watched in list(_WATCHED.values()):
         weight = watched.weight()
@@ -75,7 +75,7 @@ def notice_changes() -> None:
             watched.take(weight, content)
         else:
             same.setdefault(content.device, []).append((watched, weight, content))
-    for group in same.values():  # one wait for each device
+    for group in same.values():  # one synchronisation per device
         before, after = (
             torch.stack(parts) for parts in ([w.content for w, *_ in group], [c for *_, c in group])
         )
@@ -85,7 +85,7 @@ def notice_changes() -> None:
 
 
 def counted(weight: Tensor) -> tuple[int, int]:
-    """What torch itself tells of changes."""
+    """Data pointer and version of a weight, by which torch shows most changes."""
     # private API: torch has no public way to ask whether a tensor was changed in place. Inference tensors
     # have no count of changes.
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version

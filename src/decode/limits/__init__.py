@@ -1,1 +1,1 @@
-"""How much any drafter could have accepted, and how much a drafter does."""
+"""Limits of acceptance: bounds for any drafter, and the efficiency of one drafter's trees."""

@@ -1,9 +1,9 @@
 """Upper bound of the acceptance of a tree of P nodes: the entropy bound, and the best trees.
 
-A tree of fixed nodes is accepted down to the node where the target's draw leaves it. So the expected number
+A tree of fixed nodes is accepted up to the node where the target's draw leaves it. So the expected number
 of accepted tokens is sum_v p(path to v), with p the target's distribution. The P most likely paths are
 optimal; with independent positions no tree exceeds log P / mu + mu2 / mu^2 (proof in docs/limits.md;
-Pankratov and Alistarh, arXiv:2512.11718, have another coefficient).
+Pankratov and Alistarh, arXiv:2512.11718, have a different coefficient).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from decode.model.target import Target, TargetOutput
 from decode.sampling import Sampler
 
-MAX_LEVELS = 128  # of a best tree; it would be infinite where the target is certain
+MAX_LEVELS = 128  # of a best tree; without it the tree would be infinite if the target is certain
 
 
 class Entropy(NamedTuple):
@@ -151,7 +151,7 @@ def best_trees(target: Target, contexts: Sequence[Sequence[int]], nodes: int, sa
     """The P most likely paths below each context under the target.
 
     A path is at most as likely as its prefix, so the P best nodes form a tree. Best-first search: run the
-    best nodes that were not run yet, add their children, and repeat until all P best nodes were run.
+    best nodes not run yet, add their children, and repeat until all P best nodes were run.
 
     Args:
         target: its cache is reset.
@@ -178,7 +178,7 @@ def best_trees(target: Target, contexts: Sequence[Sequence[int]], nodes: int, sa
         n = min(most, int(waiting.sum(1).max()))
         if not n:
             return best.mass
-        # The n most likely ones. Rows with fewer run other nodes too, with mass 0, which has no effect.
+        # The n most likely ones. Rows with fewer also run nodes with mass 0, which has no effect.
         order = (best.mass * waiting).topk(n, -1).indices  # (B, n)
         selected = waiting.gather(1, order)
         tokens, level = best.token.gather(1, order), best.level.gather(1, order)

@@ -30,8 +30,8 @@ class TreeAcceptance(NamedTuple):
     """Exact expected number of accepted draft tokens at every start.
 
     Attributes:
-        chosen: (M,) of the plan's tree.
-        ranked: (M,) of the best tree with the same number of nodes, among all nodes the drafter expanded.
+        chosen: (M,) for the plan's tree.
+        ranked: (M,) for the best tree of equal size among all nodes that the drafter expanded.
     """
 
     chosen: Tensor
@@ -93,15 +93,15 @@ def tree_acceptance(
     """Expected acceptance of trees of fixed nodes at these starts, with a new drafter state.
 
     Args:
-        target: with the drafter's taps; its cache is reset.
+        target: target with the drafter's taps; its cache is reset.
         drafter: the drafter.
-        contexts: at least two token ids each, the root last.
-        plan: with fixed nodes.
+        contexts: at least two token ids each; the last one is the root.
+        plan: plan with fixed nodes.
         sampler: the target's warpers.
         batch_size: starts per batch.
     """
     plans = [plan]
-    if plan.width > 1 and not plan.tree:  # all nodes that a dynamic tree is selected from
+    if plan.width > 1 and not plan.tree:  # all candidates of a dynamic tree
         plans.append(replace(plan, nodes=plan.width + (plan.depth - 1) * plan.width**2))
     chosen, ranked = [], []
     for drafts in _drafts(target, drafter, contexts, plans, sampler, batch_size):
@@ -120,9 +120,9 @@ def first_level_bound(
     sampler: Sampler,
     batch_size: int = 8,
 ) -> Tensor:
-    """(M,) upper bound of the acceptance probability of any lossless rule at the first level.
+    """(M,) upper bound of any lossless rule's acceptance probability at the first level.
 
-    Arguments as in `tree_acceptance`, with a plan that samples. One sampled token: 1 - TV(p, q). One beside
+    Arguments as in `tree_acceptance`, with a plan that samples. One sampled token: 1 - TV(p, q). One next to
     fixed tokens: their mass, and 1 - TV of the rest. Several sampled: the optimal transport bound for
     independent draws from q (Khisti et al., arXiv:2410.18234; Hu et al., arXiv:2502.18779).
     """
@@ -163,7 +163,7 @@ def _drafts(
     sampler: Sampler,
     batch_size: int,
 ) -> Iterator[list[tuple[Draft, Tensor]]]:
-    """For every batch of starts: for each plan the draft and the target's (B, S, V) distributions."""
+    """For each batch of starts and each plan, the draft and the target's (B, S, V) distributions."""
     for first in range(0, len(contexts), batch_size):
         part = contexts[first : first + batch_size]
         rows = len(part)

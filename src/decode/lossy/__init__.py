@@ -1,1 +1,1 @@
-"""Rules that change the target's distribution, what that costs, and judges of steps."""
+"""Lossy verification rules, their effect on the distribution, and judges of answer steps."""

@@ -1,4 +1,4 @@
-"""What the lossy rules have in common: tokens that are accepted though the target would have drawn others."""
+"""Base classes of lossy rules that accept tokens which the target did not draw."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from decode.verification.target_probs import TargetProbs
 
 @dataclass(frozen=True)
 class AcceptingRule(LossyRule):
-    """Accept some tokens for what the target's distribution says of them."""
+    """Accept tokens depending on the target's distribution."""
 
     @abstractmethod
     def acceptable(self, p: Tensor) -> Tensor:
-        """(..., V) bool: tokens that are accepted, given the target's (..., V) distributions."""
+        """(..., V) bool: accepted tokens, given the target's (..., V) distributions."""
 
     @override
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
-        """With a(x) = 1 for acceptable tokens it is q a + (1 - sum q a) p."""
+        """Return q a + (1 - sum q a) p, with a(x) = 1 for acceptable tokens."""
         kept = q * self.acceptable(p)
         return kept + (1 - kept.sum(-1, keepdim=True)) * p
 
@@ -50,9 +50,9 @@ class LongestPath(AcceptingRule):
 
 @dataclass(frozen=True)
 class Relaxed(AcceptingRule):
-    """`match`, but where no child has the target's token the most probable acceptable child is taken.
+    """`match`, but if no child has the target's token, take the most probable acceptable child.
 
-    At temperature 0 children are judged by the distribution of temperature 1.
+    At temperature 0 children are judged by the distribution at temperature 1.
     """
 
     changes_greedy = True
@@ -67,7 +67,7 @@ class Relaxed(AcceptingRule):
         return None
 
     def _best_acceptable(self, draft: Draft, target: TargetProbs, slot: Tensor, children: Tensor) -> Tensor:
-        """(B,) the most probable acceptable one of (B, N) children, the first of several; -1: none is."""
+        """(B,) most probable acceptable child of (B, N) children, the first if equal; -1: none."""
         p, tokens = target.soft_at(slot), draft.tokens.clamp_min(0)
         accept = children & self.acceptable(p).gather(1, tokens)
         if (here := self.here(target)) is not None:
@@ -77,7 +77,7 @@ class Relaxed(AcceptingRule):
 
     @override
     def emitted_among(self, p: Tensor, children: Tensor) -> Tensor:
-        """The mass of all other tokens goes to the most probable acceptable child, if there is one."""
+        """All other tokens' mass goes to the most probable acceptable child, if there is one."""
         tokens, there = children.clamp_min(0), children != PAD
         accept = there & self.acceptable(p).gather(1, tokens)
         best = tokens.gather(1, p.gather(1, tokens).masked_fill(~accept, -1.0).argmax(-1, keepdim=True))

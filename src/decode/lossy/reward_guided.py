@@ -1,7 +1,7 @@
-"""Reward-guided speculative decoding (RSD, Liao et al., arXiv:2501.19324): a judge of steps decides.
+"""Reward-guided speculative decoding (RSD, Liao et al., arXiv:2501.19324): a judge accepts steps.
 
-A draft model writes a step of the answer by itself. Where the judge likes it, the step stays; else the
-target writes that step. The output does NOT have the target's distribution.
+A draft model writes a step of the answer. If the judge accepts it, the step stays; otherwise the target
+writes that step. The output does NOT have the target's distribution.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DRAFT, TARGET = 0, 1  # samples that key the draws: the target's step must not r
 
 
 class Judge(Protocol):
-    """Scores a step of an answer: a process reward model, a checker, anything."""
+    """Scores a step of an answer: for example a process reward model or a checker."""
 
     def __call__(self, request: int, answer: Sequence[int], step: Sequence[int]) -> float:
         """The score.
@@ -39,8 +39,8 @@ class Step(NamedTuple):
     """One step of an answer."""
 
     tokens: int
-    score: float  # of what the draft model wrote
-    drafted: bool  # that was kept; else the target wrote the step
+    score: float  # of the draft model's step
+    drafted: bool  # whether that step was kept; otherwise the target wrote it
 
 
 @dataclass(slots=True)
@@ -48,8 +48,8 @@ class JudgedOutput:
     """One answer.
 
     Attributes:
-        tokens: ids, the end token included.
-        steps: in their order.
+        tokens: ids, including the end token.
+        steps: in order.
         stopped: ended by an end token, not by length.
     """
 
@@ -59,7 +59,7 @@ class JudgedOutput:
 
 
 class JudgedGeneration(NamedTuple):
-    """Answers to all prompts, and where the time went."""
+    """Answers to all prompts, and times."""
 
     outputs: list[JudgedOutput]
     draft_times: Times
@@ -85,12 +85,12 @@ def generate_judged(
     Both models read the text before a step again, in one pass.
 
     Args:
-        target: writes steps that the judge does not like.
-        draft: a model of the same vocabulary, which writes every step first.
+        target: writes steps that the judge rejects.
+        draft: a model with the same vocabulary; writes every step first.
         prompts: token ids.
-        judge: of steps.
-        least: score from which on a drafted step is kept: with -inf only the draft model answers, with inf
-            the target.
+        judge: scores steps.
+        least: minimum score of an accepted step: with -inf only the draft model answers, with inf only the
+            target.
         step: factory of tests that end a step, such as `StopStrings`.
         max_new_tokens: per prompt.
         sampler: of both models.
@@ -99,7 +99,7 @@ def generate_judged(
         requests: identifiers that key each prompt's draws; default 0, 1, ...
 
     Raises:
-        UserError: see `generate`; a score that is no number.
+        UserError: see `generate`; a score that is not a number.
     """
     if math.isnan(least):
         raise UserError("judge: the least score is NaN; give a number")
@@ -112,7 +112,7 @@ def generate_judged(
     rows = list(range(len(prompts)))
 
     def write(writer: int, rows: Sequence[int]) -> dict[int, list[int]]:
-        """Row -> the next step of it, by one of the models."""
+        """Row -> its next step, written by one of the models."""
         texts = [[*prompts[row], *outputs[row].tokens] for row in rows]
         room = [limits[row] - len(outputs[row].tokens) for row in rows]
         keys = {"requests": [names[row] for row in rows], "samples": [writer] * len(rows)}
@@ -136,10 +136,10 @@ def generate_judged(
 
 
 def _score(judge: Judge, row: int, output: JudgedOutput, step: Sequence[int]) -> float:
-    """What the judge says of a step.
+    """The judge's score of a step.
 
     Raises:
-        UserError: it is no number; NaN is neither below nor above the least score.
+        UserError: the score is not a number; NaN is neither below nor above the minimum.
     """
     found = judge(row, output.tokens, step)
     try:
@@ -153,10 +153,10 @@ def _score(judge: Judge, row: int, output: JudgedOutput, step: Sequence[int]) ->
 
 
 def _room(target: Target, draft: Target, row: int, prompt: Sequence[int], most: int) -> int:
-    """How many tokens an answer may have in the contexts of both models.
+    """Number of tokens that fit an answer in the contexts of both models.
 
     Raises:
-        UserError: none.
+        UserError: no token fits.
     """
     context = min((m.max_positions for m in (target, draft) if m.max_positions is not None), default=None)
     if context is not None and len(prompt) >= context:

@@ -1,1 +1,1 @@
-"""How much to draft: cost model of a round, decode=auto, calibrated trees."""
+"""Choice of the draft size: cost model of a round, decode=auto, calibrated trees."""

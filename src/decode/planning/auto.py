@@ -26,8 +26,8 @@ class Forecast(NamedTuple):
 
     plan: Plan
     tau: float
-    estimate: str  # why tau is an estimate; empty if it is exact
-    round_seconds: float  # with all rows running; mean over rounds for an adaptive plan
+    estimate: str  # reason why tau is an estimate; "" if it is exact
+    round_seconds: float  # with all rows running; an adaptive plan's mean over rounds
     throughput: Throughput
 
     def report(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def forecast(
 
     Args:
         plans: plans that draft.
-        found: their acceptance on the same answers.
+        found: acceptance of each on the same answers.
         costs: round costs of the machine.
         batch: rows decoded together.
         adapt: whether to add adaptive chains.
@@ -136,7 +136,7 @@ class Auto:
                 "decode=auto: give decode.plans to choose from, decode.prompts and decode.repeats >= 1"
             )
         if any(plan.lossy for plan in plans):
-            raise UserError("decode=auto chooses among lossless plans; take out the lossy ones")
+            raise UserError("decode=auto chooses among lossless plans; remove lossy ones from decode.plans")
         object.__setattr__(self, "plans", (PLAIN, *plans))
 
     def choose(
@@ -180,7 +180,7 @@ class Auto:
 
 
 def best_forecast(rows: Sequence[Forecast]) -> Forecast:
-    """The fastest plan; the first one of equals."""
+    """The fastest plan; the first one if several are equal."""
     return rows[fastest([r.throughput.speed / (ADAPT_MARGIN if r.plan.adapt else 1.0) for r in rows])]
 
 

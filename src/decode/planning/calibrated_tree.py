@@ -1,8 +1,8 @@
 """`decode=calibrated`: a static tree fitted to a drafter's accuracy on stored answers.
 
-After section 2.3.3 of Medusa (arXiv:2401.10774), but counting whole paths of ranks where rounds begin. Each
-position of an answer is a line of K ranks, where rank 0 is the drafter's likeliest token; a tree is a tuple
-of paths of ranks, as in `Plan.tree`. Its measure is the number of rounds that it needs on the answers.
+After section 2.3.3 of Medusa (arXiv:2401.10774), but counts whole paths of ranks at round starts. Each
+position of an answer is a line of K ranks; rank 0 is the drafter's most likely token. A tree is a tuple of
+paths of ranks, as in `Plan.tree`. It is measured by the number of rounds that the answers need with it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from decode.plan import Path, Plan
 from decode.sampling import Sampler
 
 TREES = 8  # maximum number of iterations; the tree rarely changes after three
-Line = list[int]  # rank of the answer's token among the draft's candidates, per depth; -1 past the end
+Line = list[int]  # per depth, the answer's token's rank among the draft's candidates; -1 past the end
 
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
     """Fits the static tree that needs the fewest rounds on stored answers.
 
-    Medusa (arXiv:2401.10774, section 2.3.3) multiplies the accuracies of the depths, as if independent, and
-    adds the best node until the tree is full. Here whole paths are counted, e.g. how often an answer took
-    the rank-2 token and then the rank-1 token, which is also right for autoregressive drafters. Only
-    positions where rounds start matter, and these depend on the tree. So the fit iterates: simulate rounds
-    with the tree, count paths again at the round starts, and keep the best tree found.
+    Medusa (arXiv:2401.10774, section 2.3.3) multiplies the accuracies of the depths as if independent and
+    adds the best node until the tree is full. Here whole paths are counted (for example the rank-2 token and
+    then the rank-1 token), which is also correct for autoregressive drafters. Only positions where rounds
+    start matter, and they depend on the tree. So the fit iterates: simulate rounds with the tree, count paths
+    at the round starts, and keep the best tree.
 
     Args:
         nodes: maximum number of nodes.
@@ -74,13 +74,13 @@ class Calibrated:
         Args:
             target: the model that generated the rollouts.
             drafter: the drafter to calibrate.
-            rollouts: other answers than those the tree is evaluated on.
+            rollouts: answers on which the tree is not evaluated.
             sampler: unused; ranks do not depend on it.
             batch_size: unused.
             options: unused.
 
         Returns:
-            The plan, and for every depth the share of answers whose token had each rank.
+            The plan, and for every depth the share of tokens by rank.
         """
         del sampler, batch_size, options
         answers = _ranks(target, drafter, rollouts, self.plans[0])
@@ -124,7 +124,7 @@ def best_tree(reached: Mapping[Path, float], nodes: int) -> tuple[Path, ...]:
     """The tree with the most accepted tokens; its best nodes come first.
 
     Greedy: adding a node makes its first child and its next sibling available. This is optimal if lower
-    ranks are reached at least as often as higher ones, which may fail with few answers.
+    ranks are at least as frequent as higher ones, which may fail with few answers.
 
     Args:
         reached: how often answers took each path of child ranks; missing paths count 0.
@@ -146,7 +146,7 @@ def best_tree(reached: Mapping[Path, float], nodes: int) -> tuple[Path, ...]:
 def _ranks(
     target: Target, drafter: Proposer, rollouts: Sequence[Rollout], plan: Plan, batch_size: int = 32
 ) -> list[list[Line]]:
-    """For every position of every answer a line of K ranks under teacher forcing.
+    """Line of K ranks for every position of every answer, under teacher forcing.
 
     The rank is the number of tokens more likely under the drafter than the answer's token; -1 past the end.
     """

@@ -1,4 +1,4 @@
-"""Cost model of a decoding round, fitted to timings, and the throughput of plans under it."""
+"""Cost model of a decoding round, fitted to timings, and the throughput that it predicts for plans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Costs(Protocol):
         ...
 
     def idle_seconds(self, batch: int) -> float:
-        """Seconds of one round with a drafter that drafts nothing."""
+        """Seconds of one round in which the drafter drafts nothing."""
         ...
 
 
@@ -42,7 +42,7 @@ class RoundTiming(NamedTuple):
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Lower quartile. Other load only adds time, in phases, so the median would jump between two speeds."""
+    """Lower quartile: other load only adds time in phases, so the median would jump between two speeds."""
     return float(np.quantile(seconds, 0.25))
 
 
@@ -134,7 +134,7 @@ class MeasuredCosts:
         return self._between(batch, [one.seconds(plan) for one in self.sizes.values()])
 
     def idle_seconds(self, batch: int) -> float:
-        """Seconds of one round with a drafter that drafts nothing."""
+        """Seconds of one round in which the drafter drafts nothing."""
         seconds = [one.seconds(PLAIN) + one.absorb for one in self.sizes.values()]
         return self._between(batch, seconds)
 
@@ -184,7 +184,7 @@ def representative_plans(plans: Sequence[Plan]) -> list[Plan]:
     """Plans to time: smallest, middle and largest of every family, by depth and by nodes."""
     families: dict[tuple, list[Plan]] = defaultdict(list)
     for plan in plans:
-        families[(*family(plan), _kind(plan))].append(plan)  # acceptance rules differ in time
+        families[(*family(plan), _kind(plan))].append(plan)  # verification rules differ in time
     selected: dict[Plan, None] = {}
     for members in families.values():
         for size in (lambda p: (p.depth, p.nodes), lambda p: (p.nodes, p.depth)):
@@ -197,7 +197,7 @@ def representative_plans(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def batch_seconds(rounds: np.ndarray, price: np.ndarray) -> np.ndarray:
-    """Seconds of batches whose finished rows leave and are not replaced.
+    """Seconds of batches in which finished rows leave and are not replaced.
 
     Args:
         rounds: (..., B) number of rounds of each row.
@@ -212,7 +212,7 @@ class Throughput:
     """Predicted throughput of a plan at one batch size.
 
     Attributes:
-        speed: tokens per second of the whole batch, without prefill; finished rows leave.
+        speed: tokens per second of the whole batch, without prefill; finished rows are not replaced.
         speedup: over plain decoding, with a 95 % interval over prompts. For an adaptive plan the interval
             is over batches, and has no width for a single batch.
         full: tokens per second if finished rows are replaced, as in a server; None: unknown.
@@ -229,13 +229,13 @@ def throughputs(
     """Throughput of every plan; the first plan must be plain decoding.
 
     Tokens per second are all tokens over the seconds of all batches. A batch runs until its last row is
-    finished, and each round costs as much as its rows still running. Batches are consecutive prompts,
-    repeated to fill the last batch. Rounds are expected values, so with sampling the rounds of the last row
-    are slightly underestimated, for all plans alike. At batch size 1 the result is tau / round_seconds.
+    finished, and each round costs as much as its running rows. Batches are consecutive prompts, repeated to
+    fill the last batch. Rounds are expected values, so with sampling the rounds of the last row are slightly
+    underestimated, equally for all plans. At batch size 1 the result is tau / round_seconds.
 
     Args:
         plans: candidates.
-        counts: of each plan, by replay on the same prompts; plain decoding has one round per token.
+        counts: for each plan, from replay on the same prompts; plain decoding has one round per token.
         costs: round costs of the machine.
         batch: rows decoded together.
     """
@@ -266,5 +266,5 @@ def _speed(counts: Counts, price: np.ndarray, prompts: np.ndarray) -> np.ndarray
 
 
 def fastest(speeds: ArrayLike) -> int:
-    """Index of the highest speed; the first of equals, so plain decoding and small drafts are preferred."""
+    """Index of the highest speed; the first if equal, so plain decoding and small drafts are preferred."""
     return int(np.argmax(speeds))

@@ -1,4 +1,4 @@
-"""Oracle bound: the best possible choice among drafts in every round."""
+"""Oracle bound: the best choice of a draft in every round."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def least_seconds(keeps: Sequence[np.ndarray], prices: Sequence[float]) -> float:
-    """Least expected seconds to decode a stored answer, over all ways to choose a draft in every round.
+    """Minimum expected seconds to decode a stored answer, over all choices of a draft in every round.
 
     Round starts form an acyclic graph: a round with draft i at position t costs prices[i] and leads to
     t + j + 1 with the probability of accepting exactly j tokens. Dynamic programming backwards:

@@ -18,7 +18,7 @@ class Simulation(NamedTuple):
 
     Attributes:
         tokens: emitted by the rows, without the first of each.
-        seconds: of adaptive decoding.
+        seconds: seconds of adaptive decoding.
         plain: seconds of plain decoding.
         rounds: number of rounds, summed over rows.
     """
@@ -49,14 +49,14 @@ def with_depth(plan: Plan, depth: int) -> Plan:
 
 
 def simulate(plan: Plan, keeps: Sequence[np.ndarray], costs: Costs, batch: int) -> Simulation:
-    """Simulate the rounds of an adaptive chain, batch by batch; finished rows leave.
+    """Simulate the rounds of an adaptive chain, batch by batch; finished rows are removed.
 
-    For fixed chains the number of accepted tokens does not depend on the draft length, so this is exactly
-    what the decoder does; for sampled chains it is one random draw.
+    For fixed chains the number of accepted tokens does not depend on the draft length, so this equals the
+    decoder's result; for sampled chains it is one random draw.
 
     Args:
-        plan: with `adapt`.
-        keeps: for each answer (starts, K), see `replay.ReplayResult`.
+        plan: plan with `adapt`.
+        keeps: for each answer (starts, K); see `replay.ReplayResult`.
         costs: round costs of the machine.
         batch: rows decoded together; answers are repeated to fill the last batch.
     """

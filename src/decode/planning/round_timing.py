@@ -23,7 +23,7 @@ TRIES = 3  # attempts to time a round in which no row finishes
 
 
 def clock_of(target: Target) -> Callable[[], float]:
-    """CPU time if a single CPU thread does all work, which other processes do not affect; else wall time."""
+    """CPU time if one CPU thread does all work, so other processes do not affect it; otherwise wall time."""
     single_thread = target.device.type == "cpu" and torch.get_num_threads() == 1
     return time.process_time if single_thread else time.perf_counter
 
@@ -43,16 +43,16 @@ def measure(
 ) -> MeasuredCosts:
     """Measure the cost of rounds at these batch sizes, at 1, and at sizes between distant neighbours.
 
-    Representative plans of each family are timed; all plans of a family if the size of its drafts varies.
+    Times representative plans of each family, or all plans if the size of its drafts varies.
 
     Args:
-        target: with the drafter's taps; its cache is reset.
+        target: target with the drafter's taps; its cache is reset.
         drafter: the drafter.
         prompts: start of the texts, which grow by up to `max_new_tokens`.
-        plans: plans to be costed.
+        plans: plans whose costs are needed.
         sampler: warpers of the decoder.
         batch_sizes: rows decoded together.
-        max_new_tokens: of each text; at least what two rounds of the deepest plan may settle.
+        max_new_tokens: per text; at least as many as two rounds of the deepest plan may settle.
         seed: of the draws.
         repeats: timed rounds per plan.
         progress: called with (rounds done, all rounds).
@@ -89,7 +89,7 @@ def _sizes(batch_sizes: Sequence[int]) -> list[int]:
 
 
 class _Timer:
-    """Decodes a text, with another plan in every round."""
+    """Decodes a text, with a different plan in each round."""
 
     def __init__(
         self, target: Target, drafter: Proposer, prompts: Sequence[Sequence[int]], widest: Plan, batch: int

@@ -1,1 +1,1 @@
-"""Acceptance rules of speculative decoding."""
+"""Verification rules of speculative decoding."""

@@ -1,4 +1,4 @@
-"""What the rules for sampled chains have in common."""
+"""Base class of the rules for sampled chains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from decode.verification.shape import Shape
 
 
 class ChainRule(Rule):
-    """Base class: a rule that verifies a chain which carries its q."""
+    """A rule that verifies a chain sampled from known distributions q."""
 
     accepts = "a chain sampled from distributions q that the draft carries"
 

@@ -1,4 +1,4 @@
-"""The walk from the root that most rules take, and `match`, whose children are all fixed."""
+"""The walk from the root used by most rules, and `match`, which treats all children as fixed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from decode.verification.target_probs import TargetProbs
 
 # (draft, (B,) slot, (B, N) its children, (B, V) p, coin, depth, (B,) active) -> (B, V) residual, (B,) child
 Examine = Callable[[Draft, Tensor, Tensor, Tensor, Coin, int, Tensor], tuple[Tensor, Tensor]]
-# (draft, target, (B,) slot, (B, N) its children) -> (B,) child to take though another token was drawn, or -1
+# (draft, target, (B,) slot, (B, N) its children) -> (B,) child to accept instead of the drawn token, or -1
 Instead = Callable[[Draft, TargetProbs, Tensor, Tensor], Tensor]
 
 
 def match(draft: Draft, target: TargetProbs, coin: Coin) -> VerificationResult:
-    """Draw y from the target's distribution; descend to the child with token y, or stop.
+    """Draw y from the target's distribution; go to the child with token y, or stop.
 
-    Valid for any tree, however it was made. Draws are keyed by position, so sampled output equals
+    Valid for any tree, whatever its source. Draws are keyed by position, so sampled output equals
     plain sampling token for token.
     """
     y = target.argmax(draft)  # (B, S)
@@ -42,7 +42,7 @@ def match(draft: Draft, target: TargetProbs, coin: Coin) -> VerificationResult:
         place = torch.arange(y.shape[1], device=y.device).expand_as(y)
         beyond = place > accepted[:, None]
         return VerificationResult(y.masked_fill(beyond, PAD), place.masked_fill(beyond, 0), accepted)
-    # Of siblings with equal tokens only the first counts, as in `descend`. (B, N, N)
+    # Only the first of siblings with equal tokens counts, as in `descend`. (B, N, N)
     duplicate = (draft.parents[:, :, None] == draft.parents[:, None]) & hit[:, :, None] & hit[:, None]
     hit = hit & ~duplicate.tril(-1).any(-1)
     return accept_longest(draft, hit, lambda row, end: y[row, end])
@@ -58,14 +58,14 @@ def descend(
 ) -> VerificationResult:
     """Walk from the root to the first slot without an accepted child, one depth at a time.
 
-    `match` (purpose TARGET) treats every node as fixed; others (RESIDUAL) try sampled nodes first, by
-    `examine`, `try_sampled` unless given. Where no child has the target's token, a lossy rule may accept
-    another, by `instead`.
+    `match` (purpose TARGET) treats every node as fixed. Other rules (RESIDUAL) try sampled nodes first with
+    `examine`, by default `try_sampled`. If no child has the target's token, a lossy rule may accept another
+    one with `instead`.
     """
     examine = examine or try_sampled
     count, device = draft.tokens.shape[0], draft.tokens.device
     drafted = draft.probs if purpose == Purpose.RESIDUAL else None
-    slot = torch.zeros(count, dtype=torch.long, device=device)  # where each row stands
+    slot = torch.zeros(count, dtype=torch.long, device=device)  # current slot of each row
     none = torch.full_like(slot, -1)
     active = torch.ones(count, dtype=torch.bool, device=device)  # rows not stopped yet
     tokens, slots = [], []

@@ -1,4 +1,4 @@
-"""What a verification emits, and how a path of the draft becomes that."""
+"""Result of a verification, and its construction from a path of the draft."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def emit_path(draft: Draft, end: Tensor, extra: Tensor) -> VerificationResult:
     place = torch.where(on_path, draft.levels, draft.depth + 1)
     slots = slots.scatter(1, place, torch.arange(place.shape[1], device=end.device).expand_as(place))
     slots[:, -1] = 0
-    # Column j emits the token of the slot at level j + 1; `extra` goes behind the last accepted one.
+    # Column j emits the token of the slot at level j + 1; `extra` goes after the last accepted one.
     tokens = nn.functional.pad(draft.tokens, (1, 0), value=PAD).gather(1, slots[:, 1:])
     tokens = tokens.scatter(1, accepted[:, None], extra[:, None])
     return VerificationResult(tokens, slots[:, :-1], accepted)
@@ -57,7 +57,7 @@ def drawn_from(drafted: DraftProbs, slot: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def normalised(q: Tensor) -> Tensor:
-    """(..., V) q divided by its sum, as a coin draws from it: a q in half precision misses 1 by more than p.
+    """(..., V) q divided by its sum, as in drawing, because sums in half precision miss 1 by more than p's.
 
     Rows of zeros stay as they are.
     """
@@ -70,5 +70,5 @@ def without_token(q: Tensor, token: Tensor) -> Tensor:
 
 
 def ratio(top: Tensor, bottom: Tensor) -> Tensor:
-    """Return top / bottom, and 0 where bottom is 0: the probability of such a branch is zero."""
+    """Return top / bottom, and 0 where bottom is 0: such a branch has probability 0."""
     return torch.where(bottom > 0, top / bottom, 0.0)

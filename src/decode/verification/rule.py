@@ -1,7 +1,7 @@
-"""What an acceptance rule is, how a round is verified by one, and rules by name.
+"""Base classes of verification rules, verification of a round, and rules by name.
 
-A rule is a file of `decode/verification/rules` or `decode/lossy/rules`, named as the rule, and a yaml in
-`conf/decode/rule`.
+A rule is a file in `decode/verification/rules` or `decode/lossy/rules` with the rule's name, and a yaml
+in `conf/decode/rule`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ PACKAGES = ("decode.verification.rules", "decode.lossy.rules")
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """A rule with its numbers. All random numbers come from a `Coin`; nothing waits for the device.
+    """A rule with its parameters. All random numbers come from a `Coin`; never synchronises with the device.
 
     Attributes:
-        name: of its file.
+        name: of the rule and its file.
         accepts: drafts that it verifies, for messages.
         lossy: the output does not have the target's distribution; needs `Plan.lossy`.
-        changes_greedy: lossy at temperature 0, too.
+        changes_greedy: also lossy at temperature 0.
         reads_probs: weighs sampled nodes by the q that they were drawn from.
-        weighs_paths: acceptance of a token depends on those behind it.
+        weighs_paths: acceptance of a token depends on the tokens after it.
         keeps_text: sampled text equals plain decoding's with the same seed.
-        uses_drawn_child: in a dynamic tree, a drawn child is accepted with more than its match's probability.
+        uses_drawn_child: in a dynamic tree, accepts a drawn child with more than the probability of a match.
     """
 
     name: ClassVar[str]
@@ -53,13 +53,13 @@ class Rule(ABC):
 
     @abstractmethod
     def verify(self, draft: Draft, target: TargetProbs, coin: Coin) -> VerificationResult:
-        """Which nodes are accepted, and the token after them. `verify` below asks `unfit` first."""
+        """Accept nodes and draw the token after them; the function `verify` checks `unfit` first."""
 
     def check(self, plan: Shape) -> None:
-        """Compare with the drafts of a plan.
+        """Check that the rule suits the drafts of a plan.
 
         Raises:
-            UserError: it would not be lossless on them, or means nothing there.
+            UserError: it would not be lossless on them, or has no effect there.
         """
         del plan
 
@@ -69,7 +69,7 @@ class Rule(ABC):
         return True
 
     def unfit(self, draft: Draft) -> str:
-        """Why a draft cannot be verified, as the end of a sentence; "" if it can."""
+        """Reason why a draft cannot be verified, as a predicate ("would not be ..."); "" if it can."""
         if not self.fits(draft):
             return f"verifies {self.accepts}; this draft is not one: use rule=match"
         if self.reads_probs and draft.probs is not None and draft.probs.selected:
@@ -80,30 +80,30 @@ class Rule(ABC):
         return ""
 
     def follow(self, tokens: Tensor) -> TextState | None:
-        """What it knows of texts that begin with these (B, M) tokens, with `PAD` behind; None: nothing."""
+        """State of texts that start with these (B, M) tokens, `PAD`-padded; None if the rule has none."""
         del tokens
         return None
 
     def for_tokenizer(self, tokenizer: Any) -> Self:
-        """The same with token ids in place of texts."""
+        """The rule with texts replaced by token ids."""
         del tokenizer
         return self
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Name and numbers, as `rule_of` reads them."""
+        """Name and parameters, as `rule_of` reads them."""
         return {"name": self.name, **asdict(self)}
 
     @property
     def title(self) -> str:
-        """Name and numbers, in tables."""
+        """Name and parameters, for tables."""
         numbers = [getattr(self, field.name) for field in fields(self)]
         return " ".join([self.name, *(f"{n:g}" for n in numbers if isinstance(n, int | float))])
 
 
 @dataclass(frozen=True)
 class LossyRule(Rule):
-    """The output does NOT have the target's distribution; what it emits instead is known."""
+    """A rule with output that does NOT have the target's distribution, but a known other one."""
 
     accepts = "any chain or tree, lossily"
     lossy = True
@@ -129,13 +129,13 @@ class LossyRule(Rule):
         return None
 
     def applies(self, text: Tensor) -> bool:
-        """Whether it accepts more than `match` after a (1, M) text."""
+        """Whether the rule accepts more than `match` after a (1, M) text."""
         del text
         return True
 
 
 class Auto(Rule):
-    """The rule of a plan that is not `resolved` yet."""
+    """Placeholder rule of a plan that is not `resolved` yet."""
 
     name = "auto"
     uses_drawn_child = True
@@ -166,10 +166,10 @@ def verify(rule: Rule, draft: Draft, target: TargetProbs, coin: Coin) -> Verific
 
 
 def rule_of(value: Rule | str | Mapping[str, Any]) -> Rule:
-    """A rule from its name, or from a mapping of its name and numbers.
+    """A rule from its name, or from a mapping of its name and parameters.
 
     Raises:
-        UserError: no such rule, no such number, or a value of another kind.
+        UserError: unknown rule or parameter, or a value of the wrong type.
     """
     if isinstance(value, Rule):
         return value
@@ -179,7 +179,7 @@ def rule_of(value: Rule | str | Mapping[str, Any]) -> Rule:
     numbers, cls = {key: n for key, n in named.items() if key != "name"}, rule_class(named["name"])
     known = [field.name for field in fields(cls)]
     if unknown := sorted(numbers.keys() - set(known)):
-        raise UserError(f"decode.rule.{unknown[0]}: no such number of {cls.name}; it has {known or 'none'}")
+        raise UserError(f"decode.rule.{unknown[0]}: not a parameter of {cls.name}; it has {known or 'none'}")
     for key, number in numbers.items():
         kinds = (list, tuple) if isinstance(getattr(cls, key), tuple) else (int, float)
         if isinstance(number, bool) or not isinstance(number, kinds):
@@ -201,7 +201,7 @@ def rule_class(name: str) -> type[Rule]:
 
 
 def changes_greedy(name: str) -> bool:
-    """Whether a rule changes the text at temperature 0, too; False for one that is not known."""
+    """Whether a rule also changes the text at temperature 0; False for unknown rules."""
     found = class_in_file(name)
     return found is not None and found.changes_greedy
 
@@ -214,7 +214,7 @@ def rule_names() -> tuple[str, ...]:
 
 @cache
 def class_in_file(name: str) -> type[Rule] | None:
-    """The rule that a file of this name defines; None if there is no such file."""
+    """The rule defined in the file with this name; None if there is no such file."""
     for place in PACKAGES:
         if name in [file.name for file in iter_modules(import_module(place).__path__)]:
             defined = vars(import_module(f"{place}.{name}")).values()

@@ -1,4 +1,4 @@
-"""What a rule is told of the drafts that it will verify."""
+"""Properties of a plan that rules depend on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Shape(Protocol):
-    """The part of `decode.plan.Plan` that rules look at; see there."""
+    """The part of `decode.plan.Plan` that rules use; see there."""
 
     @property
     def depth(self) -> int:
@@ -15,12 +15,12 @@ class Shape(Protocol):
 
     @property
     def proposal(self) -> str:
-        """Where tokens come from."""
+        """Source of the tokens."""
         ...
 
     @property
     def drafts(self) -> int:
-        """Chains side by side."""
+        """Number of parallel chains."""
         ...
 
     @property
@@ -35,7 +35,7 @@ class Shape(Protocol):
 
     @property
     def min_confidence(self) -> float:
-        """Product of confidences at which a chain ends."""
+        """Product of confidences below which a chain ends."""
         ...
 
     @property

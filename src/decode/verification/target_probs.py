@@ -13,10 +13,10 @@ from decode.sampling import Sampler
 
 
 class TextState(Protocol):
-    """What a rule knows of the texts of a batch; `row_state` selects and appends its rows."""
+    """A rule's state of the texts of a batch; `row_state` selects and appends its rows."""
 
     def after(self, tokens: Tensor) -> Self:
-        """The same once (B, M) tokens have followed, `PAD` among them."""
+        """State after (B, M) more tokens, `PAD` included."""
         ...
 
 
@@ -25,12 +25,12 @@ class TargetProbs:
 
     Args:
         logits: (B, S, V) of the target.
-        sampler: the warpers.
+        sampler: warpers.
         seen: (B, V) bool tokens of each sequence, root included; None if no warper needs them.
-        state: what the rule knows of each sequence, root included; see `Rule.follow`.
+        state: the rule's state of each sequence, root included; see `Rule.follow`.
 
     Attributes:
-        state: the same, of the paths so far.
+        state: the rule's state of the current paths.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TargetProbs:
         return self._sampler.probs(self._logits[self._row, slot], self._seen)
 
     def soft_at(self, slot: Tensor) -> Tensor:
-        """Like `at`, with temperature 1 in place of 0: how likely the target finds other tokens."""
+        """Like `at`, but with temperature 1 instead of 0, to compare other tokens."""
         return self._soft.probs(self._logits[self._row, slot], self._seen)
 
     def append(self, token: Tensor, active: Tensor) -> None:

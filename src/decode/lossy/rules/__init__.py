@@ -1,1 +1,1 @@
-"""Lossy rules, a file each, named as the rule."""
+"""Lossy rules; each file has the name of its rule."""

@@ -1,4 +1,4 @@
-"""`bild`: tokens that do not surprise the target much are accepted."""
+"""`bild`: accept tokens that do not surprise the target much."""
 
 from __future__ import annotations
 

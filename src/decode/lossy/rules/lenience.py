@@ -1,4 +1,4 @@
-"""`lenience`: DistillSpec's, which accepts drawn tokens more often."""
+"""`lenience`: DistillSpec's rule, which accepts drawn tokens more often."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Lenience(LossyRule):
         factor: e.
 
     Raises:
-        UserError: not above 0, or above 1.
+        UserError: outside (0, 1].
     """
 
     name = "lenience"
@@ -54,7 +54,7 @@ class Lenience(LossyRule):
 
     @override
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
-        """With m = min(q, p / e) it is m + (1 - sum m) norm (p - q)+."""
+        """Return m + (1 - sum m) norm (p - q)+, with m = min(q, p / e)."""
         kept, rest = torch.minimum(q, p / self.factor), (p - q).clamp_min(0)
         mass = rest.sum(-1, keepdim=True)
         rest = torch.where(mass > 0, rest / mass, p)

@@ -1,4 +1,4 @@
-"""`sprint`: all that the drafter offers is accepted."""
+"""`sprint`: accept all drafted tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decode.verification.shape import Shape
 
 @dataclass(frozen=True)
 class Sprint(Relaxed):
-    """Accept every token (SPRINTER, arXiv:2502.04557): the draft ends where the drafter doubts."""
+    """Accept every token (SPRINTER, arXiv:2502.04557): the draft ends at low confidence."""
 
     name = "sprint"
 

@@ -1,4 +1,4 @@
-"""`threshold`: tokens of at least some probability are accepted."""
+"""`threshold`: accept tokens with at least some probability."""
 
 from __future__ import annotations
 

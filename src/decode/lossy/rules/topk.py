@@ -1,4 +1,4 @@
-"""`topk`: one of the target's most probable tokens is accepted, everywhere or between two tags."""
+"""`topk`: accept one of the target's most probable tokens, everywhere or between two tags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decode.errors import UserError
 from decode.lossy.accepting import Relaxed
 from decode.verification.target_probs import TargetProbs
 
-TAGS = 2  # that begin and end the part of a text
+TAGS = 2  # begin and end of a part of the text
 
 
 @dataclass
@@ -22,8 +22,8 @@ class Tagged:
 
     Attributes:
         inside: (B,) bool.
-        opening: token id.
-        closing: another.
+        opening: token id of the first tag.
+        closing: token id of the second tag.
     """
 
     inside: Tensor
@@ -31,7 +31,7 @@ class Tagged:
     closing: int
 
     def after(self, tokens: Tensor) -> Tagged:
-        """The same once (B, M) tokens have followed, `PAD` among them: the last tag decides."""
+        """State after (B, M) more tokens, `PAD` included: the last tag decides."""
         order = torch.arange(tokens.shape[1], device=tokens.device)
         opened, closed = (
             torch.where(tokens == tag, order, -1).amax(1) for tag in (self.opening, self.closing)
@@ -48,11 +48,11 @@ class TopK(Relaxed):
     Args:
         top: number of tokens.
         ratio: share of the largest probability.
-        within: it is `match` outside of two tags, such as <think> and </think>: token ids, or their texts
+        within: two tags, such as <think> and </think>; outside of them it is `match`. Token ids, or texts
             until `for_tokenizer`. Empty: it applies everywhere.
 
     Raises:
-        UserError: a number out of range, or other than two different tags.
+        UserError: a number out of range, or not two different tags.
     """
 
     name = "topk"

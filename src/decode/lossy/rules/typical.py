@@ -18,7 +18,7 @@ class Typical(LongestPath):
     Medusa, arXiv:2401.10774, section 3.3.1.
 
     Args:
-        alpha: lowers the threshold where the target is undecided.
+        alpha: lowers the threshold if the target is uncertain.
         threshold: a probability.
     """
 

@@ -1,1 +1,1 @@
-"""Lossless rules, a file each, named as the rule."""
+"""Lossless rules; each file has the name of its rule."""

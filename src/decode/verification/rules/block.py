@@ -1,4 +1,4 @@
-"""`block`: a sampled chain is accepted as a whole, or a beginning of it."""
+"""`block`: accept a sampled chain, or the first part of it, as one block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kseq`: siblings that were drawn independently are tried independently."""
+"""`kseq`: try independently drawn siblings independently."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from decode.verification.rule import Rule
 from decode.verification.shape import Shape
 from decode.verification.target_probs import TargetProbs
 
-HALVINGS = 40  # of the interval of rho, from at most k
+HALVINGS = 40  # bisection steps for rho, starting with an interval of at most k
 
 
 class KSeq(Rule):
     """K-SEQ (SpecTr, arXiv:2310.15141), for siblings drawn independently: accept each of k children x with
-    probability min(1, p(x) / (rho q(x))), in turn and independently.
+    probability min(1, p(x) / (rho q(x))), one after another and independently.
 
     A child is accepted with probability b(rho) = sum min(q, p / rho). rho is the smallest number of at least
-    1 at which no token's accepted mass, min(q, p / rho) (1 - (1 - b)^k) / b, exceeds p. If all children are
-    rejected, the token comes from what that mass leaves of p.
+    1 for which no token's accepted mass, min(q, p / rho) (1 - (1 - b)^k) / b, exceeds p. If all children are
+    rejected, the token is drawn from the rest of p.
     """
 
     name = "kseq"
@@ -51,7 +51,7 @@ class KSeq(Rule):
 def _try_independent(
     draft: Draft, slot: Tensor, children: Tensor, p: Tensor, coin: Coin, depth: int, active: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Like `try_sampled`, by the rule of `kseq`."""
+    """Like `try_sampled`, for `kseq`."""
     drafted = draft.probs
     assert drafted is not None
     q = drawn_from(drafted, slot, p.dtype)  # (B, V)
@@ -63,7 +63,7 @@ def _try_independent(
         node, token, trying = next_child(draft, waiting, active & (child < 0))
         p_token, q_token = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
         accept = coin.flip(p_token, q_token * rho, Key(Purpose.ACCEPT, depth, rank), trying) & trying
-        # Of siblings with equal tokens the first has the most below it (all of it, in parallel chains).
+        # The first of siblings with equal tokens has the largest subtree (all of it, in parallel chains).
         twin = first_true(children & drafted.sampled & (draft.tokens == token))
         child = torch.where(accept, twin, child)
         waiting = without_node(waiting, node)
@@ -79,7 +79,7 @@ def _try_independent(
 def smallest_rho(p: Tensor, q: Tensor, count: Tensor) -> Tensor:
     """(B,) the smallest rho of at least 1 with 1 - (1 - b)^k <= rho b, b = sum min(q, p / rho), by bisection.
 
-    Any rho for which this holds is lossless, and it holds at k; the result is an upper end.
+    Any rho for which this holds is lossless, and k is one; returns the upper end of the interval.
 
     Args:
         p: (B, V) the target's distributions.

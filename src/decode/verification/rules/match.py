@@ -1,4 +1,4 @@
-"""`match`: a drafted token is accepted where it is the target's own."""
+"""`match`: accept a drafted token that is the target's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decode.verification.target_probs import TargetProbs
 
 
 class Match(Rule):
-    """See `descent.match`. Valid for any draft, however it was made."""
+    """See `descent.match`. Valid for any draft, whatever its source."""
 
     name = "match"
     accepts = "any chain or tree"

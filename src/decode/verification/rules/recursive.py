@@ -1,4 +1,4 @@
-"""`recursive`: rejection sampling, child after child."""
+"""`recursive`: rejection sampling, one child after another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decode.verification.target_probs import TargetProbs
 class Recursive(Rule):
     """Recursive rejection sampling (SpecInfer, arXiv:2305.09781; Sequoia, arXiv:2402.12374).
 
-    Starting with r = p, accept a sampled child x with probability min(1, r(x) / q(x)), else
+    Starting with r = p, accept a sampled child x with probability min(1, r(x) / q(x)), otherwise
     r <- norm (r - q)+. If no sampled child is accepted, match the fixed children with a draw from r.
     """
 

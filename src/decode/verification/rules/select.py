@@ -1,4 +1,4 @@
-"""`select`: the best of several drafts is matched."""
+"""`select`: match the best of several drafts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from decode.verification.target_probs import TargetProbs
 class Select(Rule):
     """Self-selection (SpecDiff-2, arXiv:2511.00606): `match` on the best of several drafts.
 
-    The choice looks at the drawn tokens, so the nodes count as fixed and q is dropped.
+    The choice depends on the drawn tokens, so the nodes count as fixed and q is dropped.
     """
 
     name = "select"

@@ -1,4 +1,4 @@
-"""`token`: rejection sampling of a chain, token after token."""
+"""`token`: rejection sampling of a chain, one token after another."""
 
 from __future__ import annotations
 

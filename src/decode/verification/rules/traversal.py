@@ -1,4 +1,4 @@
-"""`traversal`, the rule that walks from the leaves; on a chain it is block verification."""
+"""`traversal`: accept from the leaves to the root; on a chain it is block verification."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from decode.verification.target_probs import TargetProbs
 class Traversal(Rule):
     """Traversal verification (arXiv:2505.12398): accept the first slot that passes, leaves first.
 
-    A slot passes with a chance w, given that the subtrees of its earlier siblings failed, and has a
-    residual distribution. Both follow from the tree, so a single draw decides which slot is
-    accepted. On a chain this is block verification (Sun et al., arXiv:2403.10444).
+    A slot passes with probability w, given that the subtrees of its earlier siblings failed, and has a
+    residual distribution. Both follow from the tree, so a single draw decides the accepted slot. On a chain
+    this is block verification (Sun et al., arXiv:2403.10444).
     """
 
     name = "traversal"
@@ -76,7 +76,7 @@ def _pass_chances(draft: Draft, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Chances and residuals of `Traversal` (theorem 2 of docs/lossless.md), level by level.
 
     Args:
-        draft: with `probs`.
+        draft: draft with `probs`.
         residual: (B, S, V) the target's distributions; changed in place.
 
     Returns:
@@ -121,8 +121,8 @@ def _fail_sampled(draft: Draft, owner: Tensor, q: Tensor, w: Tensor, residual: T
     """Set w of the sampled children of some slots; then update the slots as if these children failed.
 
     Args:
-        draft: with `probs`.
-        owner: (B, n) slots of one level, -1 where left out.
+        draft: draft with `probs`.
+        owner: (B, n) slots of one level, -1 for omitted ones.
         q: (B, n, V) distributions that their first sampled children were drawn from.
         w: (B, S) chances; changed in place.
         residual: (B, S, V) residual distributions; changed in place.

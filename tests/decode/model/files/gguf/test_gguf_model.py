@@ -181,7 +181,7 @@ def test_tokens_outside_of_the_bytes_alphabet_stay_whole(tmp_path):
         ({"general.architecture": "clip"}, "another kind of file or model"),
         ({"general.quantization_version": 1}, "as those of version 2"),
         ({"general.type": "adapter", "adapter.type": "lora"}, "it holds a adapter"),
-        ({"general.type": "mmproj"}, "it holds a mmproj, and no model"),
+        ({"general.type": "mmproj"}, "it holds a mmproj, not a model"),
         ({"tokenizer.ggml.model": None}, "it has no tokenizer; give a model's whole GGUF file"),
         ({"tokenizer.ggml.pre": "viking"}, "its text is split by 'viking', which this version"),
         ({"split.count": 2}, "llama-gguf-split --merge"),
