@@ -13,7 +13,7 @@ PAD = -1  # token of a missing node; equals no drawn token, so padding never mat
 
 @dataclass(frozen=True)
 class DraftProbs:
-    """Which nodes of a draft were sampled, and from which distributions q.
+    """Sampled nodes of a draft and their distributions q.
 
     Attributes:
         q: (B, Q, V) distributions, after the drafter's warpers. The first sampled child of slot
@@ -127,7 +127,7 @@ class Draft:
         order = torch.arange(parents.shape[1], device=parents.device)
         # (B, S, S): slot i is an earlier sibling of slot j
         earlier = (parents[:, :, None] == parents[:, None]) & (order[:, None] < order)
-        # (B, S, S): slot i lies below an earlier sibling of slot j or of one of j's ancestors.
+        # (B, S, S): slot i is below an earlier sibling of slot j or of one of j's ancestors.
         left = reach @ earlier.float() @ reach.mT > 0
         return left.sum(1) + reach.sum(1).long() - 1  # slots to the left, and j's own descendants
 

@@ -96,7 +96,7 @@ class Plan:
             raise UserError("decode.replacement is for sampled trees: decode=static proposal=sampled")
         self._choose_rule()
         self.rule.check(self)
-        self._check_pace()
+        self._check_adapt()
 
     def _check_drafts(self) -> None:
         if self.drafts < 1:
@@ -145,7 +145,7 @@ class Plan:
             lossy = ", ".join(name for name in rule_names() if rule_class(name).lossy)
             raise UserError(f"decode.lossy=true, but rule={rule.name} is lossless: choose one of {lossy}")
 
-    def _check_pace(self) -> None:
+    def _check_adapt(self) -> None:
         if isinstance(self.adapt, Mapping):
             object.__setattr__(self, "adapt", DepthPolicy.from_config(self.adapt))
         if self.adapt is None:

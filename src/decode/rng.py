@@ -88,7 +88,7 @@ class _Block:
 _Keys = dict[_BlockKey, None]  # in the order of their first use
 
 
-class _Made:
+class _Shared:
     """State shared by the rounds of a coin.
 
     Attributes:
@@ -101,9 +101,9 @@ class _Made:
         self.blocks: dict[_BlockKey, _Block] = {}
         self.newest: _Keys = {} if newest is None else newest
 
-    def without_blocks(self) -> _Made:
+    def without_blocks(self) -> _Shared:
         """A copy without blocks, for other rows."""
-        return _Made(self.newest)
+        return _Shared(self.newest)
 
 
 class KeyedCoin:
@@ -133,11 +133,11 @@ class KeyedCoin:
         # Two 32-bit words per row: the Philox key.
         key = np.frombuffer(b"".join(digests), "<u4").reshape(-1, 2).astype(np.uint64)
         zero = np.zeros(len(requests), np.uint64)
-        self._set(key, zero, zero, _Made())
+        self._set(key, zero, zero, _Shared())
 
-    def _set(self, key: np.ndarray, position: np.ndarray, rounds: np.ndarray, made: _Made) -> KeyedCoin:
-        self._key, self._position, self._round, self._made = key, position, rounds, made
-        self._expected: _Keys = made.newest  # blocks that the previous round used
+    def _set(self, key: np.ndarray, position: np.ndarray, rounds: np.ndarray, shared: _Shared) -> KeyedCoin:
+        self._key, self._position, self._round, self._shared = key, position, rounds, shared
+        self._expected: _Keys = shared.newest  # blocks that the previous round used
         self._asked: _Keys = {}
         # (B, purposes, BLOCK) draws of this round
         self._current: dict[tuple[torch.device, _BlockKey], Tensor] = {}
@@ -152,8 +152,8 @@ class KeyedCoin:
         """
         coin = object.__new__(KeyedCoin)
         # Draws are functions of their keys, so blocks generated earlier stay valid.
-        coin._set(self._key, position.astype(np.uint64), rounds.astype(np.uint64), self._made)
-        self._made.newest = coin._asked
+        coin._set(self._key, position.astype(np.uint64), rounds.astype(np.uint64), self._shared)
+        self._shared.newest = coin._asked
         return coin
 
     def select(self, rows: Sequence[int]) -> KeyedCoin:
@@ -161,7 +161,7 @@ class KeyedCoin:
         index = np.asarray(rows, dtype=np.int64)
         coin = object.__new__(KeyedCoin)
         return coin._set(
-            self._key[index], self._position[index], self._round[index], self._made.without_blocks()
+            self._key[index], self._position[index], self._round[index], self._shared.without_blocks()
         )
 
     def append(self, other: KeyedCoin) -> KeyedCoin:
@@ -171,7 +171,7 @@ class KeyedCoin:
             np.concatenate([self._key, other._key]),
             np.concatenate([self._position, other._position]),
             np.concatenate([self._round, other._round]),
-            self._made.without_blocks(),
+            self._shared.without_blocks(),
         )
 
     def uniform(self, key: Key) -> np.ndarray:
@@ -215,7 +215,7 @@ class KeyedCoin:
         # Each position is drawn from the target once, so TARGET counts positions. A position may be
         # drafted again after a rejection, so the other purposes count rounds.
         counter = self._position if block_key[0] else self._round
-        blocks = self._made.blocks
+        blocks = self._shared.blocks
         if block_key not in blocks or not blocks[block_key].covers(counter):
             blocks[block_key] = _Block(counter, self._draws(*block_key, counter))
         return blocks[block_key].at(counter)

@@ -157,5 +157,5 @@ def test_plan_is_made_again_from_its_settings():
     for plan in (FIXED, HYBRID, AUTO, Plan(tree=TREE), Plan(2, rule=rule, lossy=True)):
         assert plan_of(plan.settings) == plan
         assert plan_of(json.loads(json.dumps(plan.settings))) == plan
-    with pytest.raises(UserError, match=r"decode\.dept: no such setting"):
+    with pytest.raises(UserError, match=r"decode\.dept: no setting of a plan"):
         plan_of({"dept": 2})

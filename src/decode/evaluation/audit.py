@@ -90,7 +90,7 @@ class Audit:
 
     @property
     def impossible(self) -> int:
-        """Number of sampled tokens with probability 0, or whose distribution is NaN."""
+        """Number of sampled tokens with probability 0 or a NaN distribution."""
         return sum(run.impossible for run in self.sampled)
 
     @property

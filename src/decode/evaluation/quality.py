@@ -185,7 +185,7 @@ def mean_log_likelihood(
         last = target.read(tokens.to(target.device)).last
         for row, (prompt, answer) in enumerate(pairs):
             logits = target.head(last[row, len(prompt) - 1 : len(prompt) + len(answer) - 1]).float()  # (n, V)
-            said = torch.tensor(list(answer), device=logits.device)[:, None]
-            total += float(logits.log_softmax(-1).gather(1, said).double().sum())
+            ids = torch.tensor(list(answer), device=logits.device)[:, None]
+            total += float(logits.log_softmax(-1).gather(1, ids).double().sum())
             count += len(answer)
     return total / count if count else math.nan

@@ -114,7 +114,7 @@ def replay(
 ) -> list[ReplayResult]:
     """Expected rounds of every plan on every rollout, by one target pass and a draft at every start.
 
-    Plans whose drafts depend on earlier rounds use `stateful_replay` instead.
+    If drafts depend on earlier rounds, use `stateful_replay` instead.
 
     Args:
         target: the model that generated the rollouts.

@@ -42,7 +42,7 @@ EXPECTED = 5  # minimum expected tokens per bin; keeps p-values of 1e-6 correct 
 PLACES = ("free", "drafted", "draft token")
 TESTS = (("p", "id"), ("p", "id", "draft"), ("q", "id"))  # orders at each of PLACES
 DRAFT_TOKEN = 2  # index into PLACES
-Q_ROWS = 8  # rows of q per round whose tokens are tested
+Q_ROWS = 8  # tested rows of q per round
 TILTS = tuple(sign * 2.0**-k for k in range(1, 7) for sign in (1, -1))  # T from 2/3 to 2
 FLOOR = -1e3  # lower bound of logarithms, so that 0 * log 0 = 0
 

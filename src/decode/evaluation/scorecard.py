@@ -354,7 +354,7 @@ class Scorecard:
 
     @property
     def compared(self) -> Row:
-        """Row by which checkpoints are compared: the plan of the run's engine; without an engine the
+        """Row for comparing checkpoints: the plan of the run's engine; without an engine the
         headline, or the first draft if the headline is plain decoding.
         """
         plan = self.conditions.served_plan

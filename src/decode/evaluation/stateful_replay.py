@@ -118,14 +118,14 @@ class _Walker:
         draft = self.drafter.propose(self.state, self.target, sampler, NO_COIN, self.plan)
         accepted = matched(draft, ahead)
         left = [self.length[r] - self.place[r] for r in self.rows]
-        return Step(self.state, draft, ahead, accepted, left, self._goes_on(accepted))
+        return Step(self.state, draft, ahead, accepted, left, self._continues(accepted))
 
-    def _goes_on(self, accepted: Sequence[int]) -> list[bool]:
+    def _continues(self, accepted: Sequence[int]) -> list[bool]:
         return [self.place[r] + a + 1 < self.length[r] for r, a in zip(self.rows, accepted, strict=True)]
 
     def advance(self, accepted: Sequence[int]) -> None:
         """Move each row past its accepted tokens; drop finished rows."""
-        running = [i for i, on in enumerate(self._goes_on(accepted)) if on]
+        running = [i for i, on in enumerate(self._continues(accepted)) if on]
         first = [self.begin[r] + self.place[r] - 1 for r in self.rows]
         for row, count in zip(self.rows, accepted, strict=True):
             self.place[row] += count + 1

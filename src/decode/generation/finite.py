@@ -53,7 +53,7 @@ def check_states(target: Target, states: Tensor, texts: Sequence[Sequence[int]],
         target: target with these states.
         states: (B, T, D) input of the head at right-padded texts.
         texts: B token ids.
-        name: name of such a text.
+        name: name of the texts.
 
     Raises:
         UserError: a state is not finite.

@@ -155,7 +155,7 @@ class Loop:
 
     @torch.inference_mode()  # per step; on a generator it would leak into the caller
     def admit(self) -> None:
-        """Prefill the next prompts for which there is room, and draw their first tokens.
+        """Prefill the next prompts that fit, and draw their first tokens.
 
         Their rows are appended to the running ones.
         """

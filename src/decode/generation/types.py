@@ -111,7 +111,7 @@ class Observes(Protocol):
 
 @runtime_checkable
 class DependsOnRounds(Protocol):
-    """A proposer whose drafts may depend on where earlier rounds started, not only on the text."""
+    """A proposer with drafts that may depend on where earlier rounds started, not only on the text."""
 
     def depends_on_rounds(self, plan: Plan) -> bool:
         """Whether the drafts of this plan do."""

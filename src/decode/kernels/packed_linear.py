@@ -44,7 +44,7 @@ class _Copy(NamedTuple):
     state: WeightState
     packed: Tensor | None  # None: the plain weight is faster, or memory is short
     least: int  # minimum rows of a product that uses it
-    size: int  # bytes of `packed`, which cannot report it: the plain size, up to padding
+    size: int  # bytes of `packed`, which does not know it: the plain size, up to padding
 
 
 _COPIES: dict[int, _Copy] = {}  # by id of the weight

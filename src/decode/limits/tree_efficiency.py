@@ -20,7 +20,7 @@ from decode.sampling import Sampler
 
 
 class RoundStart(NamedTuple):
-    """A position where the decoder started a round."""
+    """A position at which the decoder started a round."""
 
     request: int
     context: list[int]  # prompt and settled tokens, the root last

@@ -148,7 +148,7 @@ def _score(judge: Judge, row: int, output: JudgedOutput, step: Sequence[int]) ->
         score = math.nan
     if math.isnan(score):
         number = len(output.steps)
-        raise UserError(f"judge: its score of step {number} of prompt {row} is {found!r}, which is no number")
+        raise UserError(f"judge: its score of step {number} of prompt {row} is {found!r}, not a number")
     return score
 
 

@@ -1,1 +1,1 @@
-"""The frozen Hugging Face model behind a ragged KV cache: load, probe, forward, shard, offload."""
+"""The frozen Hugging Face target with a KV cache per row: load, probe, forward, shard, offload."""

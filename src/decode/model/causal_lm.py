@@ -30,7 +30,7 @@ class CausalLM:
     """A causal LM with its head and a KV cache.
 
     Args:
-        model: any causal LM whose attention is full or sliding-window.
+        model: any causal LM with full or sliding-window attention.
 
     Attributes:
         max_positions: maximum sequence length of the model, in tokens; None: unlimited.
@@ -133,7 +133,7 @@ class CausalLM:
 
     @property
     def fused(self) -> Fused | None:
-        """The fused forward pass; None where transformers' code has to run."""
+        """The fused forward pass; None if the model needs transformers' code."""
         return Fused.of(self.base, self.layers, self.config)
 
     def compile(self) -> str:

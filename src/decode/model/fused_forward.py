@@ -200,7 +200,7 @@ class Fused:
         return fused
 
     def watch(self, base: nn.Module, weights: Iterable[Tensor]) -> None:
-        """Rebuild this object when one of these weights, which have copies, changes."""
+        """Rebuild this object when one of these copied weights changes."""
         self._copied += weights
         self._state = self._current(base)
 

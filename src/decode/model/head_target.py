@@ -1,4 +1,4 @@
-"""A target without layers, which run in an engine: embedding, final norm and head, read from its files."""
+"""Embedding, final norm and head of a target with layers that run in an engine, read from its files."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _fill(part: Any, model: Any, files: WeightFiles, dtype: torch.dtype, device:
             what = "not in its files" if stored is None else f"quantised ({stored.dtype})"
             raise UserError(
                 f"target={files.name}: {prefix}.{name} is {what}, and taps=engine computes the teacher's "
-                "rows from it; use weights whose embedding, final norm and head are whole"
+                "rows from it; use weights with an unquantised embedding, final norm and head"
             )
         value = nn.Parameter(stored.to(device, dtype), requires_grad=False)
         for module in model.modules():  # this module and those tied to it

@@ -36,8 +36,8 @@ class Target(CausalLM):
     wrapped, cast and sharded.
 
     Args:
-        model: any causal LM whose attention is full or sliding-window.
-        taps: layer ids whose inputs drafters read (0 .. n_layers - 1), or "last".
+        model: any causal LM with full or sliding-window attention.
+        taps: ids of layers with inputs that drafters read (0 .. n_layers - 1), or "last".
 
     Raises:
         UserError: a tap that does not exist; also see `CausalLM`.
@@ -53,7 +53,7 @@ class Target(CausalLM):
         self.tap(taps)
 
     def tap(self, taps: Sequence[Tap]) -> None:
-        """Set the layers whose inputs are returned as `TargetOutput.taps`."""
+        """Select the layer inputs that `TargetOutput.taps` returns."""
         n = len(self.layers)
         for tap in taps:
             if tap != LAST and not (isinstance(tap, int) and 0 <= tap < n):

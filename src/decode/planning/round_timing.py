@@ -49,7 +49,7 @@ def measure(
         target: target with the drafter's taps; its cache is reset.
         drafter: the drafter.
         prompts: start of the texts, which grow by up to `max_new_tokens`.
-        plans: plans whose costs are needed.
+        plans: plans to estimate costs for.
         sampler: warpers of the decoder.
         batch_sizes: rows decoded together.
         max_new_tokens: per text; at least as many as two rounds of the deepest plan may settle.

@@ -1,4 +1,4 @@
-"""Accounts of a model's files: which entries were read, and why the others were not."""
+"""Accounts of a model's files: which entries were read, and why others were not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN = 60  # characters of a name in a line
 
 @dataclass
 class Account:
-    """Which names of one kind of file were read, and which were not.
+    """Read and unread names of one kind of file.
 
     Every name is either counted in `read` or listed with a reason in one of the other fields. A reason
     is a phrase that follows "these are", such as "biases that the class has no place for".

@@ -130,12 +130,12 @@ def _add_keys(account: Account, config: PreTrainedConfig, raw: Mapping[str, Any]
         "not in the file; the class's own value is taken",
         [f"{prefix}{key}={getattr(default, key)}" for key in _absent(default, raw)],
     )
-    taken = {key for key in known if key not in rope | inner | RECORDS and not _taken(config, key, raw[key])}
-    if raw.get("use_sliding_window") is False and "sliding_window" in taken:
-        account.ignore("not used, as use_sliding_window says", [f"{prefix}sliding_window"])
-        taken.remove("sliding_window")
+    diffs = {key for key in known if key not in rope | inner | RECORDS and not _equal(config, key, raw[key])}
+    if raw.get("use_sliding_window") is False and "sliding_window" in diffs:
+        account.ignore("not used, because use_sliding_window is false", [f"{prefix}sliding_window"])
+        diffs.remove("sliding_window")
     account.remark(
-        "the class replaced the value by another", [f"{prefix}{key}" for key in known if key in taken]
+        "the class replaced the value by another", [f"{prefix}{key}" for key in known if key in diffs]
     )
     reasons = {
         "a record of how the model was made, with which nothing is computed": (
@@ -150,7 +150,7 @@ def _add_keys(account: Account, config: PreTrainedConfig, raw: Mapping[str, Any]
     for reason, applies in reasons.items():
         account.ignore(reason, [f"{prefix}{key}" for key in unknown if applies(key)])
         unknown = [key for key in unknown if not applies(key)]
-    if not _is_theirs(config):
+    if not _is_builtin(config):
         account.ignore("for the code that comes with the model", [f"{prefix}{key}" for key in unknown])
         return
     read = _keys_in_code(config.model_type)
@@ -162,7 +162,7 @@ def _add_keys(account: Account, config: PreTrainedConfig, raw: Mapping[str, Any]
     )
 
 
-def _is_theirs(config: Any) -> bool:
+def _is_builtin(config: Any) -> bool:
     """Whether a configuration class is transformers' own, not the model's remote code."""
     return type(config).__module__.startswith("transformers.")
 
@@ -197,7 +197,7 @@ def _default(config: PreTrainedConfig) -> Any:
         return type(config)
 
 
-def _taken(config: Any, key: str, value: Any) -> bool:
+def _equal(config: Any, key: str, value: Any) -> bool:
     """Whether a plain value in the file equals the configuration's."""
     if value is None or not isinstance(value, bool | int | float | str):
         return True
@@ -242,7 +242,7 @@ def _check_rotated_share(account: Account, config: Any, raw: Mapping[str, Any]) 
     shares = {values[SHARE] for values in places if isinstance(values.get(SHARE), int | float)}
     if len(shares) > 1:
         account.refuse("given twice with different values; keep the right one, in rope_parameters", [SHARE])
-    elif shares - {1} and _is_theirs(config) and SHARE not in _code(config.get_text_config().model_type):
+    elif shares - {1} and _is_builtin(config) and SHARE not in _code(config.get_text_config().model_type):
         account.refuse(
             f"{type(config).__name__}'s model rotates whole heads; name another model_type", [SHARE]
         )

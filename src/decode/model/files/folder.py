@@ -82,7 +82,7 @@ class ModelFiles:
         if path is None:
             return {}
         try:
-            values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+            values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
         except (OSError, ValueError) as error:
             raise UserError(f"{self.name}: {file} is not a valid JSON file ({error})") from None
         if not isinstance(values, dict):
@@ -111,7 +111,7 @@ class ModelFiles:
         )
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object with unique keys, because readers differ in which duplicate they use.
 
     Raises:

@@ -79,7 +79,7 @@ def account_of_files(files: ModelFiles) -> Account:
         )
     others = [name for name in files.names() if name not in read]
     account.ignore(
-        "weights in another format, of which none is read where there are safetensors files",
+        "weights in another format, which are ignored if there are safetensors files",
         [name for name in others if name.endswith(OTHER_FORMATS) and name not in ADAPTER_WEIGHTS],
     )
     more = [name for name in others if name.endswith(".safetensors") and name not in ADAPTER_WEIGHTS]

@@ -83,8 +83,8 @@ def account_of_tokenizer(tokenizer: Any, files: ModelFiles) -> Account:
         if getattr(made.model, "dropout", None):  # otherwise the ids of a text would vary
             made.model.dropout = None
             account.remark("not applied: a text is always split in the same way", ["dropout"])
-        theirs = _encoded(path, path.stat().st_mtime_ns)
-        wrong = [text for text, ids in zip(PROBES, theirs, strict=True) if _ids(made, text) != ids]
+        expected = _encoded(path, path.stat().st_mtime_ns)
+        wrong = [text for text, ids in zip(PROBES, expected, strict=True) if _ids(made, text) != ids]
         account.remark(
             f"{type(tokenizer).__name__} splits this text in another way than {WHOLE} says; name the right "
             f"tokenizer_class in {SETTINGS}",

@@ -1,4 +1,4 @@
-"""Account of a model's tensors: which tensors in the files became weights, and what the others are."""
+"""Account of a model's tensors: tensors in the files that became weights, and the others by kind."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _without_scales(found: Mapping[str, Stored]) -> list[str]:
 def add_outer_names(
     account: Account, model: Any, names: Mapping[str, str], locate: Callable[[str], Path | None]
 ) -> None:
-    """Add the tensors outside the layers, for a model whose layers run in an engine.
+    """Add the tensors outside the layers, for a model with layers that run in an engine.
 
     Args:
         account: from `stored.account_of_files`.
@@ -194,7 +194,7 @@ class _Kinds:
     def add(self, account: Account, name: str, place: str) -> None:
         """Add one tensor to the account."""
         if _layer(name) in self.drafting or DRAFTING_NAME.search(name):
-            account.remark("layers for multi-token prediction, which the class leaves out", [name])
+            account.remark("layers for multi-token prediction, which the class omits", [name])
         elif SENSES.search(name):
             account.remark("for images or sound; only text is read here", [name])
         elif OTHER_TASKS.search(name):

@@ -62,7 +62,7 @@ def check_current(name: str, what: str) -> None:
     """
     if not name.startswith(PREFIX):
         raise UserError(
-            f"{what}: an older version made it, whose fingerprint saw a few rows of the weights; "
+            f"{what}: an older version made it, with a fingerprint of only a few rows of the weights; "
             "make it again with this version"
         )
 
@@ -115,7 +115,7 @@ def config_hash(config: Any) -> str:
     """
     try:
         usual = type(config)().to_dict()
-    except (TypeError, ValueError):  # a class whose fields have no defaults
+    except (TypeError, ValueError):  # a class with fields without defaults
         usual = {}
     own = {k: v for k, v in config.to_dict().items() if k not in NO_COMPUTATION and usual.get(k, ...) != v}
     text = json.dumps([config.model_type, own], sort_keys=True, default=str)

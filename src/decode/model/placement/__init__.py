@@ -1,1 +1,1 @@
-"""Targets whose weights are spread over processes, devices, memory or disk."""
+"""Targets with weights spread over processes, devices, memory or disk."""

@@ -1,4 +1,4 @@
-"""A target whose layers are placed on several devices, in host memory and on disk, in one process.
+"""A target with layers on several devices, in host memory and on disk, in one process.
 
 accelerate's hooks move a layer's input to its device. Weights of layers in host memory or on disk are
 copied to the first device while the layer computes. Embedding, final norm and head stay on the first

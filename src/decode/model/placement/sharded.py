@@ -1,4 +1,4 @@
-"""A target whose decoder layers are sharded over processes (FSDP2).
+"""A target with decoder layers sharded over processes (FSDP2).
 
 FSDP2 gathers a layer when the forward pass reaches it and frees it afterwards, so all processes must
 take part in every pass. Processes may run different inputs and different numbers of passes: an idle

@@ -113,7 +113,7 @@ class _Cursor:
                 raise ValueError("it ends within its header")
             return [self.text() for _ in range(count)]
         if inner not in NUMBERS:
-            raise ValueError(f"an array of type {inner}, which is neither of numbers nor of text")
+            raise ValueError(f"an array of type {inner}, neither numbers nor text")
         return self._numbers(inner, count)
 
     def _numbers(self, kind: int, count: int) -> np.ndarray:
@@ -165,7 +165,7 @@ def _read_table(cursor: _Cursor, count: int, alignment: int) -> tuple[dict[str, 
     for name, shape, kind, offset in places:
         stored = _stored(cursor.data, name, shape, kind, start + offset)
         if name in table or offset != expected:
-            raise ValueError(f"{name} lies where another tensor does")
+            raise ValueError(f"tensor {name} overlaps another tensor")
         table[name] = stored
         expected += -(-stored.blocks.size // alignment) * alignment
     return table, max(0, len(cursor.data) - start - expected)

@@ -50,14 +50,14 @@ def check_kind(header: Header, account: Account) -> None:
         raise UserError("its tokenizer does not say which tokens are special (tokenizer.ggml.token_type)")
     about = _namespaces()
     for key, value in keys.items():
-        kind = next((kind for name, kind in TYPES.items() if _means(name, key)), object)
+        kind = next((kind for name, kind in TYPES.items() if _matches(name, key)), object)
         if not isinstance(value, kind):
-            raise UserError(f"{key} is {told(value)}, a value of the wrong type")
+            raise UserError(f"{key} is {shown(value)}, a value of the wrong type")
         if key.split(".")[0] not in (header.architecture, "tokenizer"):
             _account_for(key, value, account, *about)
 
 
-def _means(name: str, key: str) -> bool:
+def _matches(name: str, key: str) -> bool:
     return key.startswith(name) if name.endswith("_") else key == name
 
 
@@ -93,7 +93,7 @@ def _namespaces() -> tuple[int, set[str]]:
     return GGML_QUANT_VERSION, found - {"general"}
 
 
-def told(value: Any) -> str:
+def shown(value: Any) -> str:
     """Format a value for a message."""
     if value is None:
         return "missing"

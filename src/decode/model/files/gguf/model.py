@@ -57,7 +57,7 @@ def read_model(path: Path, name: str) -> Read:
     account.check(name)
     stated(header)
     if header.behind:
-        account.remark("bytes behind the last tensor", [f"{header.behind:,}"])
+        account.remark("bytes after the last tensor", [f"{header.behind:,}"])
     named: dict[str, Any] = {"gguf_file": path.name}
     config = AutoConfig.from_pretrained(path.parent, **named)
     rotations = set_settings(header, config, account)

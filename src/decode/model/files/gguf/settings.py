@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from decode.errors import UserError
 from decode.model.files.account import Account
 from decode.model.files.gguf.header import Header
-from decode.model.files.gguf.keys import told
+from decode.model.files.gguf.keys import shown
 from decode.model.files.gguf.rope import Rope, Rotation
 
 # Key without its architecture -> attributes with the same meaning; the first that the class has is used.
@@ -96,7 +96,7 @@ ASSUMED: dict[str, dict[str, Any]] = {
 }
 HYBRID = ("lfm2",)  # number of heads per layer is 0 without attention; transformers reads it
 GEMMAS = {"gemma2": 46, "gemma3": 62}  # layers of the 27B model, which scales queries differently
-# Configuration switches, and the tensor whose presence turns them on.
+# Configuration switches; each is on if this tensor exists.
 SWITCHES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
 
 
@@ -123,7 +123,7 @@ def stated(header: Header) -> dict[str, Any]:
     for name in NEEDED:
         value = values.get(name)
         if type(value) is not int or value < 1:
-            raise UserError(f"{prefix}{name} is {told(value)}")
+            raise UserError(f"{prefix}{name} is {shown(value)}")
     layers = header.layers
     if layers != set(range(min(values["block_count"], len(layers) + 1))):
         raise UserError(
@@ -133,7 +133,7 @@ def stated(header: Header) -> dict[str, Any]:
     rows = _vocabulary(header, values)
     heads = values.get("attention.head_count")
     if type(heads) is not int or heads < 0:
-        raise UserError(f"{prefix}attention.head_count is {told(heads)}; only one number is supported")
+        raise UserError(f"{prefix}attention.head_count is {shown(heads)}; only one number is supported")
     if not any(type(values.get(name)) is float for name in EPSILONS):
         raise UserError(f"{prefix}{EPSILONS[0]} is missing")
     defaults: dict[str, Any] = {"vocab_size": rows}
@@ -157,10 +157,10 @@ def _vocabulary(header: Header, values: dict[str, Any]) -> int:
     count = len(tokens) if isinstance(tokens, list) else 0
     for what, number in (("vocab_size is", values.get("vocab_size", rows)), ("its tokens are", count)):
         if number != rows:
-            raise UserError(f"{what} {told(number)}, and token_embd.weight has {rows:,} rows")
+            raise UserError(f"{what} {shown(number)}, and token_embd.weight has {rows:,} rows")
     for key, value in header.keys.items():
         if key.endswith("_token_id") and not (type(value) is int and 0 <= value < rows):
-            raise UserError(f"{key} is {told(value)}, of {rows:,} tokens")
+            raise UserError(f"{key} is {shown(value)}, of {rows:,} tokens")
     return rows
 
 

@@ -150,7 +150,7 @@ def respell(header: Header, folder: Path) -> None:
     saved = json.loads(path.read_text(encoding="utf-8"))
     tokens, vocabulary = header.keys["tokenizer.ggml.tokens"], saved["model"]["vocab"]
     spelled = {number: token for token, number in vocabulary.items()}
-    wrong = {number: kind for number, kind in _whole(header).items() if spelled[number] != tokens[number]}
+    wrong = {number: kind for number, kind in _unsplit(header).items() if spelled[number] != tokens[number]}
     if not wrong:
         return
     for number in wrong:
@@ -168,7 +168,7 @@ def respell(header: Header, folder: Path) -> None:
     path.write_text(json.dumps(saved, ensure_ascii=False), encoding="utf-8")
 
 
-def _whole(header: Header) -> dict[int, int]:
+def _unsplit(header: Header) -> dict[int, int]:
     """Types of the tokens that are never split, by id."""
     kinds = header.keys.get("tokenizer.ggml.token_type", ())
     return {number: int(kind) for number, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED)}
@@ -258,7 +258,7 @@ def _never_split(header: Header, tokenizer: Any) -> str:
     texts = header.keys["tokenizer.ggml.tokens"]
     if len(kinds) != len(texts):
         return "not one for each token"
-    whole = _whole(header)
+    whole = _unsplit(header)
     found = (
         tokenizer([texts[number] for number in whole], add_special_tokens=False)["input_ids"] if whole else []
     )

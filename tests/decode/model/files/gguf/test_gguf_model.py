@@ -271,4 +271,4 @@ def test_bytes_behind_the_last_tensor_are_named(tmp_path, capsys):
     path = write_gguf(tmp_path / "m.gguf")
     path.write_bytes(path.read_bytes() + bytes(5000))
     load_config(str(path))
-    assert "bytes behind the last tensor" in capsys.readouterr().err
+    assert "bytes after the last tensor" in capsys.readouterr().err
