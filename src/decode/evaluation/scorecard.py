@@ -210,12 +210,12 @@ class Conditions:
 class TargetDrift:
     """Distance of a tuned target from the original, on the original's own answers.
 
-    kl: KL(original || tuned), nats per token.
-    reverse_kl: KL(tuned || original) at the same positions, nats per token.
-    top1_agreement: share of tokens at which both have the same most likely token.
-    greedy_prefix: share of an answer before the first difference, mean over prompts.
-    prompts: number of answers.
-    tokens: number of tokens.
+    Attributes:
+        kl: KL(original || tuned), nats per token.
+        reverse_kl: KL(tuned || original) at the same positions, nats per token.
+        top1_agreement: share of tokens at which both have the same most likely token.
+        greedy_prefix: share of an answer before the first difference, mean over prompts.
+        prompts: number of answers.
         tokens: number of tokens.
     """
 

@@ -20,10 +20,7 @@ WORDS = 2**12  # per block. Words are indexed within a block, and blocks separat
 TASK = 2**8  # blocks per thread at a time, on a CPU
 SERIAL = 2**15  # elements from which on torch uses several, busily waiting threads
 LAUNCH = 2**10  # blocks per pass on other devices (32 MiB), where a pass costs a launch
-NAN = {
-    torch.bfloat16: (0x7F80, 0x7FC0),
-    torch.float16: (0x7C00, 0x7E00),
-}  # bits of infinity, of our NaN
+NAN = {torch.bfloat16: (0x7F80, 0x7FC0), torch.float16: (0x7C00, 0x7E00)}  # bits of infinity and of our NaN
 
 
 @torch.no_grad()

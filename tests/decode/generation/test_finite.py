@@ -69,10 +69,10 @@ def test_broken_row_ends_generation_and_is_named(whole, make_drafter, plan, samp
     texts = [o.tokens for o in generate(whole, drafter, PROMPTS, **options).outputs]
     token, request, place = first_break(texts)
     target = spoilt(whole, "model.embed_tokens.weight", token)
-    with pytest.raises(UserError, match="the target's logits are not finite behind token") as error:
+    with pytest.raises(UserError, match="the target's logits are not finite after token") as error:
         generate(target, drafter, PROMPTS, **options)
     if plan == "plain":  # a drafter may draft the token earlier
-        assert f"behind token {place} of prompt {request} (its embedding is not)" in str(error.value)
+        assert f"after token {place} of prompt {request} (its embedding is not)" in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -87,7 +87,7 @@ def test_broken_row_ends_generation_and_is_named(whole, make_drafter, plan, samp
 )
 def test_first_layer_that_is_not_finite_is_named(whole, part, said, value):
     target = spoilt(whole, part, value=value)
-    with pytest.raises(UserError, match=r"behind token 3 of prompt 0 \(") as error:
+    with pytest.raises(UserError, match=r"after token 3 of prompt 0 \(") as error:
         generate(target, None, PROMPTS, max_new_tokens=3, sampler=GREEDY)
     assert said in str(error.value)
     assert target.taps == whole.taps
@@ -112,7 +112,7 @@ def test_stream_and_own_cache_end_where_the_logits_are_not_finite(whole):
     pieces = stream(target, None, PROMPTS[request], max_new_tokens=NEW, sampler=GREEDY)
     before = texts[request][: place - len(PROMPTS[request])]
     assert [token for piece in islice(pieces, len(before)) for token in piece.tokens] == before
-    with pytest.raises(UserError, match=f"behind token {place} of prompt 0"):
+    with pytest.raises(UserError, match=f"after token {place} of prompt 0"):
         next(pieces)
     options = {"max_new_tokens": NEW, "sampler": GREEDY}
     for abilities, more, name in (
@@ -121,7 +121,7 @@ def test_stream_and_own_cache_end_where_the_logits_are_not_finite(whole):
         (Abilities(), {"requests": [f"id-{i}" for i in range(3)]}, f"id-{request}"),
     ):
         target.abilities = abilities
-        with pytest.raises(UserError, match=f"behind token {place} of prompt {name} "):
+        with pytest.raises(UserError, match=f"after token {place} of prompt {name} "):
             generate(target, None, PROMPTS, **options, **more)
 
 
@@ -134,7 +134,7 @@ def test_replay_ends_where_states_or_logits_are_not_finite(whole, make_drafter, 
     target = spoilt(whole, part, token)
     if part == "lm_head.weight" and not sampler.temperature:
         return  # no logits are read
-    with pytest.raises(UserError, match=r"not finite behind token .* of a prompt with its stored answer"):
+    with pytest.raises(UserError, match=r"not finite after token .* of a prompt with its stored answer"):
         replay(target, drafter, rollouts, [Plan(2)], sampler)
 
 
@@ -158,7 +158,7 @@ def test_broken_node_of_a_draft_is_named(whole):
             return Draft.chain(torch.full((len(state), 2), unused))
 
     target = spoilt(whole, "model.embed_tokens.weight", unused)
-    with pytest.raises(UserError, match=r"behind token 5 of prompt 0 and its draft \(its embedding"):
+    with pytest.raises(UserError, match=r"after token 5 of prompt 0 and its draft \(its embedding"):
         generate(target, Wrong([], V), PROMPTS, max_new_tokens=NEW, sampler=GREEDY, plan=Plan(2))
 
 
@@ -167,11 +167,11 @@ def test_place_of_broken_states_and_logits_is_named(whole):
     states[0, 2:] = torch.nan
     check_states(whole, states, texts, "a text")
     states[1, 2, 7] = torch.inf
-    with pytest.raises(UserError, match="behind token 3 of a text"):
+    with pytest.raises(UserError, match="after token 3 of a text"):
         check_states(whole, states, texts, "a text")
     logits = torch.randn(2, V)
     logits[0, 3] = -torch.inf
     check_logits(whole, logits, texts[1], 3, "a text")
     logits[1] = -torch.inf
-    with pytest.raises(UserError, match="behind token 4 of a text"):
+    with pytest.raises(UserError, match="after token 4 of a text"):
         check_logits(whole, logits, texts[1], 3, "a text")

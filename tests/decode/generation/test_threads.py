@@ -97,7 +97,7 @@ def test_taps_are_those_of_the_streams_drafter(target, make_drafter):
     pieces = stream(target, drafter, PROMPTS[0], **options)
     next(pieces)
     target.tap(())
-    with pytest.raises(UserError, match="other hidden states"):
+    with pytest.raises(UserError, match="finish the stream before changing taps"):
         next(pieces)
 
 

@@ -111,7 +111,7 @@ def test_answer_ends_with_the_smaller_context(models, smaller, least):
 
 @pytest.mark.parametrize("score", [math.nan, None, "0.7", "good", torch.tensor(math.nan)], ids=str)
 def test_score_that_is_no_number_is_refused(models, score):
-    with pytest.raises(UserError, match=r"judge: its score of step 0 of prompt 0 is .* no number"):
+    with pytest.raises(UserError, match=r"judge: its score of step 0 of prompt 0 is .* not a number"):
         judged(models, lambda *_: score)
     with pytest.raises(UserError, match="least score is NaN"):
         judged(models, lambda *_: 1.0, math.nan)

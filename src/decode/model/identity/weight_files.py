@@ -70,9 +70,7 @@ class WeightFiles:
         """
         tail = name.split(".")[-TAIL:]
         alike = [key for key in self.files if key.split(".")[-TAIL:] == tail]
-        alike = [
-            key for key in alike if not any(part.isdigit() for part in key.split("."))
-        ]  # outside the layers
+        alike = [key for key in alike if not any(part.isdigit() for part in key.split("."))]  # no layers
         for key in dict.fromkeys([*self._named(name), *alike]):
             try:
                 path = self._locate(self.files[key])

@@ -16,15 +16,12 @@ from torch import Tensor
 from decode.model.files.gguf.header import Header, Stored
 
 ROWS = 64  # rows to compare per tensor
-HYBRIDS = ("qwen35", "qwen35moe")  # Qwen 3.5, value heads are stored in tiles
+HYBRIDS = ("qwen35", "qwen35moe")  # Qwen 3.5: value heads are stored in tiles
 PLUS_ONE = ("gemma2", "gemma3", "nemotron", *HYBRIDS)  # norms are stored with 1 added
 AS_IT_IS = "ssm_norm"  # except this norm
 LOGARITHMS = ("mamba", *HYBRIDS)  # `ssm_a` is stored as log(-x)
 STACKED = ("bloom",)  # queries, keys and values are interleaved by head in the model
-ROTATED = {
-    "attn_q": "num_attention_heads",
-    "attn_k": "num_key_value_heads",
-}  # of a Llama
+ROTATED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}  # of a Llama
 TURNED = {"gpt2": ("attn_qkv", "attn_output", "ffn_up", "ffn_down")}  # transposed matrices
 ONE_ROW = ("ssm_alpha", "ssm_beta", "ssm_dt", "ssm_a")  # one row per value head
 

@@ -22,12 +22,7 @@ KIND = "GGUF"
 # Stored types that are read without loss. Blocks of other types are dequantised to bfloat16, whose
 # rounding error is far below theirs.
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-OWN = {
-    "_name_or_path",
-    "transformers_version",
-    "architectures",
-    "dtype",
-}  # added to saved configurations
+OWN = {"_name_or_path", "transformers_version", "architectures", "dtype"}  # added to saved configurations
 
 
 class Read(NamedTuple):

@@ -212,7 +212,7 @@ def test_harmless_keys_are_accounted_for(tmp_path, capsys):
     own = {"general.architecture", "blk.0.attn_norm.bias"}
     assert harmless == keys.keys() - unread | own
     shown = capsys.readouterr().err
-    assert f"target={path}: GGUF: general.sampling.temp: sampling that llama.cpp does" in shown
+    assert f"target={path}: GGUF: general.sampling.temp: llama.cpp's default sampling" in shown
     assert f"target={path}: GGUF: vendor.note: keys that nothing here reads" in shown
 
 
