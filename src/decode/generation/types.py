@@ -25,7 +25,7 @@ class Traits:
 
     Attributes:
         proposals: supported values of `Plan.proposal`.
-        depth_invariant: the prediction for depth j at anchor t equals that of depth 1 at t + j - 1, as in a
+        depth_invariant: the prediction for depth j at anchor t equals depth 1's at t + j - 1, as in a
             language model; training then yields only depth 1.
         depends_on_batch: drafts may depend on the other rows of the batch.
         reads_cache: it reads the target's cache, which holds the settled text at `advance` and `propose`. It

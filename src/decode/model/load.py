@@ -357,9 +357,7 @@ def load_tokenizer(
     # For some classes transformers creates an empty tokenizer if there is none.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"{what}={name}: no tokenizer (special tokens and nothing else)")
-    files = ModelFiles(
-        source, revision, f"{what}={name}", fetch=False
-    )  # from_pretrained has fetched the files
+    files = ModelFiles(source, revision, f"{what}={name}", fetch=False)  # the call above fetched them
     tell(account_of_tokenizer(tokenizer, files), files.name)
     return tokenizer
 
