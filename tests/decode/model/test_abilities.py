@@ -82,7 +82,7 @@ def forgets(monkeypatch):
     real = OwnCache.read
 
     def read(self, tokens):
-        self._held = None
+        self._cache = None
         return real(self, tokens)
 
     monkeypatch.setattr(OwnCache, "read", read)
