@@ -1,1 +1,1 @@
-"""Rollouts, data, objectives and the Lightning side of training drafters."""
+"""Training of drafters: rollouts, data, objectives and the Lightning trainer."""

@@ -39,24 +39,24 @@ def export(options: ExportCommandOptions) -> float:
     """Write the exported folder, print how to serve it, and upload it to `push_to`, if set.
 
     Args:
-        options: of the command.
+        options: options of the command.
 
     Returns:
         0: there is nothing to optimise.
 
     Raises:
-        UserError: no checkpoint, a program that is not known or has no format for the drafter, a
-            folder that is there already; and see `upload.upload`.
-        RemoteError: see there.
+        UserError: no checkpoint, an unknown program, no format for the drafter, or an existing folder; and
+            see `upload.upload`.
+        RemoteError: see `upload.upload`.
     """
     quiet()
     check_options(options)
     checkpoint = checkpoint_io.fetch(options.checkpoint)
-    out = Path(options.out) if options.out else _beside(checkpoint.resolve(), options.to)
+    out = Path(options.out) if options.out else _export_folder(checkpoint.resolve(), options.to)
     if out.is_dir() and options.push_to:
         if not (out / layout.FILES[0]).is_file():
-            raise UserError(f"out={out}: is there already and no drafter's; choose a new folder")
-        say(f"{out} is there already and is uploaded as it is; remove it to have it written again")
+            raise UserError(f"out={out}: exists already and is no drafter's; choose a new folder")
+        say(f"{out} exists already and is uploaded unchanged; remove it to write it again")
     else:
         if (kind := drafter_kind(checkpoint)) and options.to != NATIVE:
             formats.check_format(kind, options.to)  # before the target is loaded
@@ -72,10 +72,10 @@ def export(options: ExportCommandOptions) -> float:
 
 
 def check_options(options: ExportOptions) -> None:
-    """Check the names of a program, of a repository and of a folder, or None.
+    """Check the names of program, repository and folder; each may be None.
 
     Raises:
-        UserError: one that is not known or cannot exist.
+        UserError: an unknown or impossible name.
     """
     programs, to = [NATIVE, *formats.FORMATS], options.to or NATIVE
     if to not in programs:
@@ -94,11 +94,11 @@ def write(
     repo: str | None = None,
     converter: str | None = None,
 ) -> None:
-    """Write a checkpoint's folder in a program's terms, with card, scorecard and recipe.
+    """Write a checkpoint in a program's format, with model card, scorecard and recipe.
 
     Args:
-        checkpoint: its folder.
-        target: of the drafter.
+        checkpoint: folder of the checkpoint.
+        target: target of the drafter.
         to: program.
         out: a new folder.
         repo: hub repository, for the model card.
@@ -110,7 +110,7 @@ def write(
     """
     drafter = checkpoint_io.load(checkpoint, target)
     assert drafter.origin is not None
-    # Without folders of this machine: what is written today without push_to may be uploaded tomorrow.
+    # Omits paths of this machine, since the folder may be uploaded later.
     origin = portable(drafter.origin)
     theirs = None if to == NATIVE else formats.write_layout(checkpoint_io.as_saved(drafter), target, to)
     if theirs and to == GGUF:
@@ -129,7 +129,7 @@ def write(
 
 
 def push(out: Path, repo: str, private: bool, dry_run: bool) -> None:
-    """Upload a folder, or say what would be uploaded where nothing is to be, or can be.
+    """Upload a folder; with `dry_run` or without a token, print what would be uploaded.
 
     Raises:
         UserError, RemoteError: see `upload.upload`.
@@ -151,8 +151,8 @@ class RunExport:
         """Check that the export will succeed, before the run's work starts.
 
         Args:
-            drafter: as built, not trained yet.
-            target: of the drafter.
+            drafter: the untrained drafter.
+            target: target of the drafter.
 
         Raises:
             UserError: see `check_options`, `formats.check` and `llama_cpp.check_tokenizer`.
@@ -169,8 +169,8 @@ class RunExport:
         """Export the best checkpoint of a run that has ended.
 
         Args:
-            folder: of the run.
-            target: of the run.
+            folder: folder of the run.
+            target: target of the run.
 
         Raises:
             FollowUpError: it failed; the run is whole, and the message says how to export again.
@@ -179,13 +179,12 @@ class RunExport:
         if not (options.to or options.push_to) or not first_rank():
             return
         to = options.to or NATIVE
-        links = [
-            folder / "checkpoints" / name for name in ("best", "last")
-        ]  # without scores there is no best
+        # Without scores there is no best.
+        links = [folder / "checkpoints" / name for name in ("best", "last")]
         checkpoint = next((link for link in links if link.exists()), None)
         if checkpoint is None:
             return
-        out = _beside(checkpoint.resolve(), to)
+        out = _export_folder(checkpoint.resolve(), to)
         try:
             if not out.is_dir():
                 write(checkpoint, target, to, out, options.push_to, options.llama_cpp)
@@ -213,15 +212,15 @@ def _served(theirs: Layout | None, drafter: Drafter, target: Target, out: Path) 
     return "\n\n".join(part for part in (command and f"serve it: {command}", found.note) if part)
 
 
-def _beside(checkpoint: Path, to: str) -> Path:
+def _export_folder(checkpoint: Path, to: str) -> Path:
     run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
     return run / "export" / f"{checkpoint.name}-{to}" if run else Path(f"{checkpoint}-{to}")
 
 
 def recipe_of(checkpoint: Path) -> dict[str, Any] | None:
-    """What the folders around a checkpoint say; None outside a run's folder.
+    """Collect the recipe from the folders around a checkpoint; None outside a run's folder.
 
-    Folders of this machine are named by their last part, and secrets are hidden.
+    Folders of this machine are shortened to their last part, and secrets are hidden.
     """
     folder = checkpoint.resolve().parent.parent
     config = read_config(folder) if checkpoint.resolve().parent.name == "checkpoints" else None
@@ -240,7 +239,7 @@ def recipe_of(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _rollouts(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Sampling, counts and versions of the first store that it trained on."""
+    """Sampling, counts and versions of the run's first store."""
     began = read_json(folder / "rollouts.json", ABOUT, store=str)
     named = config["rollout"].get("store")
     if not began or (named and "://" in named):
@@ -255,13 +254,13 @@ def _rollouts(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _root(folder: Path, config: dict[str, Any]) -> Path:
-    """The rollouts of all runs: where the configuration has them, or next to a folder that was moved."""
+    """Folder of all rollouts: from the configuration, or next to a run folder that was moved."""
     configured = Path(config["output_dir"]) / "rollouts"
     return configured if configured.is_dir() else folder.parent.parent / "rollouts"
 
 
 def _plain(value: Any) -> Any:
-    """Without what is unset, and without where things lie."""
+    """Remove unset values and paths."""
     if isinstance(value, dict):
         kept = {
             k: _plain(v) for k, v in value.items() if v is not None and k not in ("_partial_", "_convert_")

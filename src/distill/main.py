@@ -1,4 +1,4 @@
-"""The entry of train.py: one run, or with drafter=auto a search over drafter families."""
+"""Entry point of train.py: one run, or with drafter=auto a search over drafter families."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def run(cfg: DictConfig, folder: Path) -> float:
     """Train one drafter, or with `drafter=auto` search over several families.
 
     Args:
-        cfg: composed from conf/config.yaml.
-        folder: of this run; checkpoints and logs are written below it.
+        cfg: configuration, composed from conf/config.yaml.
+        folder: folder of this run, for checkpoints and logs.
 
     Returns:
         tau of the best checkpoint, 0 if nothing was scored.
 
     Raises:
-        UserError: invalid options, before any work starts; no files are left behind.
-        FollowUpError: what follows a run failed, such as an export.
+        UserError: invalid options, before any work starts; leaves no files.
+        FollowUpError: a follow-up step failed, such as an export.
     """
     try:
         if "families" in cfg.drafter:

@@ -1,4 +1,4 @@
-"""Text in, text out: a target with its tokenizer, and the wiring that decoding with a drafter takes."""
+"""Text generation: a target with its tokenizer, decoded with a drafter or without one."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Model:
     )
 
     def verifier(self, drafter: Drafter) -> Target:
-        """The target that verifies: another one, if it was tuned with its drafter.
+        """Return the target that verifies: the tuned target, if the drafter has one.
 
-        That one is made once, and again where weights of the target or the drafter have changed.
+        The tuned target is cached and rebuilt when weights of the target or drafter change.
         """
         made = self._verifiers.get(drafter)
         verifier = made[1] if made else drafter.verifier(self.target)
@@ -58,7 +58,7 @@ class Model:
         """Token ids of a user's text, a message, or a conversation ({"role": ..., "content": ...}).
 
         Raises:
-            UserError: it is none of these, has nothing to answer, or is rendered already.
+            UserError: none of these, nothing to answer, or text that is already rendered.
         """
         messages = conversation(prompt)
         if fault := self._rendered.fault_of(messages):
@@ -72,16 +72,16 @@ class Model:
 
 @dataclass(frozen=True)
 class TextGenerator:
-    """Decodes prompts of a model with a drafter, or plainly.
+    """Decodes a model's prompts with a drafter, or plainly.
 
     Attributes:
-        model: what answers.
-        drafter: None decodes plainly.
-        plan: what is drafted in a round and how it is verified.
-        sampler: the distribution that tokens are drawn from.
-        max_new_tokens: of an answer.
+        model: model that answers.
+        drafter: the drafter; None decodes plainly.
+        plan: shape of the draft of a round, and how it is verified.
+        sampler: distribution that tokens are drawn from.
+        max_new_tokens: maximum length of an answer.
         stop: string or strings that end an answer.
-        seed: of all draws.
+        seed: seed of all draws.
     """
 
     model: Model
@@ -93,7 +93,7 @@ class TextGenerator:
     seed: int = 0
 
     def tapped_target(self) -> Target:
-        """The target that verifies, set to record the hidden states that the drafter reads."""
+        """The verifying target, set to record the hidden states that the drafter reads."""
         target = self.model.target
         if self.drafter is None:
             target.tap(())  # plain decoding reads none
@@ -109,14 +109,14 @@ class TextGenerator:
             return generate(target, self.drafter, prompts, plan=self.resolved_plan, **self._options(target))
 
     def stream(self, prompt: Sequence[int]) -> Iterator[Piece]:
-        """Decode one prompt; yields what every round adds."""
+        """Decode one prompt; yields the tokens of every round."""
         with self.model.target.lock:
             target = self.tapped_target()
             return stream(target, self.drafter, prompt, plan=self.resolved_plan, **self._options(target))
 
     @property
     def resolved_plan(self) -> Plan:
-        """The plan as it is run: plain without a drafter, and without `auto`."""
+        """The plan that is run: plain without a drafter, and without `auto`."""
         if self.drafter is None:
             return Plan()
         plan = self.plan.for_tokenizer(self.model.chat.tokenizer)

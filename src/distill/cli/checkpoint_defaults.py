@@ -1,4 +1,4 @@
-"""Commands on a checkpoint take target and prompts from its training run by default."""
+"""Defaults of commands on a checkpoint: target and prompts of its training run."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ PROMPTS = {"prompts", "prompts.path", "prompts.dataset", "prompts.sources"}
 
 
 def with_run_settings(argv: Sequence[str], config_dir: Path, config_name: str) -> list[str]:
-    """The command line, with target and prompts of `checkpoint=` unless it names others.
+    """Add target and prompts of `checkpoint=` to a command line, unless it names others.
 
-    The target is the one recorded in the checkpoint. Prompts are known where it lies in its run's folder
-    (`config.run_prompts`). A command on a store of rollouts takes the target that wrote the store.
+    The checkpoint records its target. The prompts are known if the checkpoint is in its run's folder
+    (`config.run_prompts`). A command on a store of rollouts uses the target that wrote the store.
 
     Args:
-        argv: of the command.
+        argv: arguments of the command.
         config_dir: folder of configurations.
-        config_name: of the command.
+        config_name: configuration of the command.
 
     Raises:
-        UserError: no such checkpoint, or the name of its target is malformed.
+        UserError: no such checkpoint, or a malformed target name.
     """
     settings, groups = _settings(config_dir, config_name)
     keys = {argument.partition("=")[0] for argument in argv}
@@ -49,7 +49,7 @@ def with_run_settings(argv: Sequence[str], config_dir: Path, config_name: str) -
         and (target or prompts)
         and _has_weights(source := _value(argv, "checkpoint"))
     ):
-        from drafters.checkpoint import io as checkpoint_io  # takes a second; such a command needs it anyway
+        from drafters.checkpoint import io as checkpoint_io  # slow import, needed by such commands only
         from drafters.checkpoint.folder import target_origin
 
         folder = checkpoint_io.fetch(source)
@@ -71,19 +71,19 @@ def _value(argv: Sequence[str], key: str) -> str:
 
 
 def _target_overrides(target: str, revision: str | None) -> list[str]:
-    """Overrides that select a target; its name comes from a file that is not trusted.
+    """Overrides that select a target; the name comes from an untrusted file.
 
-    A path is taken, since no code of a model's folder is run, and nothing of it leaves this machine.
+    Paths are allowed, since no code of a model's folder is run and its data stays on this machine.
 
     Raises:
-        UserError: the name is malformed: an interpolation could leak secrets of the environment in a URL.
+        UserError: a malformed name: an interpolation could leak environment variables in a URL.
     """
     if target in ("", BUNDLED):
         return []
     odd = "${" in target or "://" in target or target[:1] in ("'", '"', "~") or not target.isprintable()
     if odd or (revision and not re.fullmatch(r"[\w./-]+", revision)):
-        said = " ".join(filter(None, (target, revision)))[:400]
-        raise UserError(f"no name of a target ({said!r}); give target=<path or hub id>")
+        shown = " ".join(filter(None, (target, revision)))[:400]
+        raise UserError(f"no name of a target ({shown!r}); give target=<path or hub id>")
     return [f"target={target}", *([f"target.revision='{revision}'"] if revision else [])]
 
 
@@ -94,7 +94,7 @@ def _has_weights(source: str) -> bool:
 
 
 def _settings(config_dir: Path, name: str) -> tuple[dict[str, Any], set[str]]:
-    """Settings and groups of a configuration, including those that it is based on."""
+    """Settings and groups of a configuration, including inherited ones."""
     settings: Any = OmegaConf.to_container(OmegaConf.load(config_dir / f"{name}.yaml"))
     groups = set[str]()
     for entry in settings["defaults"]:
@@ -107,7 +107,7 @@ def _settings(config_dir: Path, name: str) -> tuple[dict[str, Any], set[str]]:
 
 
 def _limit(run: Path, wanted: Collection[str] | None, given: Collection[str]) -> list[str]:
-    """With the run's own target, held-out prompts that were too long in training are left out here too."""
+    """Override that omits held-out prompts that were too long in training, for the run's own target."""
     name = "max_tokens"
     if f"prompts.{name}" in given or (wanted is not None and name not in wanted):
         return []
@@ -116,13 +116,13 @@ def _limit(run: Path, wanted: Collection[str] | None, given: Collection[str]) ->
 
 
 def _published_template(folder: Path) -> list[str]:
-    """The override that a drafter of a base model needs, which has no chat template."""
+    """Override for a drafter of a base model without a chat template."""
     recipe = read_json(folder / RECIPE, "download or export the checkpoint again, or remove the file") or {}
     return ["prompts.template=none"] if recipe.get("template") == "none" else []
 
 
 def _writer(argv: Sequence[str], stores: str) -> dict[str, Any]:
-    """Target and revision that wrote a store (named, or the newest); errors are left to the command."""
+    """Target and revision of the named or newest store; the command itself reports errors."""
     from distill.rollouts.store import find
 
     try:

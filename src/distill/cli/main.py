@@ -1,4 +1,4 @@
-"""Run a task under Hydra: paths as group values, one-line errors with exit codes, resuming."""
+"""Run a command under Hydra: paths as group values, one-line errors with exit codes, resuming."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from distill.utils.redact import hidden, printable
 from distill.utils.run_folder import Run, claim, claim_at, join
 from distill.utils.thread_waiting import chosen_here
 
-# group -> (the yaml that takes a path, the key the path goes to)
+# group -> (yaml that takes a path, key of the path)
 PATH_GROUPS = {"target": ("hf", "path"), "prompts": ("jsonl", "path")}
 DATASET = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.jsonl)(?<!\.json)(?<!\.parquet)(?<!\.txt)")  # of the Hub
 NESTED = ("drafter.first", "drafter.second")  # settings that are a choice of conf/drafter themselves
@@ -44,15 +44,15 @@ DRAFTER_PATHS = ("drafter.path", *NESTED, "drafter.init_from", "rollout.drafter"
 PATHS = ("target.path", "rollout.store", *DRAFTER_PATHS, *PROMPT_PATHS, *RUN_PATHS, *TARGET_PATHS)
 TEXTS = ("prompt", "row")  # free text; never split by a sweep
 FULL = {errno.ENOSPC, errno.EDQUOT}
-# Disk errors that are no bug: reported in one line, exit code 1.
+# Disk errors that are not bugs: reported in one line, exit code 1.
 DISK = {*FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
 Task = Callable[[DictConfig, Path], float]
 
 
 def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
-    """Run `task(config, folder)` under Hydra; user errors are one line and exit code 2.
+    """Run `task(config, folder)` under Hydra; user errors print one line and exit with code 2.
 
-    A configuration with `output_dir` gets a run folder there; one without runs where it is.
+    A configuration with `output_dir` gets a run folder there; others run in the current folder.
 
     Args:
         task: does the work and returns the metric that sweeps optimize.
@@ -100,7 +100,7 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
     sys.argv = [sys.argv[0], *argv]
     if flags:
         hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(job)()
-    else:  # without the composition by which `hydra.main` finds out that this is no sweep
+    else:  # skips hydra.main's extra composition, which detects sweeps
         with configurations(config_dir) as reader:
             reader.run(config_name, job, argv)
     if run:
@@ -109,7 +109,7 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
 
 @contextmanager
 def _finishing(run: Run | None) -> Iterator[None]:
-    """Mark the run as complete at the end, even if what follows it fails."""
+    """Mark the run as complete at the end, even if a follow-up step fails."""
     try:
         yield
     except FollowUpError:
@@ -121,11 +121,11 @@ def _finishing(run: Run | None) -> Iterator[None]:
 
 
 def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[list[str], Run | None]:
-    """The options with the folder of the run, and the run if this process has claimed it."""
+    """Return the options plus the run's folder, and the run if this process has claimed it."""
     if any(a.startswith("hydra.run.dir=") for a in argv) and started_by_rank_0():
         return argv, None
     cfg, run = compose(argv, config_dir, config_name), None
-    check_ranges(cfg)  # and paths: before the imports of the command, which take seconds
+    check_ranges(cfg)  # before the slow imports of the command
     check_paths(cfg)
     if "output_dir" not in cfg:
         return argv, None
@@ -151,11 +151,11 @@ def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[l
 def one_line_errors(
     run: Run | None = None, leave: Callable[[int, str], None] | None = None
 ) -> Iterator[None]:
-    """Print errors of the user in one line with exit code 2, errors of disk or memory with code 1.
+    """Print user errors as one line with exit code 2, disk and memory errors with exit code 1.
 
     Args:
         run: removed if it has no results.
-        leave: called with exit code and text instead of exiting.
+        leave: called with exit code and text, instead of exiting.
     """
     try:
         yield
@@ -170,7 +170,7 @@ def one_line_errors(
         hint = f"; the same command continues in {run.path}" if run else ""
         code, text = 130, f"interrupted{hint}"
     except BrokenPipeError:  # as in `| head`
-        with suppress(OSError, ValueError):  # what is left to write is flushed at exit
+        with suppress(OSError, ValueError):  # buffered output is flushed at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
     except Exception as error:
@@ -196,11 +196,11 @@ def _disk_error(error: BaseException | None) -> OSError | None:
 
 
 def _disk_line(error: OSError) -> str:
-    """What is wrong with which file, and for a full disk where it is and what is free on it."""
+    """Describe a disk error with its path; for a full disk, also its mount point and free space."""
     text, name = " ".join(str(error.strerror).split()), error.filename2 or error.filename
     if not name:
         return text
-    path = Path(re.sub(r"(\.\d+)?\.tmp(?=/|$)", "", str(name)))  # a temporary file is written for this one
+    path = Path(re.sub(r"(\.\d+)?\.tmp(?=/|$)", "", str(name)))  # name of the final file
     text = f"{text} ({path})"
     if error.errno == errno.EFBIG:
         return (
@@ -215,7 +215,7 @@ def _disk_line(error: OSError) -> str:
 
 
 def rewrite(argv: Sequence[str], config_dir: Path) -> list[str]:
-    """Turn `target=/a/folder` into `target=hf target.path='/a/folder'`; quote other paths and texts."""
+    """Rewrite `target=/a/folder` as `target=hf target.path='/a/folder'`; quote other paths and texts."""
     # Hydra accepts flags only before or after all overrides.
     argv = sorted(argv, key=lambda argument: argument not in ("-m", "--multirun"))
     sweep = argv[:1] in (["-m"], ["--multirun"])
@@ -225,7 +225,7 @@ def rewrite(argv: Sequence[str], config_dir: Path) -> list[str]:
         if not sign or argument.startswith("-"):
             result.append(argument)
         elif key == "hydra.run.dir" and any(other.startswith("hydra.run.dir=") for other in result):
-            continue  # Lightning repeats it for its ranks, unquoted
+            continue  # Lightning repeats it, unquoted, for its ranks
         elif key == "prompts" and DATASET.fullmatch(value) and not Path(value).exists():
             result += ["prompts=jsonl", "prompts.path=null", f"prompts.dataset={value}"]
         elif key in PATH_GROUPS and not _is_choice(value, options(config_dir, key), sweep):

@@ -1,4 +1,4 @@
-"""Sweeps with Hydra's multirun: options are checked first, failed jobs do not stop the others, one table.
+"""Sweeps with Hydra's multirun: checks options first, continues after failed jobs, prints one table.
 
 Slow imports such as torch are inside functions, since every command imports this file.
 """
@@ -40,11 +40,11 @@ Errors = Callable[..., AbstractContextManager[None]]
 
 
 class Sweep(NamedTuple):
-    """What a command sweeps over.
+    """A prepared sweep.
 
     Attributes:
-        folder: of all jobs.
-        fixed: options that are the same in all of them.
+        folder: folder of all jobs.
+        fixed: options that all jobs share.
     """
 
     folder: Path
@@ -52,7 +52,7 @@ class Sweep(NamedTuple):
 
 
 def wanted(argv: Sequence[str], config_dir: Path, config_name: str) -> bool:
-    """Whether a command asks for a sweep: by a flag, or by an experiment that is one."""
+    """Whether a command asks for a sweep, by a flag or by its experiment."""
     if any(argument.startswith("-") for argument in argv):
         return all(argument in FLAGS for argument in argv if argument.startswith("-"))
     own = [argument for argument in argv if argument.startswith(("experiment=", "hydra.mode="))]
@@ -60,21 +60,21 @@ def wanted(argv: Sequence[str], config_dir: Path, config_name: str) -> bool:
         return False
     try:
         return _hydra(own, config_dir, config_name).mode == RunMode.MULTIRUN
-    except (HydraException, OmegaConfBaseException):  # said where the options are checked
+    except (HydraException, OmegaConfBaseException):  # reported when the options are checked
         return False
 
 
 def prepare(argv: Sequence[str], config_dir: Path, config_name: str, compose: Compose) -> Sweep:
-    """Check every job of a sweep, as far as that can be before it runs.
+    """Check every job of a sweep before the first one runs.
 
     Args:
-        argv: of the command.
-        config_dir: holds the groups.
-        config_name: the primary configuration in it.
-        compose: a job's options to its configuration.
+        argv: arguments of the command.
+        config_dir: folder of configurations.
+        config_name: the primary configuration.
+        compose: composes the configuration of a job from its options.
 
     Raises:
-        UserError: with the job's options: one that does not exist, a value out of range; a launcher
+        UserError: an unknown option or a value out of range, named with the job's options; a launcher
             that is not installed; jobs of several processes.
     """
     overrides = [argument for argument in argv if argument not in FLAGS]
@@ -98,19 +98,19 @@ def prepare(argv: Sequence[str], config_dir: Path, config_name: str, compose: Co
     swept = OverridesParser.create().parse_overrides([f"{key}={value}" for key, value in params.items()])
     every = [*swept, *given]
     fixed = [o for o in every if not o.is_sweep_override()]
-    # Hydra's own sweeper runs the whole grid. Only another sweeper knows its jobs: of what it chooses from,
-    # each value is tried by itself.
+    # Hydra's basic sweeper runs the whole grid. The jobs of other sweepers are unknown, so each value is
+    # checked separately.
     choices = _choices(every)
     basic = settings.sweeper._target_.endswith("BasicSweeper")
     jobs = list(map(list, product(*choices))) if basic else list(_singly(choices))
     _check_jobs(jobs, {o.get_key_element() for o in every if o.is_sweep_override()}, compose)
-    # Hydra leaves names out by group, and a drafter inside a drafter is of the same group.
+    # Hydra omits names by group, and a nested drafter has the same group as the outer one.
     inner = {str(o.key_or_group) for o in every if o.is_sweep_override() and o.package}
     return Sweep(_folder(settings), [key for o in fixed if (key := str(o.key_or_group)) not in inner])
 
 
 def run_folder(argv: Sequence[str], config_dir: Path, config_name: str) -> Path | None:
-    """The folder that a command names by `hydra.run.dir`; None if it names none."""
+    """The folder that `hydra.run.dir` names in a command; None if absent."""
     given = [argument for argument in argv if argument.startswith("hydra.run.dir=")]
     return Path(_hydra(given, config_dir, config_name).run.dir) if given else None
 
@@ -126,7 +126,7 @@ def _settings(overrides: Sequence[str], config_dir: Path, config_name: str, comp
     except MissingConfigException as error:
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         if group not in ("hydra/launcher", "hydra/sweeper"):
-            compose(overrides)  # says it better
+            compose(overrides)  # raises a clearer error
             raise UserError(" ".join(str(error).split())) from None
         there = ", ".join(error.options or ())
         raise UserError(
@@ -137,7 +137,7 @@ def _settings(overrides: Sequence[str], config_dir: Path, config_name: str, comp
 
 
 def _choices(overrides: Sequence[Override]) -> list[list[str]]:
-    """Per option the assignments that jobs choose from; of an option given twice, the last."""
+    """Assignments that jobs choose from, per option; the last value of a repeated option counts."""
     return list(
         {
             o.get_key_element(): [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
@@ -150,7 +150,7 @@ def _choices(overrides: Sequence[Override]) -> list[list[str]]:
 
 
 def _singly(choices: Sequence[Sequence[str]]) -> Iterator[list[str]]:
-    """Options of jobs in which every value of every choice appears, the others being the first of theirs."""
+    """Yield job options that vary one choice at a time, with the first value of all other choices."""
     first = [values[0] for values in choices]
     yield first
     for i, values in enumerate(choices):
@@ -168,7 +168,7 @@ def _check_jobs(jobs: Sequence[Sequence[str]], varying: set[str], compose: Compo
 
 
 def check_job(cfg: DictConfig) -> None:
-    """What can be known of a job from its configuration.
+    """Check a job's configuration.
 
     Raises:
         UserError: a value out of range; several processes.
@@ -189,12 +189,12 @@ def _folder(settings: Any) -> Path:
     folder = Path(settings.sweep.dir)
     raw: Any = OmegaConf.to_container(settings.sweep, resolve=False)
     if "${now:" not in raw["dir"]:
-        return folder  # named by the user, who may continue there
+        return folder  # named by the user, to continue a sweep
     for suffix in ("", *(f"-{i}" for i in range(1, 100))):
         named = folder.with_name(folder.name + suffix)
         try:
             named.mkdir(parents=True)
-        except FileExistsError:  # a sweep of the same second
+        except FileExistsError:  # another sweep started in the same second
             continue
         except OSError as error:
             raise UserError(f"{named}: {error.strerror}") from None
@@ -205,22 +205,22 @@ def _folder(settings: Any) -> Path:
 def run_job(
     task: Callable[[DictConfig, Path], float], cfg: DictConfig, folder: Path, errors: Errors
 ) -> float:
-    """Run one job; one that fails leaves a line and a record, and the others run.
+    """Run one job; a failure is printed and recorded, and the sweep continues.
 
     Args:
-        task: of the command.
-        cfg: of the job.
-        folder: of the job.
+        task: task of the command.
+        cfg: configuration of the job.
+        folder: folder of the job.
         errors: `cli.one_line_errors`.
 
     Returns:
-        What the task returns; NaN if it failed.
+        The task's result; NaN if it failed.
     """
     name = hidden(HydraConfig.get().job.override_dirname)
     (folder / ERROR).unlink(missing_ok=True)
 
     def fail(code: int, text: str) -> None:
-        if code > 2:  # somebody wants all of it to end
+        if code > 2:  # interrupted: end the whole sweep
             print(printable(hidden(text)), file=sys.stderr, flush=True)
             raise SystemExit(code)
         text = f"error: {name}: {text.removeprefix('error: ')}" if name else text
@@ -237,7 +237,7 @@ def run_job(
                 value = task(cfg, folder)
                 run.finish()
             return value
-    except Exception as error:  # whatever ends one job, the others run; Hydra's launchers would end them all
+    except Exception as error:  # Hydra's launchers would end the other jobs too
         traceback.print_exc()
         fail(1, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     return math.nan
@@ -245,10 +245,10 @@ def run_job(
 
 @contextmanager
 def summed_up(folder: Path) -> Iterator[None]:
-    """Behind the jobs, print one table over those that were scored, in order of tau, and where they are.
+    """After the jobs, print a table of the scored jobs, sorted by tau, and the sweep's folder.
 
     Raises:
-        SystemExit: a job failed; 2 where every one that did was the user's to mend, else 1.
+        SystemExit: a job failed; with code 2 if all failures are user errors, else 1.
     """
     try:
         yield
@@ -271,9 +271,9 @@ def _of_jobs(folder: Path, name: str) -> list[Path]:
 
 
 def table(folder: Path) -> str:
-    """A sweep's jobs by acceptance length, the longest first; empty if none was scored.
+    """Format a sweep's jobs, sorted by descending acceptance length; empty if none was scored.
 
-    At the first temperature and batch size that all were scored at.
+    Uses the first temperature and batch size that all jobs were scored at.
     """
     from decode.evaluation.scorecard import read_scorecard
     from distill.scoring import compare
@@ -293,5 +293,5 @@ def table(folder: Path) -> str:
     temperature, batch = next((s for s in first if all(s in other for other in others)), first[0])
     try:
         return compare.table(scored, compare.Choice([temperature], batch, by="tau"))
-    except UserError as error:  # jobs that are scored at other settings
+    except UserError as error:  # jobs were scored at different settings
         return f"no table: {error}"

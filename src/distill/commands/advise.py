@@ -1,4 +1,4 @@
-"""foredraft advise: predict the fastest draft plan on this machine, and an oracle's speedup as its bound."""
+"""foredraft advise: predict the fastest draft plan on this machine and an upper bound on its speedup."""
 
 from __future__ import annotations
 
@@ -122,10 +122,10 @@ def candidates(
     confidences: Sequence[float],
     proposals: Sequence[str],
 ) -> list[Plan]:
-    """Candidate plans: chains of 1 to `chains` tokens, the longest with each threshold too; and trees.
+    """List candidate plans: chains of 1 to `chains` tokens, the longest chain per threshold, and trees.
 
-    A tree of n nodes and width w is log2 n deep, or deeper if n nodes need it; trees deeper than the
-    chains are left out.
+    A tree of n nodes and width w has depth log2 n, or more if n nodes need it. Trees deeper than `chains`
+    are omitted.
     """
     plans = []
     for proposal in proposals:
@@ -224,10 +224,9 @@ def _result(
 
 
 def oracle(profiles: Sequence[DrafterProfile], rollouts: Sequence[Rollout], batch: int) -> dict[str, Any]:
-    """Upper bound: speedup if the best draft of all plans and drafters were known in every round.
+    """Compute the upper bound: the speedup if the best draft of all drafters were known in every round.
 
-    Each row is charged its share of a round at the batch size where the share is smallest, so no batching is
-    cheaper.
+    Each row is charged its share of a round at the batch size with the smallest share.
     """
     starts = [len(r.answer) - 1 for r in rollouts]
     rows = -(-max(len(rollouts), batch) // batch) * batch
@@ -239,8 +238,8 @@ def oracle(profiles: Sequence[DrafterProfile], rollouts: Sequence[Rollout], batc
         [],
     )
     for profile, plain_speed in zip(profiles, plain, strict=True):
-        # Drafters were timed at different moments. At this pace, plain decoding of these batches takes as
-        # long in every profile, so the bound holds for every speedup that was predicted.
+        # Drafters were timed at different moments. Scaling by the pace makes plain decoding take equally long
+        # in every profile, so the bound holds for every predicted speedup.
         pace = plain_speed / plain[0]
         for plan, acceptances in zip(profile.plans, profile.acceptances, strict=True):
             if acceptances.keeps is None:
@@ -293,7 +292,7 @@ def decode_overrides(plan: Plan) -> str:
 
 
 def describe(card: dict[str, Any]) -> str:
-    """The results as text."""
+    """Format the results as text."""
     texts = [_result_text(result) for result in card["results"]]
     settings = "\n".join(_engine_lines(card["results"]))
     footer = (
@@ -304,7 +303,7 @@ def describe(card: dict[str, Any]) -> str:
 
 
 def _engine_lines(results: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Settings of an engine by drafter and temperature, over the batch sizes."""
+    """Yield engine settings per drafter and temperature, over the batch sizes."""
     chains: dict[tuple[str, float], list[engine_settings.ServedChain]] = {}
     for result in results:
         for one in result["drafters"]:

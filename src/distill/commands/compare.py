@@ -12,7 +12,7 @@ from distill.utils.atomic_files import put
 
 
 def main() -> None:
-    """Print the table and write what is asked for."""
+    """Print the table and write the requested files."""
     parser = argparse.ArgumentParser("foredraft compare", description=__doc__)
     parser.add_argument(
         "runs",

@@ -1,8 +1,8 @@
 """Train a drafter for a target that is being trained: foredraft follow 'PATTERN' OPTION=VALUE ...
 
-The target's trainer writes a model folder from time to time, such as checkpoints/step_100. Whenever there is
-a newer one, a run of `foredraft train` continues with the drafter of the run before: the new model
-answers the prompts, the drafter is scored on it as it is, and trained.
+The target's trainer writes model folders such as checkpoints/step_100. For each newer folder, a run of
+`foredraft train` continues with the previous run's drafter: the new model answers the prompts, the drafter
+is scored on it unchanged, and then trained.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # What reading a model raises while it is being written or removed
 UNREADABLE = (OSError, SafetensorError, ValueError, LookupError, AttributeError)
 ANSWERS = ("rollouts", "heldout")  # in a run's folder
-# Options that are not the user's
+# Options that this command sets itself
 OWN = (
     *("target", "target.path", "output_dir", "hydra.run.dir", "resume", "rollout.store"),
     *("score.start", "score.enabled"),
@@ -49,15 +49,15 @@ OWN = (
 
 @dataclass(frozen=True)
 class Update:
-    """A run that brought the drafter to a newer model.
+    """A run that adapts the drafter to a newer model.
 
     Attributes:
         target: folder of the model.
-        stamp: see `stamp`; of the weights that the run began with.
+        stamp: `stamp` of the weights at the start of the run.
         run: name of the run's folder.
-        stale: tau of the drafter as it was, on this model, at the first temperature; None: there was none.
-        tau: after training; None: not ended.
-        seconds: of the last start of the run.
+        stale: tau before training, on this model, at the first temperature; None without a drafter.
+        tau: tau after training; None if the run has not ended.
+        seconds: duration of the last start of the run.
     """
 
     target: str
@@ -74,18 +74,18 @@ class Update:
 
 
 class Words(NamedTuple):
-    """Options of `foredraft train`: of every run, and of those that continue with a drafter."""
+    """Options of `foredraft train`: `always` for every run, `then` for runs after the first, too."""
 
     always: Sequence[str]
     then: Sequence[str]
 
 
 def main() -> None:
-    """Follow until there have been enough updates, or no newer model for long."""
+    """Follow until `--updates` updates are done or no newer model appears for `--patience` minutes."""
     parser = argparse.ArgumentParser("foredraft follow", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("pattern", metavar="PATTERN", help="of model folders, quoted: '/ckpt/step_*'")
+    parser.add_argument("pattern", metavar="PATTERN", help="pattern of model folders, quoted: '/ckpt/step_*'")
     parser.add_argument(
-        "words", nargs="*", metavar="OPTION=VALUE", help="of every run, as for foredraft train"
+        "words", nargs="*", metavar="OPTION=VALUE", help="options of every run, as for foredraft train"
     )
     parser.add_argument(
         "--then", action="append", default=[], metavar="OPTION=VALUE", help="of runs after the first, too"
@@ -109,21 +109,21 @@ def main() -> None:
 def follow(
     pattern: str, words: Words, folder: Path, count: int | None, patience: float | None, poll: float
 ) -> None:
-    """Train a drafter for each model that is the newest when the one before is done.
+    """Train a drafter for the newest model; repeat when a run is done and a newer model exists.
 
-    An interrupted run continues when the same command is given again.
+    The same command continues an interrupted run.
 
     Args:
-        pattern: of model folders, for `glob`.
-        words: of the runs.
-        folder: of the runs and `follow.json`.
-        count: of updates, including earlier starts; None: no limit.
+        pattern: glob pattern of model folders.
+        words: options of the runs.
+        folder: folder of the runs and `follow.json`.
+        count: number of updates, including earlier starts; None: no limit.
         patience: minutes without a newer model; None: no limit.
-        poll: seconds between looks for one.
+        poll: seconds between checks for a newer model.
 
     Raises:
-        UserError: an option that is not the user's to set, or a folder of another command.
-        SystemExit: a run failed, or was stopped by a signal, with its exit code.
+        UserError: an option that this command sets itself, or a folder of another command.
+        SystemExit: a run failed or was stopped by a signal; has the run's exit code.
     """
     _check(words, count, patience, poll)
     folder = folder.absolute()
@@ -144,7 +144,7 @@ def _followed(
     patience: float | None,
     poll: float,
 ) -> list[Update]:
-    """Train on one model after the other; arguments as in `follow`, `lock` of the folder."""
+    """Train on one model after another; arguments as in `follow`, with the folder's `lock`."""
     updates = _read(folder)
     _link(folder, updates)
     while count is None or len(_finished(updates)) < count:
@@ -158,17 +158,17 @@ def _followed(
             updates.append(Update(str(model), stamp(model), f"{len(updates):04}"))
             _write(folder, updates)
         if (code := _update(updates, words, folder, lock)) and code < 128 and not updates[-1].valid:
-            continue  # its model went away while it was read
+            continue  # its model was removed while being read
         if code:
             if not _finished(updates) and not checkpoints(folder / updates[-1].run):
-                _discard(folder, updates)  # so that a wrong option can be mended
+                _discard(folder, updates)  # so that a wrong option can be corrected
                 (folder / "run.json").unlink()
             raise SystemExit(code)
     return updates
 
 
 def newest(pattern: str) -> Path | None:
-    """The model folder with the highest numbers in its path, of those that are completely written."""
+    """Find the completely written model folder with the highest numbers in its path."""
     path = Path(pattern).expanduser().absolute()
     found = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
     named = [folder for folder in found if folder.suffix != ".tmp" and folder.name[:1] != "."]
@@ -176,12 +176,12 @@ def newest(pattern: str) -> Path | None:
 
 
 def _order(folder: Path) -> tuple[list[int], str]:
-    """What orders models by age: the numbers in their paths."""
+    """Sort key of models by age: the numbers in their paths."""
     return [int(digits) for digits in re.findall(r"\d+", str(folder))], str(folder)
 
 
 def whole(folder: Path) -> bool:
-    """Whether a model folder has a configuration, a tokenizer and all of its weights, none half written."""
+    """Whether a model folder has a configuration, a tokenizer and all of its weights, completely written."""
     tokenizer = any(any(folder.glob(name)) for name in TOKENIZERS)
     if not tokenizer or not (folder / "config.json").is_file():
         return False
@@ -195,7 +195,7 @@ def whole(folder: Path) -> bool:
 
 
 def _weights(folder: Path) -> list[Path]:
-    """Files of a model's weights; raises one of UNREADABLE where the index of several is not whole."""
+    """Weight files of a model; raises one of UNREADABLE if the index file is incomplete."""
     names = {WEIGHTS}
     if (folder / INDEX).is_file():
         names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
@@ -203,10 +203,7 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def stamp(folder: Path) -> str:
-    """Tells whether a model's weights were written again: a hash of its files' sizes and times.
-
-    Empty where they are not there.
-    """
+    """Hash the sizes and times of a model's weight files, to detect changes; "" if files are missing."""
     try:
         facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in _weights(folder)]
     except UNREADABLE:
@@ -243,18 +240,18 @@ def _finished(updates: Sequence[Update]) -> list[Update]:
 
 
 def _discard(folder: Path, updates: list[Update]) -> None:
-    """Forget the last update and its run."""
+    """Remove the last update and its run."""
     shutil.rmtree(folder / updates.pop().run, ignore_errors=True)
     _write(folder, updates)
 
 
 def _newer(pattern: str, updates: Sequence[Update], patience: float | None, poll: float) -> Path | None:
-    """Wait for a model after the last update's; None: there was none for so many minutes.
+    """Wait for a model newer than the last update's; returns None after `patience` minutes.
 
-    One that was written again under the same name is newer; one of lower numbers, which a trainer leaves
-    that goes back, is not.
+    A model rewritten under the same name is newer. A model with lower numbers is not, even if a trainer went
+    back to it.
     """
-    begun, told = time.monotonic(), False
+    begun, announced = time.monotonic(), False
     while True:
         model = newest(pattern)
         if model and (not updates or _is_newer(model, updates[-1])):
@@ -262,10 +259,10 @@ def _newer(pattern: str, updates: Sequence[Update], patience: float | None, poll
         if patience is not None and time.monotonic() - begun >= 60 * patience:
             say(f"{pattern}: no newer model in {patience:g} minutes")
             return None
-        if not told:
+        if not announced:
             newer = "newer " if updates else ""
             say(f"{pattern}: waiting for a {newer}model, with config.json, weights and tokenizer")
-            told = True
+            announced = True
         time.sleep(poll)
 
 
@@ -294,25 +291,25 @@ def _update(updates: list[Update], words: Words, folder: Path, lock: Run) -> int
     updates[-1] = replace(update, stale=stale, tau=tau, seconds=time.monotonic() - begun)
     _write(folder, updates)
     _link(folder, updates)
-    for name in ANSWERS if earlier else ():  # of a model that is the newest no more
+    for name in ANSWERS if earlier else ():  # answers of an outdated model
         shutil.rmtree(folder / earlier[-1].run / name, ignore_errors=True)
     say(f"{update.run}: {update.target}: tau {_number(stale)} -> {_number(tau)}")
     return 0
 
 
 def _init_from(run: Path) -> list[str]:
-    """The option to continue with a run's drafter; none if it has trained nothing, but looks text up."""
+    """Option that continues with a run's drafter; empty if the drafter needs no training (text lookup)."""
     trained = any(path.name != "0" for path in checkpoints(run))
     return [f"drafter.init_from={best(run)}"] if trained else []
 
 
 def _train(options: Sequence[str], lock: Run) -> int:
-    """Exit code of `foredraft train`, in a process of its own that holds the lock, too."""
-    with _passed_on() as pass_to:
+    """Run `foredraft train` in a subprocess that also holds the lock; returns the exit code."""
+    with _forward_signals() as pass_to:
         process = subprocess.Popen(
             [sys.executable, "-m", "foredraft", "train", *options],
-            pass_fds=lock.descriptors,  # should this process die, no other trains in its folder
-            process_group=0,  # a terminal's Ctrl-C comes only from here
+            pass_fds=lock.descriptors,  # keeps the folder locked if this process dies
+            process_group=0,  # so that the child receives Ctrl-C only from this process
         )
         pass_to(process)
         code = process.wait()
@@ -320,9 +317,9 @@ def _train(options: Sequence[str], lock: Run) -> int:
 
 
 @contextmanager
-def _passed_on() -> Iterator[_Receiver]:
-    """Pass signals that end this process to another, which saves then; Ctrl-C as SIGTERM."""
-    receiver = _Receiver()
+def _forward_signals() -> Iterator[_SignalForwarder]:
+    """Forward ending signals to the child process so that it saves; Ctrl-C is sent as SIGTERM."""
+    receiver = _SignalForwarder()
     before = {number: signal.signal(number, receiver.tell) for number in (*SIGNALS, signal.SIGINT)}
     try:
         yield receiver
@@ -331,8 +328,8 @@ def _passed_on() -> Iterator[_Receiver]:
             signal.signal(number, handler)
 
 
-class _Receiver:
-    """The process that signals are passed to, once there is one."""
+class _SignalForwarder:
+    """Forwards signals to a process; signals that arrive before it starts are sent later."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -355,17 +352,17 @@ class _Receiver:
 
 
 def _link(folder: Path, updates: Sequence[Update]) -> None:
-    """Point `latest` to the drafter of the last update that has ended."""
+    """Point the `latest` link to the drafter of the last finished update."""
     if not (done := _finished(updates)):
         return
     temporary = folder / f"{LATEST}.tmp"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(best(folder / done[-1].run) or "")
-    temporary.replace(folder / LATEST)  # in one step: it is always there
+    temporary.replace(folder / LATEST)  # atomic: the link always exists
 
 
 def as_text(folder: Path, updates: Sequence[Update]) -> str:
-    """A table of all updates that have ended."""
+    """Format a table of all finished updates."""
     lines = [
         [u.run, Path(u.target).name, _number(u.stale), _number(u.tau), _number(u.seconds and u.seconds / 60)]
         for u in _finished(updates)

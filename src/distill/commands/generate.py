@@ -1,4 +1,4 @@
-"""foredraft generate: stream an answer to the terminal, accepted draft tokens in colour, then its speed."""
+"""foredraft generate: stream an answer to the terminal, with draft tokens in colour, and its speed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ WARM_UP = 8  # tokens
 
 
 def answer(options: GenerateOptions) -> float:
-    """Print the answer to a prompt on stdout, and tau and speed on stderr; returns tau, 0 without a drafter.
+    """Print the answer to a prompt on stdout, and tau and speed on stderr; returns tau (0 without a drafter).
 
-    With `judge.script` it is `judged_answer`.
+    With `judge.script`, see `judged_answer`.
 
     Raises:
         UserError: the prompt is empty, not UTF-8 or too long, or `checkpoint` has no drafter.
@@ -77,10 +77,10 @@ def answer(options: GenerateOptions) -> float:
 
 
 def read_prompt(prompt: str) -> str:
-    """The prompt; read from stdin if it is `-`.
+    """Return the prompt; read it from stdin if it is `-`.
 
     Raises:
-        UserError: it is empty or not UTF-8.
+        UserError: the prompt is empty or not UTF-8.
     """
     try:
         text = sys.stdin.read().removesuffix("\n") if prompt == "-" else str(prompt)
@@ -95,7 +95,7 @@ def read_prompt(prompt: str) -> str:
 def show(pieces: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, color: bool) -> Piece:
     """Print a stream of text as it is generated; returns the last piece.
 
-    A character of several tokens has the colour of its last one. Control characters are shown, not sent.
+    A character of several tokens has the colour of its last token. Control characters are escaped.
     """
     text, piece = Detokenizer(tokenizer, skip_special_tokens=True), None
     if color:
@@ -111,17 +111,17 @@ def show(pieces: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, color: boo
 
 
 def speed(output: Output, times: Times) -> float:
-    """Tokens per second without the prefill and its token, as in scorecards."""
+    """Tokens per second, excluding the prefill and its token, as in scorecards."""
     return sum(output.emitted) / times.total if times.total else 0.0
 
 
 def summary(plan: Plan, output: Output, times: Times) -> str:
-    """Plan, number of tokens, tau and speed in one line."""
+    """Format plan, number of tokens, tau and speed as one line."""
     tau = f"tau {output.tau:.2f}, " if plan.depth else ""
     count = len(output.tokens)
     return f"{plan.name}: {count} token{'s' * (count > 1)}, {tau}{speed(output, times):.0f} tokens/s"
 
 
 def plain_comparison(speculative: float, plain: float) -> str:
-    """Speed of plain decoding and the speedup over it."""
+    """Format the speed of plain decoding and the speedup over it."""
     return f"; plain {plain:.0f} tokens/s ({speculative / plain:.2f}x)" if plain else ""

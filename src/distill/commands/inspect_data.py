@@ -27,7 +27,7 @@ from distill.utils.redact import printable
 
 SUPERVISED, PLAIN = "\x1b[32m", "\x1b[0m"
 OPEN, CLOSE = "⟦", "⟧"  # around supervised text without colour
-# Control characters of a row's text are shown by their symbols, since they are tokens.
+# Control characters are tokens too, so they are shown by their Unicode symbols.
 SYMBOLS = {code: chr(0x2400 + code) for code in range(32)} | {0x7F: "\u2421", 0x0A: "\u240a\n"}
 NEEDED = ["id", "tokens", "loss_mask", "finish_reason", "ids"]
 Row = dict[str, Any]
@@ -40,7 +40,7 @@ def inspect(options: InspectOptions) -> float:
         Mean surprisal of the sampled answers under the target minus its entropy, in nats; 0 without a sample.
 
     Raises:
-        UserError: no such store or row, or a store of another tokenizer.
+        UserError: the store or row does not exist, or the store belongs to another tokenizer.
     """
     quiet()
     color = wants_color(options.color)
@@ -83,7 +83,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Read a store's manifest.
 
     Raises:
-        UserError: no store, an unfinished one, or one with files of other folders.
+        UserError: no store, an unfinished store, or files outside its folder.
     """
     path = folder / "manifest.json"
     if not path.is_file():
@@ -108,9 +108,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def read(
     folder: Path, manifest: dict[str, Any], counts: RowCounts, shown: set[int] | str, sampled: set[int]
 ) -> tuple[list[tuple[int, Row]], list[Row]]:
-    """Read a store shard by shard into `counts`; the numbered rows to show, and the sample's.
+    """Read a store shard by shard into `counts`; returns the numbered rows to show and the sampled rows.
 
-    Rows to show are named by numbers or by one id.
+    `shown` is a set of row numbers or one row id.
 
     Raises:
         UserError: a shard is missing or damaged.
@@ -143,7 +143,7 @@ def _random_rows(rng: np.random.Generator, total: int, count: int) -> set[int]:
 
 
 def show(number: int, row: Row, tokenizer: PreTrainedTokenizerBase, color: bool) -> str:
-    """A row's text with special tokens; supervised text is in colour or in brackets."""
+    """Format a row's text with special tokens; supervised text is in colour or in brackets."""
     before, after = (SUPERVISED, PLAIN) if color else (OPEN, CLOSE)
     num_supervised = sum(map(bool, row["loss_mask"]))
     text = "".join(
@@ -160,7 +160,7 @@ def show(number: int, row: Row, tokenizer: PreTrainedTokenizerBase, color: bool)
 def _parts(
     tokens: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[str, bool]]:
-    """Runs of supervised and other text; a character of several tokens belongs to its last one."""
+    """Yield runs of supervised and other text; a character of several tokens belongs to its last token."""
     text = Detokenizer(tokenizer)
     pieces = [(text.add(token), bool(flag)) for token, flag in zip(tokens, mask, strict=True)]
     pieces.append((text.end(), bool(mask[-1]) if len(mask) else False))

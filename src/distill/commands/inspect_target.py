@@ -1,4 +1,4 @@
-"""foredraft inspect: what a target is, what of its files is read, and what can be done with it here."""
+"""foredraft inspect: describe a target model, the files read from it, and what it can be used for here."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ WIDE = 24  # columns of a label
 
 
 def inspect(options: InspectTargetOptions) -> float:
-    """Print what is found, and write it where `out` says so.
+    """Print a description of the target, and write it to `out`, if set.
 
     Returns:
         Number of parameters, in millions.
 
     Raises:
-        UserError: see `load_target`; or files that hold another model than the one that would be made.
+        UserError: see `load_target`; or the files hold a different model than the one that would be built.
     """
     quiet()
-    with no_remarks():  # they stand in the accounts
+    with no_remarks():  # the accounts contain them
         found = look(options.target, options.prompts.template_options)
     print(printable("\n".join(lines(found))), flush=True)
     if options.out:
@@ -42,7 +42,7 @@ def inspect(options: InspectTargetOptions) -> float:
 
 
 def look(options: TargetOptions, template_options: Any = None) -> dict[str, Any]:
-    """What there is to know of a target, as plain values; arguments as of `TargetSource.chat`."""
+    """Describe a target as plain values; arguments as in `TargetSource.chat`."""
     source = TargetSource(options)
     where = source.place
     config = load_config(*where)
@@ -88,7 +88,7 @@ def _sizes(target: Target) -> dict[str, Any]:
 
 
 def _ends(target: Target, config: Any, chat: Chat | None) -> dict[str, list[str]]:
-    """Tokens that end an answer, by who says so, as text with their ids."""
+    """Tokens that end an answer, by source, as text with their ids."""
     named = stop_tokens(target)
     found = chat.ends(named, target.vocab_size) if chat else None
     sources: Mapping[str, Any] = {
@@ -107,7 +107,7 @@ def _named_tokens(ids: Any, chat: Chat | None) -> list[str]:
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
-    """Lines of `look`'s values."""
+    """Format the values of `look` as lines."""
     sizes = dict(found["sizes"])
     numbers = [f"{key} {value:,}" for key, value in sizes.items() if isinstance(value, int)]
     ends = found["ends"]

@@ -21,10 +21,10 @@ from drafters.base import Drafter
 
 
 def check(options: GenerateOptions) -> None:
-    """Refuse what a judge cannot decide on.
+    """Check the options of `judge.script`.
 
     Raises:
-        UserError: no checkpoint, no such script, or other stop strings.
+        UserError: no checkpoint, no such script, or stop strings are set.
     """
     _script(options)
     if not options.checkpoint:
@@ -34,10 +34,10 @@ def check(options: GenerateOptions) -> None:
 
 
 def judged_answer(options: GenerateOptions, drafting: TextGenerator, ids: Sequence[int]) -> float:
-    """Print an answer and its speed; returns the share of steps that are the draft model's.
+    """Print an answer and its speed; returns the share of steps written by the draft model.
 
     Raises:
-        UserError: the drafter writes no text by itself, or the script fails.
+        UserError: the drafter cannot generate text without the target, or the script fails.
     """
     target, tokenizer = drafting.tapped_target(), drafting.model.chat.tokenizer
     drafter = drafting.drafter
@@ -85,10 +85,10 @@ def _script(options: GenerateOptions) -> ScriptJudge:
 
 
 def _writer(drafter: Drafter, target: Target) -> Target:
-    """The drafter as a model of its own.
+    """Return the drafter as a standalone model.
 
     Raises:
-        UserError: it is none.
+        UserError: the drafter is no standalone model.
     """
     try:
         return optional.as_target(drafter, target)
@@ -99,7 +99,7 @@ def _writer(drafter: Drafter, target: Target) -> Target:
 
 
 def _summary(output: JudgedOutput, seconds: float) -> str:
-    """Steps, tokens and speed in one line; times are of the whole answer, the judge's included."""
+    """Format steps, tokens and speed as one line; the time includes the judge."""
     kept = sum(step.drafted for step in output.steps)
     count, tokens = len(output.steps), len(output.tokens)
     return f"{kept} of {count} steps are the draft model's, {tokens} tokens, {tokens / seconds:.0f} tokens/s"

@@ -1,4 +1,4 @@
-"""foredraft limit: accepted tokens of optimal draft trees, and a drafter's share of them."""
+"""foredraft limit: accepted tokens of optimal draft trees, and the share that a drafter reaches."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ BATCH = 8  # rounds evaluated together
 
 
 def limits(options: LimitOptions) -> float:
-    """Print the table, and write it where `out` says so.
+    """Print the table, and write it to `out`, if set.
 
     Returns:
-        The drafter's share of the optimal trees' accepted tokens; mu without such a share.
+        The drafter's share of the optimal trees' accepted tokens; mu if there is no share.
 
     Raises:
-        UserError: invalid options, or a plan that is only chosen by scoring.
+        UserError: invalid options, or a plan that only scoring can choose.
     """
     quiet()
     with refused():
@@ -62,7 +62,7 @@ def limits(options: LimitOptions) -> float:
         drafter = checkpoint_io.load(checkpoint_io.fetch(options.checkpoint), target)
     if drafter:
         drafter.check(plan)
-        plan = plan.resolved(0.0)  # the bound is of fixed trees
+        plan = plan.resolved(0.0)  # the bound applies to fixed trees
         target = drafter.verifier(target)
         target.tap(drafter.taps)
     new = options.score.max_new_tokens
@@ -78,7 +78,7 @@ def limits(options: LimitOptions) -> float:
 
 
 def _distributions(target: Target, rollouts: Sequence[Rollout], sampler: Sampler) -> list[torch.Tensor]:
-    """The distribution of every answer token, (T, V) for each answer."""
+    """Distribution of every answer token, (T, V) per answer."""
     probs = []
     for prompt, answer in rollouts:
         tokens = torch.tensor([prompt + answer], device=target.device)
@@ -96,7 +96,7 @@ def _starts(
     plan: Plan,
     sampler: Sampler,
 ) -> list[RoundStart]:
-    """Sample of the drafter's round starts; without a drafter, of all positions."""
+    """Sample the drafter's round starts; without a drafter, sample all positions."""
     if drafter:
         prompts = [r.prompt for r in rollouts]
         common = {
@@ -179,7 +179,7 @@ def _drafter_stats(
     best: np.ndarray,
     sizes: Sequence[int],
 ) -> dict[str, Any]:
-    """A plan's share of the optimal trees and its losses, or for sampled plans a bound on the first level."""
+    """Share of the optimal trees and losses of a plan; for sampled plans, a bound on the first level."""
     facts: dict[str, Any] = {"name": short_name(drafter), "plan": plan.name, "nodes": plan.nodes}
     if plan.proposal_temperature(sampler.temperature) is not None:
         most = first_level_bound(target, drafter, contexts, plan, sampler, BATCH).cpu().numpy()
@@ -205,7 +205,7 @@ def _mean(values: np.ndarray, groups: Sequence[int]) -> list[float]:
 
 
 def describe(card: dict[str, Any]) -> str:
-    """The results as text."""
+    """Format the results as text."""
     lines = [
         [
             str(tree["nodes"]),
@@ -261,6 +261,6 @@ def _drafter_lines(drafter: dict[str, Any] | None) -> list[str]:
 
 
 def _with_interval(values: Sequence[float], form: str = ".3f") -> str:
-    """A mean and its interval."""
+    """Format a mean and its interval."""
     mean, low, high = (format(value, form) for value in values)
     return f"{mean} [{low}, {high}]"

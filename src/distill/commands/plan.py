@@ -1,8 +1,8 @@
 """Estimate hours, disk, memory and network of a large run from a small one: foredraft plan RUN --prompts N.
 
-The small run is a real one, of the same target, drafter and options, on one device of the kind that the large
-one will have: a hundred prompts and some fifty steps are enough. What it did of each phase, and how long that
-took, is in its phases.json; the large run does more of the same, on more processes.
+The small run uses the same target, drafter and options as the large run, on one device of the same kind; a
+hundred prompts and about fifty steps are enough. Its phases.json records the work and time of each phase. The
+estimate scales them to the large run's prompts and processes.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from distill.utils.phase_log import FILE, Phase, read_phases
 from distill.utils.run_folder import checkpoints
 
 GIB = 2**30
-# Read, check and count one prompt: 0.83 ms of CPU and what planning adds (scripts/lab/benchmark.py scale)
+# CPU time to read, check and count one prompt (scripts/lab/benchmark.py scale)
 PROMPT_SECONDS = 1.0e-3
-PROMPT_BYTES = 700  # that a process holds for one
-ARROW_BYTES = 5  # of a row's token in the memory-mapped copy: an id and its mask
+PROMPT_BYTES = 700  # memory of one prompt in a process
+ARROW_BYTES = 5  # per token in the memory-mapped copy: an id and its mask
 WEIGHTS = "model.safetensors"
 STATES = 2  # checkpoints that keep the trainer's state
-WORK = ("made", "tokens", "anchors", "steps", "checkpoints")  # amounts that starts of a run add up to
+WORK = ("made", "tokens", "anchors", "steps", "checkpoints")  # amounts summed over the starts of a run
 
 
 class Job(NamedTuple):
     """The large run.
 
     Attributes:
-        prompts: to be answered.
-        samples: answers to each; None: as many as the small run's options say for so many prompts.
-        steps: optimizer steps; None: as a run chooses them.
-        processes: with a device each.
-        faster: speed of such a device over the small run's.
+        prompts: number of prompts.
+        samples: answers per prompt; None: derived from the small run's options.
+        steps: optimizer steps; None: the default of a run.
+        processes: number of processes, with one device each.
+        faster: speed of one device, relative to the small run's.
         network: gigabytes a second between processes.
-        saves: checkpoints that are scored; None: as many as a run chooses.
+        saves: number of scored checkpoints; None: the default of a run.
     """
 
     prompts: int
@@ -61,7 +61,7 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A line of the estimate: a phase, how much of it, what a device does in a second, and wall time."""
+    """One line of the estimate: phase, amount of work, rate of one device, and wall time."""
 
     name: str
     amount: str
@@ -71,12 +71,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Estimate:
-    """All that a large run takes; sizes in GiB."""
+    """Time, disk, memory and network traffic of a large run; sizes in GiB."""
 
     parts: Sequence[Part]
     disk: Mapping[str, float]
     memory: Mapping[str, float]
-    sent: float  # by a process in a step
+    sent: float  # GiB that one process sends in a step
 
     @property
     def hours(self) -> float:
@@ -112,7 +112,7 @@ def plan(run: Path, job: Job) -> Estimate:
     """Extrapolate the phases of a small run.
 
     Raises:
-        UserError: a number below 1, no such run, or one that has not ended.
+        UserError: a number out of range, no such run, or an unfinished run.
     """
     if min(job.prompts, job.processes, job.samples or 1, job.steps or 1) < 1 or (job.saves or 0) < 0:
         raise UserError("foredraft plan: --prompts, --processes, --samples and --steps are 1 or more")
@@ -125,7 +125,7 @@ def plan(run: Path, job: Job) -> Estimate:
 
 
 def _sums(phases: Sequence[Phase]) -> dict[str, Phase]:
-    """One phase of each name: work and seconds of all starts of a run, sizes of the last one."""
+    """Merge phases by name: sums of work and seconds over all starts of a run, sizes of the last start."""
     found: dict[str, Phase] = {}
     for phase in phases:
         before = found.get(phase.name, Phase(phase.name, 0.0))
@@ -138,12 +138,12 @@ def _sums(phases: Sequence[Phase]) -> dict[str, Phase]:
 
 
 class _Extrapolation:
-    """The large run's phases.
+    """Extrapolates a small run's phases to a large run.
 
     Args:
         run: folder of the small run.
-        config: of the small run.
-        phases: of the small run, by name.
+        config: configuration of the small run.
+        phases: phases of the small run, by name.
         job: the large run.
     """
 
@@ -153,7 +153,7 @@ class _Extrapolation:
         kinds = rollout["answers"], rollout["samples"], rollout["temperature"]
         small, written = int(phases["prompts"].amounts["prompts"]), config["prompts"]["self"]
         self.samples = job.samples or answers_each(*kinds, job.prompts)
-        # Rows of an answer: one, or more where a template rewrites earlier turns.
+        # Rows per answer: more than one if a template rewrites earlier turns.
         of_answer = (stored["rows"] - written) / (small * answers_each(*kinds, small))
         self.more = (job.prompts * self.samples * of_answer + written) / stored["rows"]
         self.tokens = stored["row_tokens"] * self.more
@@ -161,7 +161,7 @@ class _Extrapolation:
         self.steps = job.steps or training_steps(job.prompts, self.samples, written, batch * job.processes)
         self.saves = ceil(self.steps / steps_between_saves(self.steps)) if job.saves is None else job.saves
         self.on_disk = config["taps"] in ("cache", "engine")
-        # Shares of the tokens whose hidden states are kept; the others are read in every step.
+        # Shares of tokens with stored hidden states; the others are computed in every step.
         self.share = self.small_share = self.taps_gib = 0.0
         if taps := phases.get("taps"):
             self.small_share = taps.amounts.get("share", 1.0)
@@ -170,7 +170,7 @@ class _Extrapolation:
             self.share = self.taps_gib / whole
 
     def estimate(self) -> Estimate:
-        """All of it."""
+        """Return the estimate of all phases."""
         weights, state, parameters = _checkpoint(self.run)
         # A ring sends and receives the gradients, in fp32, almost twice.
         sent = 2 * (self.job.processes - 1) / self.job.processes * 4 * parameters
@@ -191,7 +191,7 @@ class _Extrapolation:
     def _rollouts(self) -> list[Part]:
         phase = self.phases["rollouts"]
         if not (made := phase.amounts["made"]):
-            return []  # given, or found
+            return []  # answers were given or already stored
         rate = made / phase.seconds / phase.processes
         tokens = phase.amounts["answer_tokens"] * self.more
         return [self._part("rollouts", tokens, "tokens", rate, self.job.processes)]
@@ -199,12 +199,12 @@ class _Extrapolation:
     def _taps(self) -> list[Part]:
         if not self.taps_gib:
             return []
-        # On disk each process reads its share; in memory each holds, and reads, all rows.
+        # On disk, each process computes its share; in memory, each process computes and stores all rows.
         shared = self.job.processes if self.on_disk else 1
         return [self._part("taps", self.tokens * self.share, "tokens", self._reading(), shared)]
 
     def _reading(self) -> float:
-        """Tokens a second whose hidden states a process reads."""
+        """Hidden states that a process computes, in tokens a second."""
         phase = self.phases["taps"]
         return phase.amounts["tokens"] / phase.seconds / phase.processes
 
@@ -233,7 +233,7 @@ class _Extrapolation:
 
 
 def _checkpoint(run: Path) -> tuple[int, int, int]:
-    """Bytes of the newest checkpoint's weights and of its trainer's state, and the number of weights."""
+    """Newest checkpoint: bytes of its weights, bytes of its trainer state, and number of weights."""
     folder = next(reversed(checkpoints(run)), None)
     if folder is None:
         raise UserError(f"{run}: it has no checkpoint; train a small run first")
@@ -245,7 +245,7 @@ def _checkpoint(run: Path) -> tuple[int, int, int]:
 
 
 def as_text(estimate: Estimate) -> str:
-    """Tables of hours, disk and memory, and what takes longest."""
+    """Format tables of hours, disk and memory, and the longest phase."""
     lines = [[p.name, p.amount, p.rate, _time(p.hours)] for p in estimate.parts]
     lines.append(["all", "", "", _time(estimate.hours)])
     table = grid(["phase", "amount", "of a device", "time"], lines)

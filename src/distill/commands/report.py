@@ -9,7 +9,7 @@ from distill.report.html import write
 
 
 def main() -> None:
-    """Write the page and print where it is."""
+    """Write the page and print its path."""
     parser = argparse.ArgumentParser("foredraft report", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, finished or not")
     parser.add_argument("--out", type=Path, help="file to write; default: report.html in the folder")

@@ -16,7 +16,7 @@ from distill.utils.progress import say
 
 
 def roll_out(options: RolloutCommandOptions) -> float:
-    """Generate the missing shards of a store; `train.py` with the same settings finds it.
+    """Generate the missing shards of a store; `train.py` with the same settings uses the store.
 
     Returns the number of answer tokens.
 
@@ -46,7 +46,7 @@ def roll_out(options: RolloutCommandOptions) -> float:
 
 
 def _read(options: RolloutCommandOptions, moment: str | None) -> tuple[Chat, split.Inputs]:
-    """The chat template as it is told this moment, and the prompts as it renders them."""
+    """Read the chat template, which renders `moment` as the current date, and the prompts."""
     prompts = options.prompts
     source = TargetSource(options.target)
     chat = source.chat(prompts.template, prompts.template_options, moment)

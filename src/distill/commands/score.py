@@ -20,7 +20,7 @@ def score(options: ScoreCommandOptions) -> float:
     """Print a new scorecard; write it to `out`, if set.
 
     Raises:
-        UserError: no drafter in `checkpoint`, or no prompts.
+        UserError: `checkpoint` has no drafter, or there are no prompts.
     """
     quiet()
     engine_scores.check(options.score, training=False)

@@ -1,4 +1,4 @@
-"""What a chat template does with a system prompt, tools, calls and reasoning: small texts are rendered."""
+"""Traits of a chat template: treatment of system prompt, tools, calls and reasoning, by rendering samples."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ KEPT, DROPPED, REFUSED = "kept", "dropped", "refused"
 
 
 def traits(chat: Chat) -> dict[str, str]:
-    """Traits of a chat template in words, by what they are about.
+    """Describe a chat template, as text by topic.
 
     Args:
-        chat: with a template.
+        chat: a chat with a template.
     """
     render = chat.renderer()
     system: Message = {"role": "system", "content": MARK}
     with_tools = chat.renderer([TOOL])
     return {
-        "system prompt": _fate(render, [system, QUESTION]),
-        "tools": _fate(with_tools, [QUESTION]),
-        "tool calls": _fate(with_tools, [QUESTION, CALL, RESULT], of="call"),
+        "system prompt": _kept(render, [system, QUESTION]),
+        "tools": _kept(with_tools, [QUESTION]),
+        "tool calls": _kept(with_tools, [QUESTION, CALL, RESULT], of="call"),
         "reasoning": _reasoning(render),
-        "prompt ends with": _prompt(render),
-        "answer is followed by": _behind(render),
+        "prompt ends with": _prompt_suffix(render),
+        "answer is followed by": _suffix(render),
     }
 
 
 def _text(render: TemplateRenderer, messages: Sequence[Message], prompt: bool) -> str | None:
-    """A rendering; None where the template refuses it."""
+    """Render messages; None if the template refuses them."""
     try:
         return render.text(messages, prompt=prompt)
     except UserError:
         return None
 
 
-def _fate(render: TemplateRenderer, messages: Sequence[Message], prompt: bool = True, of: str = "") -> str:
-    """What becomes of the marked text; `of` a call, whose mark stands in the list of tools, too."""
+def _kept(render: TemplateRenderer, messages: Sequence[Message], prompt: bool = True, of: str = "") -> str:
+    """Whether the marked text is kept, dropped or refused; `of` a call, tools contain the mark too."""
     text = _text(render, messages, prompt)
     if text is None:
         return REFUSED
@@ -72,27 +72,27 @@ def _fate(render: TemplateRenderer, messages: Sequence[Message], prompt: bool = 
 
 
 def _reasoning(render: TemplateRenderer) -> str:
-    """Under which key reasoning is read, and in which turns it stays."""
+    """Describe the key that reasoning is read from, and the turns that keep it."""
     for key in REASONING:
         answer: Any = {**ANSWER, key: MARK}
-        last = _fate(render, [QUESTION, answer], prompt=False)
-        earlier = _fate(render, [QUESTION, answer, QUESTION, ANSWER], prompt=False)
+        last = _kept(render, [QUESTION, answer], prompt=False)
+        earlier = _kept(render, [QUESTION, answer, QUESTION, ANSWER], prompt=False)
         if KEPT in (last, earlier):
             return f"read from {key}; of the last answer {last}, of earlier ones {earlier}"
     inside: Message = {"role": "assistant", "content": f"<think>{MARK}</think>\n\n."}
-    last = _fate(render, [QUESTION, inside], prompt=False)
-    earlier = _fate(render, [QUESTION, inside, QUESTION, ANSWER], prompt=False)
+    last = _kept(render, [QUESTION, inside], prompt=False)
+    earlier = _kept(render, [QUESTION, inside, QUESTION, ANSWER], prompt=False)
     return f"no key is read; a think block in an answer: of the last one {last}, of earlier ones {earlier}"
 
 
-def _behind(render: TemplateRenderer) -> str:
-    """What stands behind an answer at the end of a conversation."""
+def _suffix(render: TemplateRenderer) -> str:
+    """Text that follows an answer at the end of a conversation."""
     text = _text(render, [QUESTION, {"role": "assistant", "content": MARK}], prompt=False)
     return REFUSED if text is None else repr(text.rpartition(MARK)[2])
 
 
-def _prompt(render: TemplateRenderer) -> str:
-    """What a prompt adds behind a question, and whether a thinking block is open there."""
+def _prompt_suffix(render: TemplateRenderer) -> str:
+    """Describe the text added after a question, and whether it leaves a thinking block open."""
     prompt, plain = (_text(render, [QUESTION], prompt) for prompt in (True, False))
     if prompt is None or plain is None:
         return REFUSED

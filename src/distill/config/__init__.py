@@ -1,1 +1,1 @@
-"""From a composed configuration to objects: validation, target, chat template, help."""
+"""Turn a composed configuration into objects: validation, target, chat template, help."""

@@ -32,7 +32,7 @@ from drafters.base import Drafter
 
 @dataclass(frozen=True)
 class TargetSource:
-    """Where a target's files are, and how they are read; its methods raise UserError for files at fault."""
+    """Location of a target's files, and options to read them; methods raise UserError for invalid files."""
 
     options: TargetOptions
 
@@ -51,7 +51,7 @@ class TargetSource:
         Args:
             template: chat | none.
             template_options: mapping for the chat template, or None.
-            moment: passed to the template; None: the present.
+            moment: date and time for the template; None: now.
         """
         config = self.config()
         tokenizer = load_tokenizer(*self.place)
@@ -67,8 +67,8 @@ class TargetSource:
         """Limit on prompt length in tokens; reads only the configuration.
 
         Args:
-            prompt_tokens: of a prompt, where options set it.
-            row_tokens: of a training row; None: nothing is trained.
+            prompt_tokens: maximum length of a prompt, if set.
+            row_tokens: maximum length of a training row; None without training.
         """
         return strictest(prompt_tokens, row_tokens, max_positions(self.config()))
 
@@ -82,11 +82,10 @@ class TargetSource:
         """Load and probe the model.
 
         Args:
-            device: of this process, one of several; None: the one that the options name.
-            packing: check that it reads several texts of a row apart.
-            decodes: see `load_target`; one line is printed where an engine has to decode the target.
-            chat: its tokenizer and chat template, whose ends end its answers too, see `join_ends`; None: it
-                writes no answers.
+            device: device of this process, one of several; None: the device in the options.
+            packing: check that several texts packed into a row do not attend to each other.
+            decodes: see `load_target`; prints a note if only an engine can decode the target.
+            chat: tokenizer and chat template, whose end tokens also end answers (`join_ends`); None: unused.
         """
         options, (path, revision, trusted) = self.options, self.place
         with bar(1, f"loading target {options.name}", "", leave=False):
@@ -112,9 +111,9 @@ class TargetSource:
 
 
 def join_ends(target: Target, chat: Chat) -> None:
-    """Let answers end at every token that ends one by the model's files, its tokenizer or its template.
+    """End answers at the end tokens of the model's files, its tokenizer and its template.
 
-    Where these do not agree, one line says so.
+    Prints a note if these differ.
     """
     ends = chat.ends(stop_tokens(target), target.vocab_size)
     if remark := ends.remark(chat.tokenizer):
@@ -129,7 +128,7 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", module=module)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    # httpx, and the client of huggingface_hub and openai: a line for every request.
+    # httpx, used by huggingface_hub and openai, logs every request.
     for name in ("lightning.pytorch", "lightning.fabric", "datasets", "httpx", "httpx2"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("WANDB_SILENT", "true")
@@ -140,11 +139,11 @@ class PromptReader:
     """Reads the prompts of a command before its target is loaded.
 
     Args:
-        target: whose tokenizer and chat template render them.
-        prompts: where they are read from.
-        score: how many held-out prompts are used.
-        answers: rollout.answers; None: no rollouts are made.
-        row_tokens: of a training row; None: nothing is trained.
+        target: options of the target, whose chat template renders the prompts.
+        prompts: sources of the prompts.
+        score: number of held-out prompts.
+        answers: rollout.answers; None without rollouts.
+        row_tokens: maximum length of a training row; None without training.
     """
 
     target: TargetOptions
@@ -166,12 +165,11 @@ class PromptReader:
         """Check the target's configuration, then read tokenizer and prompts.
 
         Args:
-            moment: passed to the chat template where the options name none; None: the present.
-            folder: run folder in which the prompts are recorded.
+            moment: date and time for the chat template unless the options set it; None: now.
+            folder: run folder that records the prompts.
 
         Returns:
-            The chat template, training prompts, and the held-out prompts that are scored, these with one
-            answer each.
+            The chat template, the training prompts, and the held-out prompts to score (one answer each).
         """
         source, prompts, score = TargetSource(self.target), self.prompts, self.score
         chat = source.chat(prompts.template, prompts.template_options, prompts.moment or moment)
@@ -205,7 +203,7 @@ class PromptReader:
 
 
 def build_drafter(options: DrafterOptions, target: Target) -> Drafter:
-    """The drafter that the options name, with a confidence head where they ask for one."""
+    """Build the drafter of the options, with a confidence head if they ask for one."""
     drafter = options.build(target)
     if options.confidence:
         drafter.add_confidence()

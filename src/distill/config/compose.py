@@ -17,13 +17,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import distill.config.resolvers  # noqa: F401  that a configuration uses
+import distill.config.resolvers  # noqa: F401  registers resolvers of configurations
 from decode.errors import UserError
 
 EMPTY_GROUPS = ("experiment",)  # groups that may be null
 
 MOVED = {"rollout.max_prompt_tokens": "prompts.max_tokens"}  # renamed options: old name -> new name
-MERGING = "Error merging override "  # of Hydra, about a list in place of a mapping
+MERGING = "Error merging override "  # Hydra's error for a list instead of a mapping
 
 
 def options(config_dir: Path, group: str) -> list[str]:
@@ -32,7 +32,7 @@ def options(config_dir: Path, group: str) -> list[str]:
 
 
 def compose(overrides: Sequence[str], config_dir: Path, config_name: str = "config") -> DictConfig:
-    """The configuration that these overrides give.
+    """Compose the configuration of these overrides.
 
     Raises:
         UserError: an unknown or invalid override; the message names close matches.
@@ -63,14 +63,14 @@ def compose(overrides: Sequence[str], config_dir: Path, config_name: str = "conf
 
 @cache
 def _defaults(chosen: tuple[str, ...], config_dir: Path, config_name: str) -> DictConfig:
-    """The configuration with only these groups; the same for most jobs of a sweep."""
+    """The configuration with these groups only; shared by most jobs of a sweep."""
     with configurations(config_dir):
         return hydra.compose(config_name, overrides=list(chosen))
 
 
 @contextmanager
 def configurations(config_dir: Path) -> Iterator[Any]:
-    """Hydra (`compose_config`, `run`), reading a folder of configurations."""
+    """Yield Hydra (`compose_config`, `run`) for a folder of configurations."""
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(config_dir), version_base="1.3"):
         reader = GlobalHydra.instance().hydra
@@ -113,8 +113,8 @@ def _check_key(cfg: DictConfig, key: str) -> None:
 
 
 def _check_moved_number(name: str) -> None:
-    """Name the place of a number of an acceptance rule, which was a setting of plans."""
-    from decode.plan import MOVED as NUMBERS  # torch takes seconds, which `--help` need not wait for
+    """Reject a former plan option that is now an option of the acceptance rule, and name the new option."""
+    from decode.plan import MOVED as NUMBERS  # slow import of torch, not needed for `--help`
 
     if name in NUMBERS:
         rule, number = NUMBERS[name]
@@ -131,12 +131,12 @@ def _leaves(node: Any, name: str = "") -> Iterator[str]:
 
 
 def _check_kind(key: str, default: Any, value: Any) -> None:
-    """Reject a value of another type than the default's; null defaults and Lightning's are not checked.
+    """Reject a value of another type than the default; null defaults and Lightning's options are not checked.
 
-    A folder or a name may stand for settings that something is built from.
+    A folder or a name may replace a mapping of settings.
     """
     free = default is None or key == "trainer.devices"
-    # Here null is a value of its own: every token is drafted.
+    # Here null is a valid value: every token is drafted.
     free = free or (value is None and (key.startswith("trainer.") or key.endswith("draft_vocab_size")))
     built = isinstance(default, DictConfig) and ("_target_" in default or "name" in default)
     free = free or (built and isinstance(value, str))

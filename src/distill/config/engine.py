@@ -11,15 +11,15 @@ from distill.options import RunOptions
 
 
 def check_engine(options: RunOptions) -> None:
-    """Check what `taps=engine` needs and excludes.
+    """Check the requirements and exclusions of `taps=engine`.
 
     Raises:
-        UserError: the first setting that does not go with it.
+        UserError: names the first incompatible option.
     """
     engine, trainer = options.engine, options.trainer
     if options.taps != "engine":
         if engine.url or engine.python:
-            raise UserError("engine.url and engine.python: set taps=engine, too, or the engine is not asked")
+            raise UserError("engine.url and engine.python: they need taps=engine; set it, or remove them")
         return
     if bool(engine.url) == bool(engine.python):
         raise UserError(

@@ -1,4 +1,4 @@
-"""`--help` and `--version` of every command; help is generated from the comments of its configuration."""
+"""`--help` and `--version` of every command; the help is generated from the comments of its configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 WIDTH = 100
-GLOBAL = "# @package _global_\n"  # of a yaml in a folder whose settings are at the top
+GLOBAL = "# @package _global_\n"  # marks a yaml with top-level settings
 GROUP = re.compile(r"  - /?(\w+): (\S+)\s*(?:# (.*))?$")
 BASE = re.compile(r"^  - /?([\w/]+)$", re.MULTILINE)
 INNER = re.compile(r"  - /\w+@(\w+): (\S+)\s*(?:# (.*))?$", re.MULTILINE)  # a choice inside a choice
@@ -39,12 +39,12 @@ def show_help(config_dir: Path, config_name: str) -> None:
 
 
 def help_text(config_dir: Path, config_name: str, given: Mapping[str, str]) -> str:
-    """Usage, groups with their choices and settings, and options with their defaults.
+    """Format usage, groups with choices and settings, and options with defaults.
 
     Args:
-        config_dir: holds the groups.
-        config_name: the primary configuration in it.
-        given: choices on the command line; their settings are explained, other settings only listed.
+        config_dir: folder of configurations.
+        config_name: the primary configuration.
+        given: choices on the command line; only their settings are explained in full.
     """
     text = (config_dir / f"{config_name}.yaml").read_text()
     about = {name: comment for name, _, comment in _groups((config_dir / "config.yaml").read_text())}
@@ -72,14 +72,14 @@ def help_text(config_dir: Path, config_name: str, given: Mapping[str, str]) -> s
 
 
 def _table(options: Sequence[tuple[str, str, str]], indent: str) -> list[str]:
-    """A line for each name, value and comment."""
+    """Format a line per name, value and comment."""
     rows = [(f"{name}={value}", about) for name, value, about in options]
     width = min(36, max((len(option) for option, _ in rows), default=0))
     return [f"{indent}{option:{width}}  {about}".rstrip() for option, about in rows]
 
 
 def _settings(group: Path, choice: str) -> list[tuple[str, str, str]]:
-    """Dotted name, value and comment of each setting of a choice, and of those that it is based on."""
+    """Dotted name, value and comment of each setting of a choice, including inherited ones."""
     text = (group / f"{choice}.yaml").read_text()
     settings = {s[0]: s for base in BASE.findall(text) if base != "_self_" for s in _settings(group, base)}
     place = [] if text.startswith(GLOBAL) else [group.name]
@@ -100,7 +100,7 @@ def _names(group: Path) -> list[str]:
 
 
 def _bases(config_dir: Path, text: str) -> list[str]:
-    """Texts of the configurations that this one is based on."""
+    """Texts of the configurations that this one inherits from."""
     bases = [(config_dir / f"{name}.yaml").read_text() for name in BASE.findall(text.partition("_self_")[0])]
     return [*(deeper for base in bases for deeper in _bases(config_dir, base)), *bases]
 
@@ -112,7 +112,7 @@ def _groups(text: str) -> list[tuple[str, str, str]]:
 
 
 def _options(text: str) -> list[tuple[str, str, str]]:
-    """Name, default and comment of each setting that is in no group; mappings have theirs in the file."""
+    """Name, default and comment of each ungrouped setting; comments of mappings are in the file."""
     matches = [m for m in map(OPTION.match, text.partition("_self_")[2].splitlines()) if m]
     matches = [m for m in matches if m[1] != "hydra"]
     return [(m[1], "..." if m[2] in ("", "???") else m[2], m[3] or "") for m in matches]

@@ -1,7 +1,7 @@
-"""Which options a user gave to runs on this machine: hashes of them, kept outside of all run folders.
+"""Record of the options that a user gave to runs on this machine: hashes, kept outside of run folders.
 
-A run's folder says nothing about whose it is, since it can be copied. What a user typed here once may be
-taken again; a record of the very same options asks for nothing else, wherever it lies.
+A run folder can be copied, so it does not show who started the run. Options that the user gave here are
+trusted when a run folder records the same options.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-LIST = Path("foredraft") / "runs"  # below the user's folder of states: a SHA-256 a line
+LIST = Path("foredraft") / "runs"  # in the user's state folder; one SHA-256 per line
 
 
 def remember(options: Sequence[str]) -> None:
-    """Note the options of a run that begins; where that cannot be kept, commands about it will ask."""
+    """Record the options of a new run; if recording fails, later commands ask for the options."""
     with suppress(OSError):
         if are_own(options):
             return
@@ -31,7 +31,7 @@ def remember(options: Sequence[str]) -> None:
 
 
 def are_own(options: Sequence[str]) -> bool:
-    """Whether these were given to a run here."""
+    """Whether these options were given to a run on this machine."""
     try:
         path = _list()
         mine = path.stat().st_uid == os.getuid() and not path.stat().st_mode & 0o022

@@ -20,15 +20,15 @@ from distill.utils.paths import bundled
 from drafters.vocabulary import draft_vocab_size
 
 Options = TypeVar("Options")
-PARTS = ("first", "second")  # of a drafter that is made of two
-OF_ANY = ("init_from", "confidence")  # settings of every drafter
+PARTS = ("first", "second")  # options of a drafter made of two
+OF_ANY = ("init_from", "confidence")  # options of every drafter
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list"}
 
 
 def checked_options(cls: type[Options], cfg: DictConfig, announce: bool = True) -> Options:
-    """The options of a command, after a check of the ranges that no constructor checks.
+    """Read a command's options and check the ranges that no constructor checks.
 
-    Settings that follow the target's size or the machine are filled in, and printed if `announce`.
+    Fills in settings that depend on the target's size or the machine, and prints them if `announce`.
 
     Raises:
         UserError: a value out of range, and see `read_options`.
@@ -42,16 +42,15 @@ def checked_options(cls: type[Options], cfg: DictConfig, announce: bool = True) 
 
 
 def read_options(cls: type[Options], cfg: DictConfig, name: str = "") -> Options:
-    """A dataclass of `distill.options` with the values of a configuration.
+    """Build a dataclass of `distill.options` from a configuration.
 
     Args:
-        cls: whose fields have the names of the configuration's keys.
-        cfg: composed.
-        name: of this part, for messages.
+        cls: dataclass with the configuration's keys as fields.
+        cfg: composed configuration.
+        name: dotted prefix of `cfg`, for messages.
 
     Raises:
-        UserError: a key that is no field, a field that is no key, a value of another type, or one that a
-            constructor refuses.
+        UserError: an unknown or missing key, a value of another type, or one that a constructor rejects.
     """
     if reader := READERS.get(cls):
         return cast(Options, reader(cfg))
@@ -62,7 +61,7 @@ def read_options(cls: type[Options], cfg: DictConfig, name: str = "") -> Options
 
 
 def read_part(cls: type[Options], cfg: DictConfig) -> Options:
-    """The same of a configuration that has more keys, which are ignored."""
+    """Like `read_options`, but ignores additional keys."""
     return _fill(cls, cfg, "")
 
 
@@ -87,7 +86,7 @@ def _dotted(name: str, key: str) -> str:
 
 
 def _value(hint: Any, node: Any, name: str) -> Any:
-    """A value as its field's type has it."""
+    """Convert a value to its field's type."""
     if get_origin(hint) is Annotated:
         with refused():
             return instantiate(node, _convert_="all")
@@ -117,14 +116,14 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _rollout(cfg: DictConfig) -> type[o.RolloutOptions]:
-    """The group's options by the settings that it has, whatever rollout.engine was set to."""
+    """The options class by the group's settings, independent of rollout.engine."""
     if "url" in cfg:
         return o.OpenAIRolloutOptions
     return o.RayRolloutOptions if "workers" in cfg else o.RolloutOptions
 
 
 def _drafter(cfg: DictConfig) -> o.DrafterOptions:
-    """A `path` in it is meant as the target's is; a drafter inside it may be a checkpoint."""
+    """Options of a drafter; resolves `path` like the target's; a nested drafter may be a checkpoint."""
     given: dict[str, Any] = {"path": str(bundled(cfg.path))} if cfg.get("path") else {}
     parts = {key: _part(key, cfg[key]) for key in PARTS if key in cfg}
     given |= {key: part.build for key, part in parts.items()}
@@ -150,7 +149,7 @@ def _drafter(cfg: DictConfig) -> o.DrafterOptions:
 
 
 def _part(key: str, node: Any) -> o.DrafterOptions:
-    """A drafter inside a drafter: settings of a new one, or a checkpoint."""
+    """Options of a nested drafter: settings of a new one, or a checkpoint."""
     if isinstance(node, str):
         return o.DrafterOptions(factory=node, build=partial(_trained, node))
     if not OmegaConf.is_dict(node) or "_target_" not in node:
@@ -162,15 +161,15 @@ def _part(key: str, node: Any) -> o.DrafterOptions:
 
 
 def _trained(source: str, target: Any) -> Any:
-    """The drafter of a checkpoint's folder or hub id, frozen."""
-    # Imported here, since it takes seconds that --help need not wait for.
+    """Load the drafter of a checkpoint's folder or hub id, frozen."""
+    # Slow import, not needed for --help.
     from drafters.checkpoint import io as checkpoint_io
 
     return checkpoint_io.load_as_saved(checkpoint_io.fetch(source), target)
 
 
 def _datastore(source: str, target: Any) -> str:
-    """Key of the datastore of these texts, which is made where there is none."""
+    """Key of the datastore of these texts; makes it if it does not exist."""
     from distill.datastore.build import make_datastore  # likewise
 
     return make_datastore(source, target)
@@ -198,7 +197,7 @@ def _trainer(cfg: DictConfig) -> o.TrainerOptions:
     )
 
 
-# Groups that are handed to a constructor as they are, whose settings are its arguments.
+# Groups that are passed unchanged to a constructor.
 READERS: Mapping[type, Callable[[DictConfig], Any]] = {
     o.DrafterOptions: _drafter,
     o.OptimizerOptions: _optimizer,

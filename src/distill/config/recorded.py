@@ -1,4 +1,4 @@
-"""Configurations recorded in run folders, and without secrets for loggers and pages."""
+"""Read the configurations recorded in run folders; remove secrets for loggers and pages."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import AliasToken, YAMLError, scan
 
-import distill.config.resolvers  # noqa: F401  that a configuration uses
+import distill.config.resolvers  # noqa: F401  registers resolvers of configurations
 from decode.errors import UserError
 from distill.utils.redact import override, without_secrets
 
-MAX_BYTES = 4 * 2**20  # of a configuration; ours have some 10 kB
+MAX_BYTES = 4 * 2**20  # limit of a configuration's size
 UNREADABLE = (ValueError, RecursionError, YAMLError, OmegaConfBaseException)
 FILE = Path(".hydra") / "config.yaml"  # in a run's folder, next to overrides.yaml
 
 
 def resolved(config: Any) -> dict[str, Any]:
-    """A configuration without secrets, interpolations filled in after these are removed."""
+    """Resolve a configuration after removing its secrets."""
     shown = without_secrets(OmegaConf.to_container(config, resolve=False))
     return OmegaConf.to_container(OmegaConf.create(shown), resolve=True)  # pyright: ignore[reportReturnType]
 
 
 def read_config(run: Path) -> dict[str, Any] | None:
-    """The configuration in a run's folder, interpolations as they are; None where there is none.
+    """Read the unresolved configuration in a run's folder; None if absent.
 
     Raises:
         UserError: it is damaged.
@@ -42,9 +42,9 @@ def read_config(run: Path) -> dict[str, Any] | None:
 
 
 def settings(run: Path) -> dict[str, Any] | None:
-    """The configuration in a folder of one's own runs as it was resolved; None where that cannot be known.
+    """The resolved configuration of one of the user's own runs; None if unknown.
 
-    It may read the environment, so nothing of it may be shown or sent; see `shown_settings`.
+    It may contain environment variables: never show or send it; see `shown_settings`.
     """
     try:
         config = OmegaConf.to_container(_load(run / FILE), resolve=True)
@@ -54,7 +54,7 @@ def settings(run: Path) -> dict[str, Any] | None:
 
 
 def shown_settings(run: Path) -> dict[str, Any] | None:
-    """The same of any run's folder, without secrets and without what would read the environment."""
+    """The configuration of any run, without secrets and without values that read the environment."""
     try:
         config = resolved(_load(run / FILE))
     except (*UNREADABLE, OSError):
@@ -63,10 +63,10 @@ def shown_settings(run: Path) -> dict[str, Any] | None:
 
 
 def _load(path: Path) -> Any:
-    """A configuration in YAML, as Hydra writes them.
+    """Load a configuration in YAML, as written by Hydra.
 
     Raises:
-        YAMLError: none, no file, too large, or with aliases, by which a few lines stand for gigabytes.
+        YAMLError: no regular file, too large, or with aliases (which can expand to gigabytes).
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):  # reading a pipe waits for a writer
@@ -84,7 +84,7 @@ def _load(path: Path) -> Any:
 def readable_config(run: Path) -> tuple[str, list[str]]:
     """The configuration in a run's folder as YAML, resolved and without secrets, and its overrides.
 
-    Both are empty where the folder has none, or half of one.
+    Both are empty if the record is missing or incomplete.
     """
     try:
         config = _load(run / FILE)
@@ -95,6 +95,6 @@ def readable_config(run: Path) -> tuple[str, list[str]]:
         return "", []
     try:
         values = resolved(config)
-    except Exception:  # of any kind: resolvers are functions; another version may have had others
+    except Exception:  # resolvers can raise anything; other versions may have different ones
         values = without_secrets(OmegaConf.to_container(config, resolve=False))
     return OmegaConf.to_yaml(OmegaConf.create(values)), [override(str(one)) for one in overrides]

@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 
 
 def device_of(accelerator: str) -> str:
-    """Type of the device that an accelerator names."""
+    """Device type of an accelerator name."""
     if accelerator == "auto":
         import torch  # imported here: it takes a second
 

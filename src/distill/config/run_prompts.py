@@ -1,11 +1,11 @@
-"""Prompts of the run that a checkpoint lies in: what may be taken from a record that others may have written.
+"""Read the prompts options that a checkpoint's run recorded; the record is untrusted.
 
-A run's folder can come from anywhere, so its record is data and no command line. Each override of prompts is
-parsed by Hydra, its value is checked and written again; no text of the record reaches Hydra as it stands.
-Taken are choices of `conf/prompts` and `conf/experiment`, plain settings, and files of the run's folder,
-below the current folder (named by a relative path) or bundled. Files elsewhere, which may be private, and
-URLs and datasets, which are requests, are taken if the user gave them here before (`own_runs`), else asked
-for in one line. Interpolations and functions of Hydra, which read the environment, are never taken.
+A run's folder can come from anywhere, so its record is treated as data. Hydra parses each override;
+its value is checked and quoted again. No text of the record reaches Hydra unchanged. Accepted are choices of
+`conf/prompts` and `conf/experiment`, plain settings, and files of the run's folder, below the current folder
+(by relative path) or bundled. Other files, URLs and datasets are accepted if the user gave them here before
+(`own_runs`); otherwise an error names the options to give. Interpolations and functions of Hydra, which can
+read the environment, are never accepted.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from distill.utils.redact import printable
 
 RECORD = Path(".hydra") / "overrides.yaml"  # in a run's folder
 GROUP = "prompts"
-KEY = re.compile(r"[A-Za-z_][\w-]*")  # of a mapping that Hydra reads without quotes
+KEY = re.compile(r"[A-Za-z_][\w-]*")  # mapping key that Hydra reads without quotes
 NAME = re.compile(r"[A-Za-z_]\w*")
 NO_NAMES = ("true", "false", "null", "nan", "inf")
 FILES = ("path", "heldout")
 REQUESTS = ("dataset", "files")
 TEXTS = ("name", "split", "revision", "answers", "template")
 NUMBERS = ("limit", "strict", "max_bytes", "max_tokens", "max_left_out", "heldout_share", "self", "weight")
-SHOWN = 400  # characters of a value that are shown
+SHOWN = 400  # longest shown value, in characters
 MAPPINGS = ("columns", "template_options")
 OF_PROMPTS = re.compile(rf"{GROUP}(\W|$)")
 ASK = "give prompts on the command line"
@@ -50,16 +50,16 @@ REQUEST = "it can be a request to another machine"
 
 
 def of_run(run: Path, config_dir: Path, wanted: Collection[str] | None, given: Collection[str]) -> list[str]:
-    """Overrides that give the prompts which a run was started with.
+    """Overrides that select the prompts of a run.
 
     Args:
-        run: its folder.
+        run: folder of the run.
         config_dir: folder of configurations.
-        wanted: settings of prompts that the command has; None: all, and the group's choice.
-        given: names that the command line sets.
+        wanted: prompt settings of the command; None: all, and the group's choice.
+        given: names set on the command line.
 
     Raises:
-        UserError: the record is damaged, or has something that is asked for and not taken.
+        UserError: the record is damaged, or contains a required value that is not accepted.
     """
     lines = _read(run / RECORD)
     recorded = {override.key_or_group: override for override in _about_prompts(run / RECORD, lines)}
@@ -77,29 +77,29 @@ def of_run(run: Path, config_dir: Path, wanted: Collection[str] | None, given: C
 
 
 def too_long(run: Path) -> int | None:
-    """The limit of tokens past which held-out prompts were left out in training; None if none was.
+    """The token limit above which training omitted held-out prompts; None if none was omitted.
 
     Raises:
-        UserError: the file that says so is damaged.
+        UserError: the run's prompts.json is damaged.
     """
     advice = "give prompts.max_tokens, and remove the file"
-    said = (read_json(run / "prompts.json", advice) or {}).get("too_long", {})
-    if not isinstance(said, dict) or not said.get("held_out"):
+    shown = (read_json(run / "prompts.json", advice) or {}).get("too_long", {})
+    if not isinstance(shown, dict) or not shown.get("held_out"):
         return None
-    tokens = said.get("tokens")
+    tokens = shown.get("tokens")
     if not isinstance(tokens, int) or not 0 < tokens < 2**31:
         raise UserError(f"{run / 'prompts.json'}: damaged (too_long); {advice}")
     return tokens
 
 
 def assignment(key: str, value: Any) -> str:
-    """`key=value` for Hydra; a name has no quotes, as the choice of a group must not."""
+    """Format `key=value` for Hydra; names stay unquoted, as group choices require."""
     bare = isinstance(value, str) and NAME.fullmatch(value) and value.lower() not in NO_NAMES
     return f"{key}={value if bare else hydra_text(value)}"
 
 
 def hydra_text(value: Any) -> str:
-    """A plain value in Hydra's grammar, whose keys have no quotes."""
+    """Format a plain value in Hydra's grammar, with unquoted keys."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {hydra_text(part)}" for key, part in value.items()) + "}"
     if isinstance(value, list):
@@ -108,7 +108,7 @@ def hydra_text(value: Any) -> str:
 
 
 def quoted(value: str) -> str:
-    """A text in Hydra's quotes."""
+    """Quote a text for Hydra."""
     # Hydra keeps backslashes, except before a quote.
     doubled = re.sub(r"(\\*)(?='|\Z)", lambda match: match[1] * 2, value)
     return "'" + doubled.replace("'", "\\'") + "'"
@@ -117,13 +117,13 @@ def quoted(value: str) -> str:
 def _read(path: Path) -> list[str]:
     if not path.is_file():
         return []
-    from drafters.hub.untrusted_files import JSON_BYTES, check_link  # takes a second; a checkpoint needs it
+    from drafters.hub.untrusted_files import JSON_BYTES, check_link  # slow import, needed only here
 
     try:
         if check_link(path).stat().st_size > JSON_BYTES:
             raise ValueError("too large")
         lines = yaml.safe_load(path.read_text())
-        # A list of texts is not made larger by YAML's aliases.
+        # YAML aliases cannot inflate a list of texts.
         if not isinstance(lines, list | None) or not all(isinstance(line, str) for line in lines or []):
             raise ValueError("no list of texts")
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
@@ -132,7 +132,7 @@ def _read(path: Path) -> list[str]:
 
 
 def _about_prompts(path: Path, lines: list[str]) -> list[Override]:
-    """The overrides of a record that are about prompts, and its experiment."""
+    """Overrides of a record that concern prompts, and its experiment."""
     try:
         parsed = OverridesParser.create().parse_overrides(lines)
     except (HydraException, RecursionError):
@@ -150,7 +150,7 @@ def _is_wanted(key: str, wanted: Collection[str] | None) -> bool:
 
 
 def _fault(key: str, value: Any, run: Path, config_dir: Path) -> str:
-    """Why a setting is not taken from a record; empty where it is."""
+    """Why a recorded setting is rejected; empty if it is accepted."""
     if key == GROUP:
         return "" if value in options(config_dir, GROUP) else "it is none of conf/prompts"
     name = key.removeprefix(f"{GROUP}.")
@@ -209,31 +209,31 @@ def _fault_of_file(file: Any, run: Path) -> str:
 
 
 def _question(path: Path, values: Mapping[str, Any], faults: Mapping[str, str]) -> str:
-    """What a record wants, and the options that give it."""
+    """Error message that names the rejected settings and the options that set them."""
     first, why = next(iter(faults.items()))
-    said = printable(" ".join(str(values[first]).split()))
-    if len(said) > SHOWN:
-        said = f"{said[:SHOWN]}..."
+    text = printable(" ".join(str(values[first]).split()))
+    if len(text) > SHOWN:
+        text = f"{text[:SHOWN]}..."
     known = [key for key in values if faults.get(key, OUTSIDE) in (OUTSIDE, REQUEST)]
     words = [_word(key, values[key]) if key in known else f"{key}=..." for key in values]
-    return f"{path}: {first}={said} is not taken from a record: {why}; if you want it, give {' '.join(words)}"
+    return f"{path}: {first}={text} is not taken from a record: {why}; if you want it, give {' '.join(words)}"
 
 
 def _word(key: str, value: Any) -> str:
-    """An option as one writes it in a shell."""
-    path = isinstance(value, str) and key.removeprefix(f"{GROUP}.") in FILES  # which the command line quotes
+    """Format an option for the shell."""
+    path = isinstance(value, str) and key.removeprefix(f"{GROUP}.") in FILES  # quoted by the command line
     word = f"{key}={value}" if path else assignment(key, value)
     return f'"{word}"' if "'" in word and not re.search(r'["$`!\\]', word) else shlex.quote(word)
 
 
 def _of_experiment(experiment: Override, config_dir: Path) -> dict[str, Any]:
-    """What an experiment of conf/experiment says of prompts."""
+    """Prompt settings of an experiment of conf/experiment."""
     name = experiment.value()
     if name not in options(config_dir, "experiment"):
         return {}
-    said: Any = OmegaConf.to_container(OmegaConf.load(config_dir / "experiment" / f"{name}.yaml"))
-    choices = dict(entry.popitem() for entry in said.get("defaults", []) if isinstance(entry, dict))
+    shown: Any = OmegaConf.to_container(OmegaConf.load(config_dir / "experiment" / f"{name}.yaml"))
+    choices = dict(entry.popitem() for entry in shown.get("defaults", []) if isinstance(entry, dict))
     values = {GROUP: choices["override /prompts"]} if "override /prompts" in choices else {}
-    # null takes a default away, which no override can
-    stated = {key: value for key, value in said.get(GROUP, {}).items() if value is not None}
+    # null removes a default, which overrides cannot express
+    stated = {key: value for key, value in shown.get(GROUP, {}).items() if value is not None}
     return values | {f"{GROUP}.{key}": value for key, value in stated.items()}

@@ -1,4 +1,4 @@
-"""Settings that follow the target or the machine where the configuration has null (docs/training.md)."""
+"""Defaults that depend on the target or the machine, for settings that are null (docs/training.md)."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from distill.utils.progress import say
 # Learning rate of a drafter trained from scratch: measured at the bundled target's hidden size. The power
 # reaches the 1e-4 that EAGLE-3 drafters of 8B targets (4096) are trained with (SpecForge's examples).
 RATE, RATE_SIZE, RATE_POWER = 6e-3, 256, -1.5
-GOES_ON = 1 / 3  # of that rate, for a drafter that is trained already (docs/follow.md)
-# Hidden sizes up to -> tokens of an answer and of a training row
+TRAINED_RATE = 1 / 3  # factor on that rate for a drafter that is already trained (docs/follow.md)
+# Largest hidden size -> tokens of an answer and of a training row
 LENGTHS = {512: (192, 512), 1024: (512, 1024)}
 LONGEST = (1024, 2048)
-STEPS, PASSES = 800, 5  # least optimizer steps; how often each prompt is trained on
-SAVES, SAVE_EVERY = 20, 200  # save points of a run; least steps between two
+STEPS, PASSES = 800, 5  # minimum optimizer steps; passes over the prompts
+SAVES, SAVE_EVERY = 20, 200  # save points of a run; minimum steps between two
 
 
 def size_settings(hidden_size: int, context: int | None, goes_on: bool = False) -> dict[str, Any]:
-    """Values of the settings that follow the target's size, by name.
+    """Values of the settings that depend on the target's size, by name.
 
     Args:
-        hidden_size: of the target.
+        hidden_size: hidden size of the target.
         context: its maximum length in tokens; None: unlimited.
-        goes_on: whether the drafter begins with trained weights.
+        goes_on: whether the drafter starts from trained weights.
     """
-    rate = RATE * (max(hidden_size, RATE_SIZE) / RATE_SIZE) ** RATE_POWER * (GOES_ON if goes_on else 1)
+    rate = RATE * (max(hidden_size, RATE_SIZE) / RATE_SIZE) ** RATE_POWER * (TRAINED_RATE if goes_on else 1)
     answer, row = next((tokens for size, tokens in LENGTHS.items() if hidden_size <= size), LONGEST)
     if context:
         answer, row = min(answer, context // 2), min(row, context)
@@ -51,11 +51,11 @@ def size_settings(hidden_size: int, context: int | None, goes_on: bool = False) 
 
 
 def fill_size_settings(cfg: DictConfig, announce: bool = True) -> None:
-    """Set those that are null in a configuration with a target, and print them in one line.
+    """Set size-dependent settings that are null, and print them in one line.
 
     Args:
-        cfg: composed; changed in place.
-        announce: print them.
+        cfg: composed configuration; modified in place.
+        announce: print the settings.
 
     Raises:
         UserError: see `load_config`.
@@ -76,7 +76,7 @@ def fill_size_settings(cfg: DictConfig, announce: bool = True) -> None:
 
 
 def fill_precision(cfg: DictConfig, announce: bool = True) -> None:
-    """Set `trainer.precision` where it is null: fp32 on a CPU that is slow in bf16, which it prints."""
+    """Set `trainer.precision` if it is null; prints a choice of fp32 on CPUs that are slow in bf16."""
     if not _is_null(cfg, "trainer.precision"):
         return
     device = torch.device(device_of(cfg.trainer.accelerator))
@@ -97,38 +97,37 @@ def _announce(what: str, values: Mapping[str, Any]) -> None:
 
 
 def training_steps(prompts: int, samples: int, written: int, rows: int) -> int:
-    """Optimizer steps of `rows` rows that train on each prompt PASSES times; see `with_length`."""
+    """Number of optimizer steps of `rows` rows that train on each prompt PASSES times; see `with_length`."""
     return max(STEPS, ceil((prompts * max(PASSES, samples) + written) / rows))
 
 
 def steps_between_saves(steps: int) -> int:
-    """Optimizer steps between two save points of a run."""
+    """Number of optimizer steps between two save points of a run."""
     return max(SAVE_EVERY, ceil(steps / SAVES))
 
 
 def with_length(options: TrainOptions, prompts: int) -> TrainOptions:
-    """Options with the number of steps, and of steps between save points, that fit the number of answers.
+    """Fill in the numbers of steps and of steps between save points, from the number of answers.
 
-    Each prompt is trained on five times, by passes over one answer or by as many answers, since a new answer
-    teaches more than another pass over an old one; each answer at least once, and so rows that the target
-    writes itself.
+    Each prompt is trained on five times: by several answers or by passes over one answer, since a new answer
+    teaches more than another pass. Each answer and each self-written row is used at least once.
 
     Args:
-        options: of the run; `trainer.max_steps` and `score.every` are kept where they are set.
-        prompts: to be answered, without those that the target writes itself.
+        options: options of the run; set values of `trainer.max_steps` and `score.every` are kept.
+        prompts: number of prompts, without self-written ones.
     """
     samples, written = options.rollout.answers_each(prompts), options.prompts.self
     answers = prompts * samples + written
     trainer, score = options.trainer, options.score
     world = processes(trainer.accelerator, trainer.devices, trainer.num_nodes)
-    rows = options.batch_size * trainer.accumulate_grad_batches * world  # of an optimizer step
+    rows = options.batch_size * trainer.accumulate_grad_batches * world  # per optimizer step
     steps = trainer.max_steps or training_steps(prompts, samples, written, rows)
     every = score.every or steps_between_saves(steps)
     chosen = {"trainer.max_steps": steps} if trainer.max_steps is None else {}
     chosen |= {"score.every": every} if score.every is None else {}
     if chosen:
         _announce(f"{answers:,} answers, {rows} in a step", chosen)
-    config = dict(options.config)  # as loggers record it
+    config = dict(options.config)  # recorded by loggers
     config["trainer"] = {**config["trainer"], "max_steps": steps}
     config["score"] = {**config["score"], "every": every}
     return replace(

@@ -135,10 +135,10 @@ FREE_TEXT = ("prompt", "row", "stop")
 
 
 def check_ranges(cfg: DictConfig) -> None:
-    """Check the numbers and words that no constructor checks.
+    """Check numbers and choices that no constructor checks.
 
     Raises:
-        UserError: the first that is out of range.
+        UserError: names the first invalid value.
     """
     parts = {
         key.replace("drafter", part): least
@@ -157,21 +157,21 @@ def check_ranges(cfg: DictConfig) -> None:
     for key, names in CHOICES.items():
         group, _, name = key.rpartition(".")
         choices = OmegaConf.select(cfg, group)
-        if choices is not None and name in choices and choices[name] not in names:  # no command has all
+        if choices is not None and name in choices and choices[name] not in names:  # not every command has it
             raise UserError(f"{key}={choices[name]}: choose {' or '.join(names)}")
     check_server(cfg)
     check_secrets(OmegaConf.to_container(cfg, resolve=False))
 
 
 def check_secrets(value: Any, key: str = "") -> None:
-    """Refuse an address with a password, such as s3://KEY:SECRET@bucket, which a run would record.
+    """Reject addresses with a password, such as s3://KEY:SECRET@bucket, which a run would record.
 
     Args:
         value: a configuration or a part of it, unresolved.
-        key: where it is in the configuration.
+        key: dotted key of `value`.
 
     Raises:
-        UserError: the first there is.
+        UserError: names the first address with a secret.
     """
     if isinstance(value, dict):
         for name, part in value.items():
@@ -187,10 +187,10 @@ def check_secrets(value: Any, key: str = "") -> None:
 
 
 def check_flags(arguments: Sequence[str]) -> None:
-    """Refuse options that are written with dashes.
+    """Reject options written with dashes.
 
     Raises:
-        UserError: with the way it is written.
+        UserError: names the correct spelling.
     """
     for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
         name, sign, value = word.partition("=")
@@ -200,10 +200,10 @@ def check_flags(arguments: Sequence[str]) -> None:
 
 
 def check_paths(cfg: DictConfig) -> None:
-    """Check that files and folders exist which are named by a path and cannot be a hub id (owner/name).
+    """Check that named files and folders exist, unless the name can be a hub id (owner/name).
 
     Raises:
-        UserError: the first that does not.
+        UserError: names the first missing path.
     """
     for key, advice in FILES.items():
         value = OmegaConf.select(cfg, key)
@@ -215,7 +215,7 @@ def check_paths(cfg: DictConfig) -> None:
 
 
 def check_out(cfg: DictConfig) -> None:
-    """Check, before hours of work, that `out` is a file that can be written.
+    """Check before any work that `out` is a writable file.
 
     Raises:
         UserError: it is a folder.
@@ -228,7 +228,7 @@ def check_server(cfg: DictConfig) -> None:
     """Check a server's options before anything is written, so that no secret is recorded.
 
     Raises:
-        UserError: no url, or a secret where a run would record it.
+        UserError: no url, or a secret in an option that a run records.
     """
     if url := OmegaConf.select(cfg, "engine.url"):
         check_address(str(url), str(OmegaConf.select(cfg, "engine.api_key_env")), "engine.", "/v1")
@@ -241,16 +241,16 @@ def check_server(cfg: DictConfig) -> None:
 
 
 def check_address(url: str, key: str, group: str, end: str) -> None:
-    """Check a server's url and where its key is.
+    """Check a server's url and the variable that holds its key.
 
     Args:
-        url: as it was given.
+        url: url as given.
         key: name of an environment variable.
         group: prefix of the options' names.
-        end: of the url in the error message.
+        end: end of the url in the error message.
 
     Raises:
-        UserError: an invalid url, or a secret in the url or in place of the variable's name.
+        UserError: an invalid url, or a secret in the url or instead of the variable's name.
     """
     try:
         parts = urlsplit(url)
@@ -272,7 +272,7 @@ def check_address(url: str, key: str, group: str, end: str) -> None:
 @contextmanager
 def refused() -> Iterator[None]:
     """Turn a constructor's errors about its arguments into a one-line UserError."""
-    # Imported here, since it takes seconds that --help need not wait for.
+    # Slow import, not needed for --help.
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     try:

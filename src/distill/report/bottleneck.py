@@ -1,11 +1,11 @@
-"""What limits the speedup of a draft: its cost, that of verifying it, or how much of it is accepted."""
+"""Find what limits the speedup of a draft: its cost, the cost of verifying it, or its acceptance."""
 
 from __future__ import annotations
 
 from decode.evaluation.scorecard import Row, Scorecard
 from distill.scoring.paired import speedup
 
-LOW_TAU = 1.8  # tokens a round; below, no round is cheap enough for much of a speedup
+LOW_TAU = 1.8  # tokens a round; below this, acceptance is the limit
 TRY = {
     "acceptance": "train longer (trainer.max_steps), on more prompts, or another drafter=",
     "drafting": "a shorter draft (decode.depth), fewer tokens to choose from (drafter.draft_vocab_size), or "
@@ -15,9 +15,9 @@ TRY = {
 
 
 def bottleneck(card: Scorecard) -> str:
-    """One line: what a round of the fastest draft costs and gives, what limits it, and what to try.
+    """Describe cost and gain of a round of the fastest draft, its limit and what to try, in one line.
 
-    Where plain decoding is faster, it says so first.
+    If plain decoding is faster, the line starts with that.
     """
     row = card.fastest
     if not (row.nodes and row.speedup and row.tau):
@@ -31,14 +31,14 @@ def bottleneck(card: Scorecard) -> str:
         "verifying": f"; if verifying cost one pass: {row.tau / (1 + drafting + rest):.2f}x",
     }
     return (
-        f"{verdict(card)}: a round writes {row.tau:.2f} tokens for the time of {cost:.2f} "
+        f"{verdict(card)}: a round writes {row.tau:.2f} tokens in the time of {cost:.2f} "
         f"plain ones (verifying {verifying:.2f}, drafting {drafting:.2f}, the rest {rest:.2f}); its limit "
         f"is {limit}{free.get(limit, '')}; try {TRY[limit]}"
     )
 
 
 def verdict(card: Scorecard) -> str:
-    """The fastest draft and its speedup, or that plain decoding is faster than all of them."""
+    """Name the fastest draft and its speedup, or advise not to draft if plain decoding is faster."""
     row = card.fastest
     if card.pays:
         return f"{row.speedup:.2f}x by {row.decode}"

@@ -18,10 +18,10 @@ HIGH, ROW = 360, 26  # pixels of a plot, and of a bar
 
 
 def page_of(scored: Sequence[Scored], choice: Choice) -> str:
-    """The whole document.
+    """Build the HTML document.
 
     Raises:
-        UserError: a run that was not scored at this choice.
+        UserError: a run was not scored at this choice.
     """
     table = comparison(scored, choice)
     ordered = in_order(scored, choice)
@@ -30,7 +30,7 @@ def page_of(scored: Sequence[Scored], choice: Choice) -> str:
     first = choice.temperatures[0]
     setting = f"T={first:g}, batch {choice.batch}"
     batches = _batches(ordered, choice)
-    timed = [i for i, row in enumerate(rows) if row.speedup is not None]  # others are decoded by an engine
+    timed = [i for i, row in enumerate(rows) if row.speedup is not None]  # engines decoded the others
     here = [names[i] for i in timed], [rows[i] for i in timed]
     parts = [
         page.section(
@@ -70,7 +70,7 @@ def page_of(scored: Sequence[Scored], choice: Choice) -> str:
 
 
 def _speeds(names: Sequence[str], rows: Sequence[Row], setting: str) -> list[Markup]:
-    """What a decoder run showed of the drafters that had one."""
+    """Plots of drafters that the decoder ran and timed."""
     return [
         page.section(
             "Speedup",
@@ -89,7 +89,7 @@ def _speeds(names: Sequence[str], rows: Sequence[Row], setting: str) -> list[Mar
 
 
 def _bars(names: Sequence[str], rows: Sequence[Row]) -> go.Figure:
-    """Bars of speedup, the best on top, with intervals where there are any."""
+    """Bars of speedup, sorted, with intervals if available."""
     values = [speedup(row) for row in rows]
     figure = go.Figure(
         go.Bar(
@@ -132,7 +132,7 @@ def _costs(names: Sequence[str], rows: Sequence[Row]) -> go.Figure:
             mode="markers+text",
             name=page.label(name),
             text=[page.label(name)],
-            textposition=f"{('top', 'bottom')[rank[cost] % 2]} right",  # neighbours' names stay apart
+            textposition=f"{('top', 'bottom')[rank[cost] % 2]} right",  # keeps names of neighbours apart
             cliponaxis=False,
             marker={"color": colour, "size": 9},
             hovertemplate="%{text}<br>%{x:.2f} ms, tau %{y:.2f}<extra></extra>",
@@ -161,7 +161,7 @@ def _survival(names: Sequence[str], rows: Sequence[Row]) -> go.Figure:
 
 
 def _batches(ordered: Sequence[Scored], choice: Choice) -> go.Figure | None:
-    """Speedup of every run by batch size; None where all were scored at one size."""
+    """Speedup of every run by batch size; None if all were scored at one size."""
     figure, first = go.Figure(), choice.temperatures[0]
     sizes = set()
     for scored, (colour, dash) in zip(ordered, _styles(), strict=False):
@@ -186,7 +186,7 @@ def _batches(ordered: Sequence[Scored], choice: Choice) -> go.Figure | None:
 
 
 def _by_category(ordered: Sequence[Scored], rows: Sequence[Row]) -> tuple[list[str], list[list[str]]] | None:
-    """Acceptance length on each kind of prompt; None where a scorecard has no categories."""
+    """Acceptance length by kind of prompt; None if a scorecard has no categories."""
     by_run = [
         {kind.name: kind for kind in by_category(s.card, row)} for s, row in zip(ordered, rows, strict=True)
     ]
@@ -201,6 +201,6 @@ def _by_category(ordered: Sequence[Scored], rows: Sequence[Row]) -> tuple[list[s
 
 
 def _styles() -> Iterator[tuple[str, str]]:
-    """A colour and a dash for each run; no two alike among twenty-four."""
+    """Yield a distinct colour and dash for each of up to twenty-four runs."""
     while True:
         yield from ((page.paint(colour), dash) for dash in DASHES for colour in page.SERIES)

@@ -10,7 +10,7 @@ from distill.scoring import served
 
 
 def section(card: Scorecard) -> Markup | None:
-    """The engine's figures next to ours; None where no engine measured."""
+    """Compare the engine's figures with the scorecard's; None if no engine was measured."""
     if not card.served:
         return None
     names = ["decode", "T", "batch", "tau here", "tau there", "accepted here", "accepted there", "noise"]

@@ -1,4 +1,4 @@
-"""foredraft compare --field: a page of all drafters of one target, their bound, and which to take."""
+"""foredraft compare --field: a page of all drafters of one target, an upper bound, and recommendations."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from distill.scoring.paired import Estimate, speedup_text
 from distill.scoring.tables import markdown
 from drafters.registry import KNOWN, drafter_class
 
-SLIGHT = 0.01  # share of changed tokens, or nats a token, up to which a lossy row is recommended
+SLIGHT = 0.01  # largest share of changed tokens, or nats a token, of a recommended lossy row
 HEAD = ["drafter", "decode", "tau", "speedup", "draft, ms", "trained", "parameters", "KV a token", "text"]
 
 
 class Bound(NamedTuple):
-    """What the best drafter for each prompt would reach, if it were known.
+    """Result of choosing the best drafter for each prompt in hindsight.
 
     Attributes:
-        tau: with the fewest rounds for each prompt.
-        speedup: with the least time for each prompt; None where nothing was timed.
-        single: the fastest single drafter on these prompts, and its speedup by the same account; likewise.
+        tau: tau with the fewest rounds for each prompt.
+        speedup: speedup with the least time for each prompt; None if nothing was timed.
+        single: the fastest single drafter on these prompts and its speedup, computed alike; None if untimed.
         shares: name of a drafter -> share of prompts on which it is the fastest.
         prompts: number of answers.
-        drafters: that have the same answers.
+        drafters: number of drafters scored on the same answers.
     """
 
     tau: Estimate
@@ -51,7 +51,7 @@ class Bound(NamedTuple):
 
 
 def field_page(scored: Sequence[Scored], choice: Choice) -> str:
-    """The page.
+    """Build the Markdown page.
 
     Raises:
         UserError: drafters of different targets, or a run that was not scored at this choice.
@@ -109,7 +109,7 @@ def _line(scored: Scored, row: Row) -> list[str]:
 
 
 def _changes(row: Row) -> str:
-    """What a lossy row does to the text."""
+    """Describe how much a lossy row changes the text."""
     if (quality := row.quality) is None:
         return "LOSSY, by how much was not measured"
     likelihood, kl, changed, judged = quality.cells()
@@ -124,10 +124,10 @@ def _changes(row: Row) -> str:
 
 
 def bound(pairs: Sequence[tuple[Scored, Row]]) -> Bound | None:
-    """The best drafter for each prompt, of those that answered the same prompts with the same text and do not
-    run the target itself.
+    """Choose the best drafter per prompt, among drafters that answered the same prompts with the same text.
 
-    A drafter's round takes tau / speedup plain passes on average. None with fewer than two such drafters.
+    Excludes drafters that run the target itself. A round costs tau / speedup plain passes on average. None
+    with fewer than two such drafters.
     """
     named = [
         (one.name, row)
@@ -135,7 +135,7 @@ def bound(pairs: Sequence[tuple[Scored, Row]]) -> Bound | None:
         if row.counts.tokens and not one.card.checkpoint.target_drift and not _runs_target(one)
     ]
     answers = Counter(tuple(row.counts.tokens) for _, row in named).most_common(1)
-    tokens = answers[0][0] if answers else ()  # of most of them: other machines round otherwise
+    tokens = answers[0][0] if answers else ()  # the most common text: other machines round differently
     named = [(name, row) for name, row in named if tuple(row.counts.tokens) == tokens]
     if len(named) < 2:
         return None
@@ -147,7 +147,7 @@ def bound(pairs: Sequence[tuple[Scored, Row]]) -> Bound | None:
         return Bound(tau, None, None, {}, len(tokens), len(named))
     price = np.array([named[i][1].tau / named[i][1].speed for i in timed])  # (timed,) plain passes
     passes = rounds[timed] * price[:, None]
-    passes = np.concatenate([passes, np.array(tokens, float)[None]])  # plain decoding is a choice, too
+    passes = np.concatenate([passes, np.array(tokens, float)[None]])  # plain decoding is a choice too
     names = [*(named[i][0] for i in timed), "plain decoding"]
     winner = np.bincount(passes.argmin(0), minlength=len(names)) / len(tokens)
     shares = {name: float(share) for name, share in zip(names, winner, strict=True) if share}
@@ -159,7 +159,7 @@ def bound(pairs: Sequence[tuple[Scored, Row]]) -> Bound | None:
 def _about(found: Bound) -> str:
     text = (
         f"**Bound.** Of the {found.drafters} drafters that were scored on the same answers and do not run "
-        f"the target itself, who knew the best for each of the {found.prompts} prompts would reach tau "
+        f"the target itself, choosing the best for each of the {found.prompts} prompts would reach tau "
         f"{found.tau.text('{:.2f}')}"
     )
     if found.speedup is None or found.single is None:
@@ -178,10 +178,10 @@ def _about(found: Bound) -> str:
 
 
 def advice(ordered: Sequence[Scored], choice: Choice) -> list[list[str]]:
-    """Lines of what to take when: the situation, the drafter, the numbers that speak for it."""
+    """Recommend drafters: lines of situation, drafter and the deciding numbers."""
     (temperature,) = choice.temperatures
     there = [one for one in ordered if not one.card.checkpoint.target_drift]
-    # Passes of the target are also what a target that drafts for itself spends, in proportion to its size.
+    # A target that drafts for itself also spends passes of the target, in proportion to its size.
     pairs = [(one, one.rows(choice)[0]) for one in there if not _runs_target(one)]
     quick = [(one, fastest(one.at(temperature, choice.batch, choice.decode))) for one in there]
     quick = [(one, row) for one, row in quick if row.speedup]
@@ -207,7 +207,7 @@ def advice(ordered: Sequence[Scored], choice: Choice) -> list[list[str]]:
 
 
 def _best(what: str, among: Sequence[tuple[Scored, Row]], by: Callable[[Row], float]) -> list[list[str]]:
-    """A line of the best one; none where there is none."""
+    """The line of the best row; empty if there is none."""
     if not among:
         return []
     one, row = max(among, key=lambda pair: by(pair[1]))
@@ -229,7 +229,7 @@ def _speed(row: Row) -> float:
 
 
 def _is_slight(row: Row) -> bool:
-    """Whether a lossy row changes next to nothing."""
+    """Whether a lossy row changes very little."""
     if row.quality is None:
         return False
     change = row.quality.kl if row.temperature else row.quality.changed

@@ -1,4 +1,4 @@
-"""Read what a run wrote into its folder: scorecards, curves and configuration."""
+"""Read a run's folder: scorecards, curves and configuration."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from distill.scoring.run_scorecards import scorecards
 from distill.utils.atomic_files import read_json
 from distill.utils.run_folder import is_step
 
-LATEST = 2**32  # seconds since 1970, in 2106: later dates are no dates of a run
-WRITTEN = ("run.json", "checkpoints", "csv")  # a run's folder has one of these
+LATEST = 2**32  # seconds since 1970 (year 2106); later dates are invalid
+WRITTEN = ("run.json", "checkpoints", "csv")  # a run's folder has at least one of these
 Curve = tuple[list[float], list[float]]  # optimizer steps, values
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A run as its folder has it; fields without a file are empty.
+    """Contents of a run's folder; fields without a file are empty.
 
     Attributes:
-        folder: of the run.
+        folder: folder of the run.
         cards: scorecards by step.
-        best: step of the best one.
-        curves: of everything logged in training, by name without `train/`.
-        config: resolved, as YAML.
-        overrides: that it was started with.
+        best: step of the best scorecard.
+        curves: everything logged in training, by name without `train/`.
+        config: resolved configuration, as YAML.
+        overrides: overrides of the command line.
         started: seconds since 1970, or None.
     """
 
@@ -55,7 +55,7 @@ def read(folder: Path) -> History:
     """Read a run's folder, finished or not.
 
     Raises:
-        UserError: no run there, or a file of it that cannot be read.
+        UserError: no run in the folder, or an unreadable file.
     """
     if not any((folder / name).exists() for name in WRITTEN):
         raise UserError(f"{folder}: no run there; give the folder that train.py printed")
@@ -63,7 +63,7 @@ def read(folder: Path) -> History:
     step = best.resolve().name if best.exists() else ""
     config, overrides = readable_config(folder)
     started = None
-    with suppress(UserError):  # the page does without
+    with suppress(UserError):  # the page omits it
         started = (read_json(folder / "run.json", "", started=(int, float)) or {}).get("started")
     return History(
         folder,
@@ -77,7 +77,7 @@ def read(folder: Path) -> History:
 
 
 def curves(folder: Path) -> dict[str, Curve]:
-    """Values that the CSV logger wrote; a run that was resumed at a step has another file from there on."""
+    """Read the values of the CSV logger; a resumed run has a new file from its first step."""
     parts = [(0, folder / "metrics.csv")]
     for path in folder.glob("from-*/metrics.csv"):
         first_step = path.parent.name.removeprefix("from-")
@@ -87,9 +87,9 @@ def curves(folder: Path) -> dict[str, Curve]:
     ends = [begin for begin, _ in parts[1:]] + [math.inf]
     by_name: dict[str, Curve] = {}
     for (_, path), end in zip(parts, ends, strict=False):
-        # A field without an end: what stands before it is shown.
+        # An unterminated field: keep the lines before it.
         with path.open(newline="", errors="replace") as handle, suppress(csv.Error):
-            for line in csv.DictReader(part.replace("\0", "") for part in handle):  # as a crash may leave
+            for line in csv.DictReader(part.replace("\0", "") for part in handle):  # a crash can leave NULs
                 step = _number(line.get("step"))
                 if step is not None and step < end:
                     _add(by_name, step, line)

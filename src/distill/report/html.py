@@ -21,10 +21,10 @@ NAME = "report.html"
 
 
 def write(folder: Path, out: Path | None = None) -> Path:
-    """Write the page of a run, finished or not, to `out`, by default report.html in its folder.
+    """Write the page of a run, finished or not, to `out` (default: report.html in its folder).
 
     Raises:
-        UserError: no run there, files that cannot be read, or no folder to write to.
+        UserError: no run in the folder, unreadable files, or an unwritable `out`.
     """
     place = out or folder / NAME
     put(place, build(history.read(folder)))
@@ -32,16 +32,16 @@ def write(folder: Path, out: Path | None = None) -> Path:
 
 
 def attempt(folder: Path) -> Path | None:
-    """Write the page at the end of a run; a failure is logged and raises nothing."""
+    """Write the page at the end of a run; a failure is logged and not raised."""
     try:
         return write(folder)
-    except Exception as error:  # whatever is in the files of an old or damaged run
+    except Exception as error:  # files of old or damaged runs can raise anything
         log.error("no %s (%s); foredraft report %s tries again", NAME, reason(error), folder)
         return None
 
 
 def build(run: History) -> str:
-    """The document; panels without data are left out."""
+    """Build the document; panels without data are omitted."""
     card = run.card
     parts: list[Markup | None] = []
     if card:

@@ -1,7 +1,7 @@
-"""Build one self-contained HTML page of headings, tables and plots, readable without a network.
+"""Build one self-contained HTML page of headings, tables and plots that needs no network.
 
-Contents of a page are not trusted (prompts, texts of a model): text is escaped unless it is `Markup`, and the
-page's content security policy allows no request and no script but its own.
+Contents are untrusted (prompts, model output): text is escaped unless it is `Markup`, and the page's content
+security policy allows only its own scripts and no requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import plotly.graph_objects as go
 from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
-# name -> (light, dark). Series are Okabe and Ito's, which differ for the colour-blind too.
+# name -> (light, dark). Series use the colour-blind-safe palette of Okabe and Ito.
 COLOURS = {
     "paper": ("#f6f7f9", "#101318"),
     "card": ("#ffffff", "#181c23"),
@@ -45,23 +45,23 @@ Cell = str | int | float | None
 
 
 def paint(name: str) -> str:
-    """CSS variable of a colour, for figures; it follows the reader's choice of light or dark."""
+    """CSS variable of a colour, for figures; follows the light or dark theme."""
     if name not in COLOURS:
         raise KeyError(name)
     return f"var(--{name})"
 
 
 def label(text: str) -> str:
-    """Escape untrusted text for a figure; Plotly reads its strings as a subset of HTML."""
+    """Escape untrusted text for a figure; Plotly interprets a subset of HTML."""
     return str(escape(text))
 
 
 def page(title: str, parts: Iterable[Markup], subtitle: str = "") -> str:
-    """The whole document.
+    """Build the HTML document.
 
     Args:
         title: heading and name of the tab.
-        parts: from the functions below, in reading order.
+        parts: parts from the functions below, in reading order.
         subtitle: one line under the heading.
     """
     body = Markup("\n").join(_paired(parts))
@@ -117,7 +117,7 @@ _HALF, _WHOLE = '<section class="card">', '<section class="card wide">'
 
 
 def _paired(parts: Iterable[Markup]) -> list[Markup]:
-    """Put half-width cards two in a row; one without a neighbour becomes full width."""
+    """Put two half-width cards in a row; a single one becomes full width."""
     result, open_row = [], False
     for part in [*parts, Markup()]:
         half = part.startswith(_HALF)
@@ -129,7 +129,7 @@ def _paired(parts: Iterable[Markup]) -> list[Markup]:
 
 
 def section(title: str, *parts: Markup | str, caption: str = "", wide: bool = False) -> Markup:
-    """A card with a heading and a caption."""
+    """Card with a heading and a caption."""
     return Markup("{}<h2>{}</h2>{}{}</section>").format(
         Markup(_WHOLE if wide else _HALF),
         title,
@@ -139,7 +139,7 @@ def section(title: str, *parts: Markup | str, caption: str = "", wide: bool = Fa
 
 
 def heading(text: str) -> Markup:
-    """A heading between cards."""
+    """Heading between cards."""
     return Markup('<h2 class="between">{}</h2>').format(text)
 
 
@@ -155,7 +155,7 @@ def tiles(items: Iterable[tuple[str, Markup | str, Markup | str]]) -> Markup:
 
 
 def facts(pairs: Iterable[tuple[str, Cell | Markup]]) -> Markup:
-    """Names and values, one on a line; those without a value are left out."""
+    """List of names and values, one per line; entries without a value are omitted."""
     one = Markup("<div><dt>{}</dt><dd>{}</dd></div>")
     lines = [one.format(name, _cell(value)) for name, value in pairs if value is not None and value != ""]
     return Markup('<dl class="facts">{}</dl>').format(Markup("").join(lines))
@@ -164,13 +164,13 @@ def facts(pairs: Iterable[tuple[str, Cell | Markup]]) -> Markup:
 def table(
     head: Sequence[str], rows: Iterable[Sequence[Cell | Markup]], texts: int = 1, sortable: bool = False
 ) -> Markup:
-    """A table that scrolls horizontally on a narrow screen.
+    """Table that scrolls horizontally on a narrow screen.
 
     Args:
         head: names of the columns.
         rows: cells; None is shown as a dash.
-        texts: columns from the left that are text; the others are aligned as numbers.
-        sortable: headings are buttons; numbers are in order of the first one in each cell.
+        texts: number of text columns from the left; the others are aligned as numbers.
+        sortable: headings are buttons; numeric columns sort by the first number in each cell.
     """
     kind = ["text" if i < texts else "number" for i in range(len(head))]
     names = [Markup('<button type="button" class="sort">{}</button>').format(h) for h in head]
@@ -192,13 +192,13 @@ def table(
 
 
 def split(*parts: Markup) -> Markup:
-    """Parts side by side within a card; below one another on a narrow screen."""
+    """Put parts side by side within a card; one below another on a narrow screen."""
     halves = Markup("").join(Markup("<div>{}</div>").format(part) for part in parts)
     return Markup('<div class="split">{}</div>').format(halves)
 
 
 def details(title: str, *parts: Markup | str, opened: bool = False) -> Markup:
-    """A collapsed section that opens on a click."""
+    """Collapsible section; `opened` expands it initially."""
     return Markup("<details{}><summary>{}</summary>{}</details>").format(
         Markup(" open") if opened else "", title, Markup("\n").join(parts)
     )
@@ -210,10 +210,10 @@ def pre(text: str) -> Markup:
 
 
 def plot(figure: go.Figure, caption: str, height: int = 260) -> Markup:
-    """A Plotly figure in the page's colours.
+    """Plotly figure in the page's colours.
 
     Args:
-        figure: colours from `paint`, text of others through `label`. Its template is the page's own.
+        figure: figure with colours from `paint` and untrusted text through `label`; its template is replaced.
         caption: label for screen readers.
         height: in CSS pixels.
     """
@@ -226,7 +226,7 @@ def plot(figure: go.Figure, caption: str, height: int = 260) -> Markup:
 
 
 def _json(value: Any) -> str:
-    """JSON for a script element: without characters that begin a tag; NaN and infinity are null."""
+    """JSON for a script element: escapes characters that begin a tag; NaN and infinity become null."""
     text = json.dumps(_plain(value), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -255,7 +255,7 @@ def _hash(script: str) -> str:
 
 
 def _variables() -> str:
-    """Light and dark colours; the system's preference holds unless the reader presses the button."""
+    """Light and dark colours; follows the system's preference until the reader presses the button."""
     light, dark = (";".join(f"--{k}:{v[i]}" for k, v in COLOURS.items()) for i in (0, 1))
     return (
         f":root{{color-scheme:light;{light}}}\n"
@@ -271,7 +271,7 @@ def _resource(name: str) -> str:
 
 @cache
 def _plotly() -> str:
-    """Plotly's library, with line ends as an HTML parser reads them, since the text is hashed."""
+    """Source of Plotly, with line ends as an HTML parser reads them, since the text is hashed."""
     script = get_plotlyjs().replace("\r\n", "\n").replace("\r", "\n")
     assert "</script" not in script.lower(), "the library would end its own element"
     return script

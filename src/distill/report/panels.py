@@ -22,7 +22,7 @@ from distill.scoring.paired import FEWEST
 from distill.scoring.tables import quality_columns
 from distill.scoring.target_drift import describe
 
-SETTINGS = 6  # of which times are plotted, the first ones
+SETTINGS = 6  # maximum number of settings in the time plot
 
 
 def warnings(card: Scorecard) -> Markup | None:
@@ -87,7 +87,7 @@ def headline(card: Scorecard) -> Markup:
 
 
 def _speed(card: Scorecard) -> tuple[str, str]:
-    """The speedup of the fastest draft, and what it was measured as."""
+    """Speedup of the fastest draft, and how it was measured."""
     row = card.fastest
     if card.conditions.elsewhere:
         return "none", BY_ENGINE
@@ -147,13 +147,13 @@ def positions(card: Scorecard) -> Markup | None:
 
 
 def length_shares(survival: Sequence[float]) -> list[float]:
-    """P(accepted = j), j from 0, from P(accepted >= j), j from 1."""
+    """Convert P(accepted >= j), j from 1, to P(accepted = j), j from 0."""
     reached = [1.0, *survival, 0.0]
     return [a - b for a, b in pairwise(reached)]
 
 
 def lengths(card: Scorecard) -> Markup | None:
-    """The histogram of accepted tokens a round."""
+    """Histogram of accepted tokens per round."""
     row = card.compared
     if not row.acceptance.survival:
         return None
@@ -187,7 +187,7 @@ def lengths(card: Scorecard) -> Markup | None:
 
 
 class Category(NamedTuple):
-    """Acceptance on one kind of prompts; the interval is tau's, at 95 %, where there are prompts enough."""
+    """Acceptance on one kind of prompts, with tau's 95 % interval if there are enough prompts."""
 
     name: str
     prompts: int
@@ -197,7 +197,7 @@ class Category(NamedTuple):
 
 
 def by_category(card: Scorecard, row: Row) -> list[Category]:
-    """Acceptance of a row by kind of prompt, the longest first; empty where there are not several kinds."""
+    """Acceptance of a row by kind of prompt, sorted descending; empty with fewer than two kinds."""
     names, counts = card.categories, row.counts
     if len(names) != len(counts.tokens) or len(set(names)) < 2:
         return []
@@ -275,7 +275,7 @@ def _duration(seconds: float) -> str:
 
 
 def round_times(row: Row) -> dict[str, float]:
-    """Milliseconds of a timed round's parts, and of plain decoding of as many tokens."""
+    """Milliseconds of a timed round by part, and of plain decoding of as many tokens."""
     assert row.tpot
     assert row.plain_tokens_per_second
     whole = 1000 * row.tpot * row.tau
@@ -284,13 +284,13 @@ def round_times(row: Row) -> dict[str, float]:
 
 
 def _time_shares(row: Row) -> dict[str, float]:
-    """Shares of decoding time; empty where an engine decodes."""
+    """Shares of decoding time; empty if an engine decodes."""
     shares = {"draft": row.draft_share, "verify": row.verify_share, "other": row.other_share}
     return {name: share for name, share in shares.items() if share is not None}
 
 
 def shares(card: Scorecard) -> Markup | None:
-    """Time of a round by part, and of plain decoding for as many tokens."""
+    """Plot the time of a round by part, next to plain decoding of as many tokens."""
     rows = [r for r in card.rows if r.plain_tokens_per_second and r.tpot][:SETTINGS]
     if not rows:
         return None
@@ -338,7 +338,7 @@ def shares(card: Scorecard) -> Markup | None:
 
 
 def batches(card: Scorecard) -> Markup | None:
-    """Speedup against batch size, where several were scored."""
+    """Plot speedup against batch size; None if only one was scored."""
     curves: dict[str, list[Row]] = {}
     for row in card.rows:
         curves.setdefault(f"{row.decode}, T={row.temperature:g}", []).append(row)
@@ -369,7 +369,7 @@ def batches(card: Scorecard) -> Markup | None:
 
 
 def _setting_names(rows: Sequence[Row]) -> list[str]:
-    """Names of settings, as short as tells them apart."""
+    """Shortest names that distinguish the settings."""
     if len(rows) == 1:
         return [""]
     samplers = [f"T={r.temperature:g}, batch {r.batch_size}" for r in rows]
@@ -380,7 +380,7 @@ def _setting_names(rows: Sequence[Row]) -> list[str]:
 
 
 def settings(card: Scorecard) -> Markup | None:
-    """Every row of the scorecard."""
+    """Table of all rows of the scorecard."""
     if len(card.rows) < 2:
         return None
     head = ["decode", "T", "batch", "tau", "95 % interval", "speedup", "tokens/s", "draft", "verify", "other"]

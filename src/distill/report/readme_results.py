@@ -1,4 +1,4 @@
-"""Results of several runs: a small JSON file, and the README's table, which is made of it."""
+"""Results of several runs: a small JSON file, and the README's table made from it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CONDITIONS = ("hardware", "dtype", "threads", "prompts", "max_new_tokens")
 def results(scored: Sequence[Scored], choice: Choice) -> dict[str, Any]:
     """Numbers of the headline table and their conditions.
 
-    Acceptance is of each card's first plan, or of the chosen one; a speedup, at the first
-    temperature, that of the fastest plan at each batch size, or of the chosen one.
+    Acceptance is taken from each card's first plan, or from the chosen one; speedup from the fastest plan at
+    each batch size at the first temperature, or from the chosen one.
 
     Raises:
-        UserError: a run that was not scored at this choice.
+        UserError: a run was not scored at this choice.
     """
     ordered = in_order(scored, choice)
     conditions = [s.card.conditions for s in ordered]
@@ -47,7 +47,7 @@ def _run(scored: Scored, choice: Choice) -> dict[str, Any]:
         cell = {"temperature": temperature, "decode": row.decode, "exact": row.exact}
         taus.append(cell | {"value": tau, "interval": interval})
     for batch, row in scored.by_batch(choice.temperatures[0], choice.decode).items():
-        if row.speedup is None:  # decoded by an engine
+        if row.speedup is None:  # an engine decoded it
             continue
         value, interval = speedup(row)
         cell = {"batch": batch, "decode": row.decode, "value": value}
@@ -66,16 +66,16 @@ def _run(scored: Scored, choice: Choice) -> dict[str, Any]:
 
 
 def as_text(values: dict[str, Any]) -> str:
-    """JSON with one line for each run."""
+    """Format JSON with one line per run."""
     lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items() if name != "runs"]
     runs = ",\n".join(f"    {json.dumps(run)}" for run in values["runs"])
     return "{\n" + ",\n".join([*lines, f'  "runs": [\n{runs}\n  ]']) + "\n}\n"
 
 
 def headline(values: dict[str, Any], document: str) -> str:
-    """The results as a Markdown table, with a paragraph on how they were measured.
+    """Format the results as a Markdown table, with a paragraph on how they were measured.
 
-    `document` is the file that the table is for.
+    `document` is the file that contains the table.
     """
     runs = values["runs"]
     batches = sorted({one["batch"] for run in runs for one in run["speedup"]})
@@ -107,7 +107,7 @@ def headline(values: dict[str, Any], document: str) -> str:
 
 
 def _command(values: dict[str, Any], document: str) -> str:
-    """The command that writes this table, without the folders of the runs."""
+    """The command that writes this table, without the runs' folders."""
     decode = ["--decode", values["decode"]] if values["decode"] else []
     words = ["--temperatures", *(f"{t:g}" for t in values["temperatures"]), "--batch", str(values["batch"])]
     return f"foredraft compare RUN ... {shlex.join([*words, *decode, '--readme', document])}"
@@ -139,13 +139,13 @@ def insert(document: Path, values: dict[str, Any]) -> None:
     """Put the headline table between the two comments of a Markdown file.
 
     Raises:
-        UserError: no such file, or not one of each comment, in this order.
+        UserError: no such file, or it does not contain both comments once, in this order.
     """
     try:
         text = document.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"{document}: {error.strerror}; name a Markdown file") from None
     if (text.count(BEGIN), text.count(END)) != (1, 1) or text.index(BEGIN) > text.index(END):
-        raise UserError(f"{document}: where is the table to go? put {BEGIN} and, below it, {END} there, once")
+        raise UserError(f"{document}: no place for the table; add {BEGIN} and, below it, {END}, once each")
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
     document.write_text(f"{before}{BEGIN}\n{headline(values, document.name)}\n{END}{after}", encoding="utf-8")

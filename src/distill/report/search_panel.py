@@ -1,4 +1,4 @@
-"""Panel of a report with the families that `drafter=auto` compared."""
+"""Panel of a report about the families that `drafter=auto` compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distill.utils.atomic_files import read_json
 
 
 def families(run: History) -> Markup | None:
-    """All families, rung by rung; None: no search."""
+    """All families, rung by rung; None without a search."""
     advice = "resume=never starts another search; without the file, the report leaves the families out"
     if not (record := read_json(run.folder / RECORD, advice, rows=list, result=dict)):
         return None

@@ -1,4 +1,4 @@
-"""End of a run: the table of scores, paths of what was written, and what to run next."""
+"""End of a run: table of scores, paths of the written files, and next commands."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from distill.utils.run_folder import REPORT, best
 from drafters.export.formats import NATIVE
 from drafters.export.layout import FILES
 
-# Dropped in this order where a terminal is too narrow for all; the report and score.json have them.
+# Dropped in this order if the terminal is too narrow; the report and score.json contain them.
 OPTIONAL = ("other", "verify", "draft", "s_5", "s_4", "s_3", "s_2", "s_1", "batch", "replay", "T")
 
 
 def show(folder: Path) -> None:
-    """Print the run's table: a rich one on a terminal, plain text elsewhere."""
+    """Print the run's table: a rich table on a terminal, plain text elsewhere."""
     by_checkpoint = scorecards(folder)
     cards = list(by_checkpoint.values())
     if not (first_rank() and cards and bars_visible() and sys.stdout.isatty()):
         say(table(folder))
-        _say_bottleneck(folder, by_checkpoint)
+        _print_bottleneck(folder, by_checkpoint)
         return
     console, last = Console(highlight=False, markup=False, emoji=False), cards[-1]
     console.print(Text(headline(last)), style="dim")
     console.print(fitted(*by_step(cards), width=console.width))
     if len(last.rows) > 1:
         console.print(fitted(*by_setting(last), width=console.width))
-    _say_bottleneck(folder, by_checkpoint)
+    _print_bottleneck(folder, by_checkpoint)
 
 
-def _say_bottleneck(folder: Path, cards: Mapping[int, Scorecard]) -> None:
-    """One line on the best checkpoint."""
+def _print_bottleneck(folder: Path, cards: Mapping[int, Scorecard]) -> None:
+    """Print one line about the best checkpoint."""
     checkpoint = best(folder)
     card = cards.get(int(checkpoint.name)) if checkpoint else None
     if card and (line := bottleneck(card)):
@@ -51,7 +51,7 @@ def _say_bottleneck(folder: Path, cards: Mapping[int, Scorecard]) -> None:
 
 
 def fitted(head: Sequence[str], lines: Sequence[Sequence[str]], width: int) -> Table:
-    """A rich table with as many columns as fit."""
+    """Build a rich table with as many columns as fit."""
     columns = list(range(len(head)))
     for name in OPTIONAL:
         total = sum(3 + max(len(row[i]) for row in [head, *lines]) for i in columns) + 1
@@ -72,13 +72,13 @@ def _cell(text: str) -> Text:
 
 
 def places(folder: Path) -> None:
-    """Print where the run's files are and which commands to run next."""
+    """Print the paths of the run's files, and next commands."""
     checkpoint = best(folder) and folder / "checkpoints" / "best"
     if checkpoint is None:
         return
     paths = {"run": folder, "report": folder / REPORT, "best": checkpoint}
     say("\nwritten:\n" + "\n".join(f"  {name}: {path}" for name, path in paths.items() if path.exists()))
-    argument = f"checkpoint={checkpoint}"  # target and prompts are read from its run
+    argument = f"checkpoint={checkpoint}"  # commands read target and prompts from its run
     commands = [
         ["foredraft", "score", argument, "score.prompts=100"],
         ["foredraft", "generate", argument, f"prompt={_example(folder)}"],
@@ -97,12 +97,12 @@ def _decoded_elsewhere(checkpoint: Path) -> bool:
 
 
 def _example(folder: Path) -> str:
-    """A prompt that the run's target can answer; one without a chat template continues a text."""
+    """Example prompt for the run's target; without a chat template, a text to continue."""
     prompts = (read_config(folder) or {}).get("prompts", {})
     return "Once upon a time" if prompts.get("template") == "none" else "How do I use grep?"
 
 
 def _program(checkpoint: Path) -> str:
-    """A program that can serve the drafter, as was found when it was saved."""
+    """Name of a program that can serve the drafter, as recorded in the checkpoint."""
     config = read_json(checkpoint / FILES[0], "score the checkpoint of another step") or {}
     return next(iter(config.get("exports", [])), NATIVE)

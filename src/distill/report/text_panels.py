@@ -1,4 +1,4 @@
-"""Panel of a report with sample texts; colours say which tokens were drafted."""
+"""Panel of a report with sample texts, coloured by drafted and other tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from distill.report import page
 
 KINDS = {
     "accepted": "drafted, and kept by the target",
-    "corrected": "the target's own, in place of what was drafted",
-    "plain": "the target's own where nothing was drafted",
+    "corrected": "the target's own, instead of a rejected draft token",
+    "plain": "the target's own, where nothing was drafted",
 }
 
 
 def samples(card: Scorecard) -> Markup | None:
-    """Texts of the scorecard, if it has any."""
+    """Sample texts of the scorecard, if any."""
     if not card.samples:
         return None
     legend = Markup("").join(
@@ -68,5 +68,5 @@ def _token(token: SampleToken) -> Markup:
 
 
 def chance(value: float) -> str:
-    """A probability with three decimals, or as a power of ten below 0.001."""
+    """Format a probability with three decimals, or as a power of ten below 0.001."""
     return f"{value:.3f}" if value >= 0.001 else f"{value:.1e}" if value else "0"

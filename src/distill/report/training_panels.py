@@ -12,11 +12,11 @@ from distill.report import page
 from distill.report.history import Curve, History
 from distill.report.page import paint
 
-DEPTHS = 8  # depths of the unroll that are plotted, the first ones
+DEPTHS = 8  # maximum number of plotted unroll depths
 
 
 def axes(x: str, y: str, **layout: object) -> dict[str, object]:
-    """Layout with the names of both axes."""
+    """Layout with titles of both axes."""
     return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}, **layout}
 
 
@@ -74,7 +74,7 @@ def loss(run: History) -> Markup | None:
 
 
 def curves(run: History) -> list[Markup | None]:
-    """Acceptance by depth, gradient norm and speed; first the loss where the run has no scores."""
+    """Acceptance by depth, gradient norm and speed; preceded by the loss if the run has no scores."""
     alone = [] if run.cards else [loss(run)]
     return [
         *alone,
@@ -126,7 +126,7 @@ def _curve(run: History, name: str, title: str, unit: str, caption: str) -> Mark
         return None
     steps, values, window = smoothed(curve)
     figure = go.Figure()
-    # Behind the mean where there is one; of a short run it is all there is.
+    # Shown behind the mean; short runs have no mean.
     style = {"line": {"color": paint("grey"), "width": 1}, "opacity": 0.55, "mode": "lines"}
     if window == 1:
         style = {"line": {"color": paint("blue"), "width": 2}, "mode": "lines+markers"}
@@ -146,12 +146,12 @@ def _curve(run: History, name: str, title: str, unit: str, caption: str) -> Mark
             line={"color": paint("blue"), "width": 2},
             hovertemplate="step %{x}<br>%{y:.4g}<extra>mean of " + str(window) + "</extra>",
         )
-    figure.update_layout(axes("optimizer step", unit), showlegend=True)  # also with one line
+    figure.update_layout(axes("optimizer step", unit), showlegend=True)  # show the legend even for one line
     return page.section(title, page.plot(figure, caption), caption=caption)
 
 
 def smoothed(curve: Curve) -> tuple[Sequence[float], Sequence[float], int]:
-    """Steps, the moving average at each, and its window."""
+    """Steps, moving average at each step, and its window."""
     steps, values = curve
     window = max(1, len(values) // 16)
     sums = np.concatenate([[0.0], np.cumsum(values)])

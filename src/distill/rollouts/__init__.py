@@ -1,1 +1,1 @@
-"""The target's answers: sharded store, manifest, writer, Ray workers."""
+"""Answers of the target model: sharded store, manifest, writer, Ray workers."""

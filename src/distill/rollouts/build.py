@@ -34,28 +34,28 @@ from drafters.base import Drafter
 from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint.folder import target_origin
 
-Work = Callable[[Callable[[int], None]], None]  # its argument is called with the number of missing shards
-HELPED = "rollout.drafter, rollout.refresh_every: the target"  # of refusals
-# Fixed nodes, which `match` verifies: answers do not depend on the choice.
+Work = Callable[[Callable[[int], None]], None]  # calls its argument with the number of missing shards
+HELPED = "rollout.drafter, rollout.refresh_every: the target"  # prefix of error messages
+# Fixed nodes, verified by `match`: answers do not depend on the plan.
 HELPING = Auto(
     [{"depth": 1}, {"depth": 2}, {"depth": 3}, {"depth": 5}, {"depth": 3, "width": 2, "nodes": 5}], repeats=5
 )
-NO_KEY = "FOREDRAFT_NO_KEY"  # an engine that a worker has started asks for none
+NO_KEY = "FOREDRAFT_NO_KEY"  # engines started by a worker need no key
 Helper = str | Path | None  # a drafter's folder or hub id
 
 
 def work_of(options: AnswerOptions, target: Target, chat: Chat, store: RolloutStore, helper: Helper) -> Work:
-    """The function that fills a store.
+    """Build the function that fills a store.
 
     Args:
-        options: of the engine, and the plan of the helper's drafts.
-        target: answers, with the in-process engine.
+        options: options of the engine, and plan of the helper's drafts.
+        target: model that answers, for the in-process engine.
         chat: renders prompts.
-        store: opened.
+        store: an opened store.
         helper: checkpoint of a drafter that speeds up the answers.
 
     Raises:
-        UserError: an engine without its settings, or with a target that it cannot load.
+        UserError: an option that the engine needs is missing, or it cannot load the target.
     """
     rollout = options.rollout
     if rollout.engine == "ray":
@@ -84,7 +84,7 @@ def work_of(options: AnswerOptions, target: Target, chat: Chat, store: RolloutSt
 def in_process(
     options: AnswerOptions, target: Target, chat: Chat, plan: RolloutPlan, helper: Helper
 ) -> Engine:
-    """The target in this process.
+    """Build an engine that runs the target in this process.
 
     Raises:
         UserError: the drafter would change the answers, or does not support the plan.
@@ -93,7 +93,7 @@ def in_process(
     if not helper:
         return InProcess(target, plan.batch_size, plan.seed)
     target.abilities.check_decode(HELPED)
-    # The target may have been trained on since (`foredraft follow`).
+    # The target may have changed since (`foredraft follow`).
     folder = checkpoint_io.fetch(str(helper))
     drafter = checkpoint_io.load(folder, target, same_weights=False)
     if (made_for := target_origin(folder).fingerprint) and made_for != target.fingerprint():
@@ -103,17 +103,17 @@ def in_process(
 
 
 def helping_plan(options: AnswerOptions, drafter: Drafter) -> Plan | Auto:
-    """The plan with which a drafter speeds up rollouts, or those to choose from.
+    """The plan, or plans to choose from, with which a drafter speeds up rollouts.
 
-    Where the proposal is `auto`, nodes are fixed: then `match` verifies them, and the answers are those of
-    plain decoding but for rounding, with any drafter.
+    With proposal `auto`, nodes are fixed and verified by `match`, so answers equal plain decoding up to
+    rounding.
 
     Raises:
         UserError: the plan is lossy, or the drafter does not support it.
     """
     decode = options.decode
     if drafter.traits.tunes_target:
-        raise UserError("rollout: a drafter that has tuned its target would change the answers it helps with")
+        raise UserError("rollout.drafter: this drafter tunes its target, which changes answers; give another")
     if options.rollout.decode == "auto" or isinstance(decode, Auto):
         return HELPING
     if not isinstance(decode, Plan) or decode.lossy:
@@ -128,7 +128,7 @@ def helping_plan(options: AnswerOptions, drafter: Drafter) -> Plan | Auto:
 def from_server(
     options: AnswerOptions, target: Target, chat: Chat, plan: RolloutPlan, helper: Helper
 ) -> Engine:
-    """The target on an OpenAI-compatible server, or in the engine that its hidden states come from.
+    """Build an engine that sends requests to an OpenAI-compatible server, or to the engine of `taps=engine`.
 
     Raises:
         UserError: an option that servers do not support, or no server.
@@ -152,10 +152,10 @@ def from_server(
 
 
 def _check_served(options: AnswerOptions, plan: RolloutPlan) -> None:
-    """Refuse what a server cannot do.
+    """Reject options that servers do not support.
 
     Raises:
-        UserError: the first option of that kind.
+        UserError: names the first such option.
     """
     if options.rollout.drafter:
         raise UserError("rollout.drafter: a server drafts by its own means; set it only with rollout=hf")
@@ -167,7 +167,7 @@ def _check_served(options: AnswerOptions, plan: RolloutPlan) -> None:
 
 
 def load_writer(options: AnswerOptions, plan: RolloutPlan, helper: Helper = None) -> Writer:
-    """Load target and tokenizer in a worker process, and return its shard writer.
+    """Load target and tokenizer in a worker process and return its shard writer.
 
     Raises:
         UserError: this machine has another target or tokenizer under the same name.
@@ -180,11 +180,11 @@ def load_writer(options: AnswerOptions, plan: RolloutPlan, helper: Helper = None
 
 
 class EngineWriter:
-    """Shard writer of a worker process whose target is in vLLM, which it starts and which ends with it.
+    """Shard writer of a worker process; starts a vLLM server with the target and stops it at the end.
 
     Args:
-        options: of a worker, `portable`.
-        plan: of the rows.
+        options: options of a worker, see `portable`.
+        plan: plan of the rows.
 
     Raises:
         UserError: no such interpreter, a server that does not start, or another target or tokenizer.
@@ -201,7 +201,7 @@ class EngineWriter:
         option = "rollout.engine_python"
         engine = VLLM(rollout.engine_python, rollout.engine_arguments, rollout.engine_patience, option)
         log = Path(mkdtemp(prefix="foredraft-engine-")) / "engine.log"
-        with ExitStack() as running:  # an error of this block is told with the engine's own
+        with ExitStack() as running:  # errors in this block include the engine's output
             url = running.enter_context(engine.serve_target(options.target, name, log))
             limits = rollout.engine_timeout, rollout.engine_retries, GONE
             server = Server(f"{url}/v1", name, plan.batch_size, *limits, NO_KEY, "rollout.engine_")
@@ -217,7 +217,7 @@ class EngineWriter:
 
 
 def _head(options: AnswerOptions) -> HeadTarget:
-    """What tells a target from others without its layers, and how long its texts may be."""
+    """Load what identifies a target without its layers, and its maximum length."""
     target = options.target
     return HeadTarget.load(
         str(bundled(target.name)), target.dtype, "cpu", target.revision, target.trust_remote_code
@@ -225,10 +225,10 @@ def _head(options: AnswerOptions) -> HeadTarget:
 
 
 def _check_started(options: AnswerOptions, plan: RolloutPlan, rollout: RayRolloutOptions) -> None:
-    """Refuse what engines in workers cannot do.
+    """Reject options that engines in workers do not support.
 
     Raises:
-        UserError: see `_check_served`; a target that its files do not show, or engines on the same GPU.
+        UserError: see `_check_served`; a target that its files do not identify, or engines that share a GPU.
     """
     _check_served(options, plan)
     if _head(options).fingerprint() != plan.target:
@@ -249,7 +249,7 @@ def _check_same(options: AnswerOptions, target: Target, chat: Chat, plan: Rollou
 
 
 def portable(options: AnswerOptions) -> AnswerOptions:
-    """Options for a worker, which has another working directory and other devices."""
+    """Adapt options to a worker, which has another working directory and other devices."""
     rollout = options.rollout
     gpus = rollout.gpus_per_worker if isinstance(rollout, RayRolloutOptions) else 0
     path, device = str(_absolute(bundled(options.target.name))), "cuda" if gpus else "cpu"

@@ -17,19 +17,19 @@ from decode.sampling import Sampler
 from distill.prompts.prompt import turns, unanswered
 from distill.rollouts.store import RolloutStore
 
-STEPS = 4  # decoding steps that are timed
+STEPS = 4  # number of timed decoding steps
 
 
 def estimate(store: RolloutStore, target: Target, drafter: nn.Module | None) -> str:
-    """Upper bounds on tokens, time, disk and memory of the missing rollouts, in one line.
+    """Format upper bounds on tokens, time, disk and memory of the missing rollouts as one line.
 
     Args:
-        store: whose missing shards count.
-        target: that answers; a few decoding steps are timed.
-        drafter: to be trained; None: no training.
+        store: store with missing shards.
+        target: model that answers; a few decoding steps are timed.
+        drafter: drafter to train; None: no training.
 
     Raises:
-        UserError: more memory than the device has.
+        UserError: more memory is needed than the device has.
     """
     plan = store.plan
     memory = target.bytes
@@ -53,7 +53,7 @@ def estimate(store: RolloutStore, target: Target, drafter: nn.Module | None) -> 
     else:
         seconds = -(-rows // batch) * length * _step(target, batch, plan.sampler)
         context = min(longest + plan.max_new_tokens, target.max_positions or sys.maxsize)
-        if not target.abilities.own_cache:  # of whose size nothing is known
+        if not target.abilities.own_cache:  # its cache size is unknown
             memory += batch * context * target.cache.store.bytes_per_token
         duration, contents = f"up to {seconds / 60:.1f} min", "weights, cache"
         if memory > (limit := memory_bytes(target.device)):
@@ -70,7 +70,7 @@ def estimate(store: RolloutStore, target: Target, drafter: nn.Module | None) -> 
 
 
 def _step(target: Target, batch: int, sampler: dict[str, Any]) -> float:
-    """Seconds per decoding step, measured over STEPS of them."""
+    """Seconds per decoding step, averaged over STEPS steps."""
     start = time.perf_counter()
     generate(target, None, [[1]] * batch, max_new_tokens=STEPS, sampler=Sampler(**sampler))
     return (time.perf_counter() - start) / STEPS

@@ -1,4 +1,4 @@
-"""Answers of the target to held-out prompts, made once per sampling distribution and stored."""
+"""Answers of the target to held-out prompts, generated once per sampling distribution and stored."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def held_out_answers(
     seed: int,
     root: Path,
 ) -> list[Rollout]:
-    """Make the answers, or read stored ones.
+    """Generate the answers, or read stored ones.
 
     Args:
-        target: that answers.
+        target: model that answers.
         chat: renders prompts.
-        prompts: held out.
-        sampler: the distribution of the answers.
-        max_new_tokens: per answer.
-        seed: of all draws; a decoder with rule `match` and the same seed draws the same text.
+        prompts: held-out prompts.
+        sampler: distribution of the answers.
+        max_new_tokens: maximum length of an answer.
+        seed: seed of all draws; a decoder with rule `match` and the same seed draws the same text.
         root: folder of the stores.
 
     Raises:
@@ -84,10 +84,10 @@ def held_out_answers(
 
 
 def read_answers(store: RolloutStore) -> list[Rollout]:
-    """The rows of a store.
+    """Read the rows of a store.
 
     Raises:
-        UserError: they were not drawn as the plan says.
+        UserError: the stored sampling settings differ from the plan's.
     """
     stored = store.manifest()["plan"]
     for name, value in asdict(store.plan).items():

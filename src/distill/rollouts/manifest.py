@@ -1,4 +1,4 @@
-"""Metadata of a store: the plan, and once it is complete, counts and hashes."""
+"""Metadata of a store: the plan, and counts and hashes of a complete store."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ LABELS = {
     "sampler": "sampler",
 }
 COUNTED = ("rows", "prompt_tokens", "answer_tokens")
-HASHED = ("config", "tokenizer", "prompts", "drafter")  # hashes, which error messages leave out
+HASHED = ("config", "tokenizer", "prompts", "drafter")  # hashes; error messages omit them
 
 
 REMADE = "remove it to have it written again, if the shards are of this plan"
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A store's manifest.
+    """Read a store's manifest.
 
     Raises:
-        UserError: it is damaged or not there.
+        UserError: it is damaged or missing.
     """
     advice = "remove it to have it written again from the shards"
     stored = read_json(path, advice, plan=dict, counts=dict, shards=list)
@@ -51,7 +51,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def refuse_links(folder: Path) -> None:
-    """Refuse a store whose files lie elsewhere: a folder from others could name any file of this machine.
+    """Reject a store with links out of its folder, which could expose any file of this machine.
 
     Raises:
         UserError: a link out of the folder.
@@ -62,12 +62,12 @@ def refuse_links(folder: Path) -> None:
 
 
 def refuse_other(where: str, stored: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Refuse a store that was made with another plan.
+    """Reject a store that was made with another plan.
 
     Args:
         where: folder or URL, for the error.
         stored: content of its plan.json.
-        expected: the content that this run would write.
+        expected: content that this run would write.
 
     Raises:
         UserError: names the first difference.
@@ -96,7 +96,7 @@ def refuse_other(where: str, stored: dict[str, Any], expected: dict[str, Any]) -
 
 
 def total(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Counts summed over shards."""
+    """Sum counts over shards."""
     sums = {name: sum(s[name] for s in shards) for name in ("rows", "prompt_tokens", "answer_tokens")}
     kinds = {
         name: dict(sum((Counter(s[name]) for s in shards), Counter())) for name in ("finish_reason", "ids")
@@ -105,5 +105,5 @@ def total(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the software that makes a store."""
+    """Versions of the software that writes a store."""
     return {"foredraft": commit(), "transformers": transformers.__version__, "torch": torch.__version__}

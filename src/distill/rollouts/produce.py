@@ -33,18 +33,18 @@ from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
 from drafters.checkpoint import io as checkpoint_io
 
-CHECKED_ROWS = 32  # rows of answers from elsewhere whose surprisal is checked
+CHECKED_ROWS = 32  # number of external answers to check by surprisal
 
 
 def rollout_plan(
     options: AnswerOptions, target: Target, chat: Chat, prompts: list[Prompt], phase: int = 0
 ) -> RolloutPlan:
-    """All settings that determine the rows."""
+    """Collect all settings that determine the rows."""
     rollout = options.rollout
     model = rollout.model if isinstance(rollout, OpenAIRolloutOptions) else None
     served = _served(options, target) and rollout.answers == "write"
-    # Later phases are drafted by the drafter in training. That changes rows only by rounding, and a resumed
-    # run must find its store again.
+    # Later phases use the drafter in training. It is not part of the plan, since it changes rows only by
+    # rounding and a resumed run must find its store.
     drafter = "current" if phase else ""
     if rollout.drafter and not phase:
         drafter = _fingerprint(checkpoint_io.fetch(rollout.drafter))
@@ -75,13 +75,13 @@ def rollout_plan(
 
 
 def _arguments(rollout: RolloutOptions) -> str:
-    """Arguments of an engine that workers start, which may decide rows: a length, a quantisation."""
+    """Arguments of an engine that workers start; they may affect rows (length, quantization)."""
     given = rollout.engine_arguments if isinstance(rollout, RayRolloutOptions) else ()
     return "".join(f" {argument}" for argument in given)
 
 
 def _served(options: AnswerOptions, target: Target) -> bool:
-    """Whether answers come from a server, which drafts by its own means."""
+    """Whether answers come from a server, which does its own drafting."""
     rollout = options.rollout
     started = isinstance(rollout, RayRolloutOptions) and rollout.engine_python is not None
     return rollout.engine == "openai" or started or isinstance(target, EngineTarget)
@@ -104,12 +104,12 @@ def produce(
     """Generate or reuse the answers to the training prompts.
 
     Args:
-        options: of the run.
-        target: answers.
-        chat: renders.
-        prompts: to be answered.
-        drafter: that will be trained, for the estimate of memory.
-        folder: of the run, which may not continue with other data than it began with.
+        options: options of the run.
+        target: model that answers.
+        chat: renders prompts.
+        prompts: prompts to answer.
+        drafter: drafter to train, for the memory estimate.
+        folder: folder of the run; a resumed run must keep its data.
         phase: number of the refresh (`rollout.refresh_every`). After the first, the newest checkpoint
             drafts (online distillation, arXiv:2310.07177).
 
@@ -148,7 +148,7 @@ def open_store(
     prompts: list[Prompt],
     phase: int = 0,
 ) -> RolloutStore:
-    """The store that the options name, or one below `root`; later phases have their own.
+    """Open the store that the options name, or one below `root`; later phases have their own.
 
     Raises:
         UserError: the store has another plan, or the plan is invalid.
@@ -157,7 +157,7 @@ def open_store(
     place = options.rollout.store
     if place and phase:
         place = f"{place}/again-{phase}"
-    # private API: the commit of a hub id or the SHA-256 of a GGUF file, which has no public place
+    # private API: the commit of a hub id or the SHA-256 of a GGUF file has no public attribute
     revision = options.target.revision or getattr(target.model.config, "_commit_hash", None)
     origin = {"target": options.target.path, "revision": revision}
     if isinstance(target, EngineTarget):
@@ -192,13 +192,13 @@ def fill(
     """Generate the missing shards under a progress bar, and print a summary.
 
     Args:
-        options: of the engine.
-        target: answers.
-        chat: renders.
-        store: opened.
-        helper: drafts the answers.
-        drafter: that will be trained, for the estimate of memory; None: none will be.
-        watch: called with the number of missing shards; may raise, finished shards are kept.
+        options: options of the engine.
+        target: model that answers.
+        chat: renders prompts.
+        store: an opened store.
+        helper: drafter that speeds up the answers.
+        drafter: drafter to train, for the memory estimate; None without training.
+        watch: called with the number of missing shards; if it raises, finished shards are kept.
     """
     missing = len(store.missing())
     if store.complete:
@@ -231,7 +231,7 @@ def fill(
 
 
 def _speed(store: RolloutStore) -> Callable[[], str]:
-    """Tokens per second of new shards, from all workers; looks for them every `EVERY` seconds."""
+    """Tokens per second of new shards from all workers, updated every `EVERY` seconds."""
     todo, begun, tokens, looked = set(store.missing()), time.monotonic(), 0, 0.0
 
     def speed() -> str:

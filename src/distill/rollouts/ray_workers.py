@@ -1,7 +1,7 @@
-"""Generate shards in many processes: Ray Data maps shard numbers over actors with a target each.
+"""Generate shards in many processes: Ray Data maps shard numbers over actors with one target each.
 
-Ray schedules and retries the work. Shards are written and published by the same `Writer` as in one
-process: a lost worker costs its current shard, which is generated again.
+Ray schedules and retries the work. Workers use the same `Writer` as a single process. If a worker is lost,
+only its current shard is generated again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from distill.rollouts.store import Make, RolloutStore
 from distill.utils.progress import rank_and_world
 
 TRIES = 6  # attempts for one shard; Ray itself has no limit
-OBJECTS = 80 * 2**20  # bytes of shared memory of a local Ray, its least; shard numbers need none
-SEEN = 10.0  # seconds to wait for files from another machine to appear
-# Set before Ray starts: no telemetry, no messages of its own daemons.
+OBJECTS = 80 * 2**20  # shared memory of a local Ray in bytes: the minimum, since shard numbers are small
+SEEN = 10.0  # seconds to wait for a remote file to appear
+# Set before Ray starts: disables telemetry and daemon messages.
 SILENCE = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",
@@ -38,8 +38,8 @@ class Worker:
     """Ray actor that generates shards by number.
 
     Args:
-        store: where they go; opened.
-        load: loads what makes them, once, at the first shard.
+        store: an opened store for the shards.
+        load: loads the function that makes rows, once, at the first shard.
     """
 
     def __init__(self, store: RolloutStore, load: Callable[[], Make]) -> None:
@@ -47,7 +47,7 @@ class Worker:
         self.make: Make | None = None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Result of one shard: `whole`, `busy` (another process has it), or an error's text."""
+        """Make one shard; the outcome is `whole`, `busy` (made by another process), or an error's text."""
         number = int(batch["item"][0])
         errno = 0
         try:
@@ -55,16 +55,16 @@ class Worker:
             with self._tried(number):
                 self.make = self.make or self.load()
                 self.store.make(number, self.make)
-            fate = "whole" if self.store.path(number).exists() else "busy"
+            outcome = "whole" if self.store.path(number).exists() else "busy"
         except UserError as error:
-            fate = str(error)
+            outcome = str(error)
         except OSError as error:  # a full disk
-            fate, errno = f"{error.strerror or error} ({error.filename})", error.errno or 0
-        return {"item": [number], "fate": [fate], "errno": [errno]}
+            outcome, errno = f"{error.strerror or error} ({error.filename})", error.errno or 0
+        return {"item": [number], "outcome": [outcome], "errno": [errno]}
 
     @contextmanager
     def _tried(self, number: int) -> Iterator[None]:
-        """Count how often workers have died at a shard."""
+        """Count how often workers died at a shard."""
         path = self.store.path(number)
         tries = path.with_name(f"{path.name}.tries.tmp")
         with tries.open("a") as file:
@@ -76,7 +76,7 @@ class Worker:
                     "The same command continues with what is missing"
                 )
             yield
-        finally:  # a worker that is killed does not get here
+        finally:  # not reached if the worker is killed
             tries.unlink(missing_ok=True)
 
 
@@ -84,8 +84,8 @@ class Fleet:
     """Pool of Ray workers.
 
     Args:
-        options: how many, where, and what each takes of its machine.
-        load: what each worker loads; runs on its machine.
+        options: number of workers, cluster address, and resources of each worker.
+        load: called on each worker's machine to load its writer.
 
     Raises:
         UserError: Ray is not installed.
@@ -101,20 +101,20 @@ class Fleet:
             raise UserError("rollout=ray: Ray is not installed; pip install 'foredraft[ray]'") from None
 
     def fill(self, store: RolloutStore, done: Callable[[int], None]) -> None:
-        """Make what is missing; of a launcher's ranks the first sends for it, the others wait.
+        """Generate the missing shards; the first of a launcher's ranks schedules them, the others wait.
 
         Args:
-            store: opened.
-            done: told how many shards are missing still.
+            store: an opened store.
+            done: called with the number of missing shards.
 
         Raises:
-            UserError: what a worker has against its work, or one that writes where nobody sees it.
+            UserError: a worker reports an error, or writes where this machine cannot read.
         """
         first = rank_and_world()[0] == 0
         with self.connected() if first else _nothing():
             while todo := store.missing():
-                for number, fate in self.results(store, todo) if first else ():
-                    if fate == "whole":
+                for number, outcome in self.results(store, todo) if first else ():
+                    if outcome == "whole":
                         self._collect(store, number)
                     done(len(store.missing()))
                 if store.missing():
@@ -124,7 +124,7 @@ class Fleet:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Start Ray or join a cluster; shut down at the end only what was started here."""
+        """Start Ray or join a cluster; at the end, shut down only a Ray that was started here."""
         import ray
 
         if ray.is_initialized():
@@ -143,10 +143,10 @@ class Fleet:
             "include_dashboard": False,
         }
         signals = (signal.SIGINT, signal.SIGTERM)
-        handlers = [signal.getsignal(number) for number in signals]  # Ray has some of its own
+        handlers = [signal.getsignal(number) for number in signals]  # Ray replaces them
         try:
             with _mute(), _refused(address):
-                # "local", or Ray joins the session that a left-over file names.
+                # "local" keeps Ray from joining the session of a left-over file
                 options = {} if address else local
                 ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **options)
             yield
@@ -156,7 +156,7 @@ class Fleet:
                 signal.signal(number, handler)
 
     def results(self, store: RolloutStore, todo: list[int]) -> Iterator[tuple[int, str]]:
-        """Number and fate of each shard, as they come."""
+        """Yield number and outcome of each finished shard."""
         import ray.data
 
         context = ray.data.DataContext.get_current()
@@ -175,10 +175,10 @@ class Fleet:
         )
         for row in shards.iter_rows():
             if row["errno"]:
-                raise OSError(row["errno"], row["fate"])
-            if row["fate"] not in ("whole", "busy"):
-                raise UserError(row["fate"])
-            yield row["item"], row["fate"]
+                raise OSError(row["errno"], row["outcome"])
+            if row["outcome"] not in ("whole", "busy"):
+                raise UserError(row["outcome"])
+            yield row["item"], row["outcome"]
 
     def _collect(self, store: RolloutStore, number: int) -> None:
         """Wait until a worker's shard is visible on this machine."""

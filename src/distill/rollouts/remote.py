@@ -15,12 +15,12 @@ from distill.rollouts.shard import is_whole
 from distill.utils.atomic_files import parse_json
 from drafters.checkpoint.atomic import publish
 
-# Object stores write atomically; elsewhere a file is written under a temporary name and renamed.
+# Object stores write atomically; other file systems need a temporary name and a rename.
 OBJECTS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "memory"}
 
 
 class Mirror:
-    """The files below a URL.
+    """Files below a URL.
 
     Args:
         url: such as s3://bucket/folder, hdfs://host/folder or file:///folder.
@@ -47,7 +47,7 @@ class Mirror:
         return f"{self.root}/{name}"
 
     def names(self) -> set[str]:
-        """Names of all files that exist now."""
+        """Names of all existing files."""
         self.fs.invalidate_cache()
         try:
             return {path.rpartition("/")[2] for path in self.fs.ls(self.root, detail=False)}
@@ -55,12 +55,12 @@ class Mirror:
             return set()  # an object store has no empty folders
 
     def has(self, name: str) -> bool:
-        """Whether a file exists now."""
+        """Whether a file exists."""
         self.fs.invalidate_cache(self.root)
         return self.fs.exists(self.path(name))
 
     def put(self, file: Path) -> bool:
-        """Upload a file; return False if a file of that name already exists, which is left as it is."""
+        """Upload a file; returns False and changes nothing if a file of that name exists."""
         if self.has(file.name):
             return False
         if self.objects:
@@ -81,10 +81,10 @@ class Mirror:
             self.fs.get_file(self.path(name), str(temporary))
 
     def fetch_shard(self, file: Path, key: str, shard: int) -> None:
-        """Download a shard and check it.
+        """Download a shard and check its hash.
 
         Raises:
-            UserError: its content was changed.
+            UserError: its content has changed.
         """
         with publish(file) as temporary:
             self.fs.get_file(self.path(file.name), str(temporary))
@@ -95,10 +95,10 @@ class Mirror:
                 )
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Content of plan.json or manifest.json.
+        """Read plan.json or manifest.json.
 
         Raises:
-            UserError: it is damaged.
+            UserError: the file is damaged.
         """
         try:
             return parse_json(self.fs.cat_file(self.path(name)))
@@ -108,7 +108,7 @@ class Mirror:
             ) from None
 
     def clean(self) -> None:
-        """Remove temporary files of killed writers, once every file is there."""
+        """Remove temporary files of killed writers, once all files exist."""
         for name in self.names():
             if name.endswith(".tmp"):
                 self._remove(self.path(name))

@@ -33,9 +33,9 @@ def write_shard(path: Path, rows: Sequence[Row], key: str, shard: int) -> None:
     """Write rows atomically.
 
     Args:
-        path: of the file.
-        rows: with the columns of `COLUMNS`.
-        key: of the plan.
+        path: path of the file.
+        rows: rows with the columns of `COLUMNS`.
+        key: key of the plan.
         shard: number of the shard.
     """
     table = pa.Table.from_pylist(list(rows), schema=COLUMNS)
@@ -44,13 +44,13 @@ def write_shard(path: Path, rows: Sequence[Row], key: str, shard: int) -> None:
 
 
 def lists(column: pa.ChunkedArray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Chunks of a column of lists, without copies: (n + 1,) offsets into (m,) values."""
+    """Yield chunks of a list column without copies: (n + 1,) offsets into (m,) values."""
     for chunk in column.chunks:
         yield chunk.offsets.to_numpy().astype(np.int64), chunk.values.to_numpy()
 
 
 def is_whole(path: Path, key: str, shard: int) -> bool:
-    """Whether a file is this shard of this plan, with unchanged rows."""
+    """Whether a file is this shard of this plan with unchanged rows."""
     try:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError):
@@ -59,7 +59,7 @@ def is_whole(path: Path, key: str, shard: int) -> bool:
 
 
 def plan_key(path: Path) -> str | None:
-    """Key of the plan that a shard was made for; None if the file is no shard."""
+    """Key of a shard's plan; None if the file is no shard."""
     try:
         metadata = pq.read_schema(path).metadata or {}
     except (pa.ArrowException, OSError):

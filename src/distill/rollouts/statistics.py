@@ -23,16 +23,16 @@ class RowCounts:
 
     Args:
         vocab: size of the target's vocabulary.
-        max_tokens: at which training cuts rows.
+        max_tokens: length at which training truncates rows.
 
     Attributes:
-        answer: supervised tokens of each row.
-        prompt: its other tokens.
-        halves: (2, V) supervised tokens of the even and of the odd rows.
+        answer: number of supervised tokens of each row.
+        prompt: number of other tokens of each row.
+        halves: (2, V) counts of supervised tokens in the even and odd rows.
         reasons, ids: number of rows by `finish_reason` and by `ids`.
-        cut: rows longer than max_tokens.
-        lost: supervised tokens beyond max_tokens.
-        duplicates: rows with the same tokens as an earlier one.
+        cut: number of rows longer than max_tokens.
+        lost: number of supervised tokens beyond max_tokens.
+        duplicates: number of rows with the same tokens as an earlier row.
     """
 
     def __init__(self, vocab: int, max_tokens: int) -> None:
@@ -49,13 +49,13 @@ class RowCounts:
         """Count the rows of a shard.
 
         Raises:
-            UserError: a row whose mask is not as long as its tokens, or a token outside the vocabulary.
+            UserError: a mask and tokens of different lengths, or a token outside the vocabulary.
         """
         first, rows = len(self.answer), table.num_rows
         tokens, length = _flat(table["tokens"])
         mask, same = _flat(table["loss_mask"])
         if not np.array_equal(length, same):
-            raise UserError("store: rows whose loss_mask is not as long as their tokens")
+            raise UserError("store: damaged; loss_mask and tokens of a row differ in length")
         mask = mask != 0
         vocab = self.halves.shape[1]
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab:
@@ -80,11 +80,11 @@ class RowCounts:
             self._seen.add(key)
 
     def coverage(self, size: int, first: Sequence[int]) -> float | None:
-        """Share of supervised tokens in odd rows that are among the most frequent ones of even rows.
+        """Share of odd rows' supervised tokens that are among the most frequent tokens of even rows.
 
         Args:
-            size: of the draft vocabulary, chosen as in EAGLE-3.
-            first: tokens that are always in it.
+            size: size of the draft vocabulary, chosen as in EAGLE-3.
+            first: tokens that are always included.
 
         Returns:
             None if the odd rows have no supervised token.
@@ -94,7 +94,7 @@ class RowCounts:
         return float(odd[vocabulary].sum() / odd.sum()) if odd.any() else None
 
     def lines(self, first: Sequence[int]) -> list[str]:
-        """The statistics as lines of text; `first` as in `coverage`."""
+        """Format the statistics as lines of text; `first` as in `coverage`."""
         rows, supervised = len(self.answer), int(self.answer.sum())
         total, vocab = supervised + int(self.prompt.sum()), self.halves.shape[1]
         sizes = [vocab // share for share in SHARES if vocab >= share]
@@ -117,13 +117,13 @@ class RowCounts:
 
 
 def _flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """All values of a column of lists, and the lengths of the lists."""
+    """All values of a list column, and the lengths of the lists."""
     lists: Any = column.combine_chunks()
     return lists.flatten().to_numpy(), lists.value_lengths().to_numpy()
 
 
 def _percentiles(lengths: np.ndarray) -> str:
-    # Lengths that occur, without interpolation.
+    # Observed lengths, not interpolated ones.
     values = np.percentile(lengths, PERCENTILES, method="inverted_cdf") if lengths.size else []
     return "  ".join(f"{int(v):>5}" for v in values)
 

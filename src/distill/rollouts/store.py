@@ -1,4 +1,4 @@
-"""The target answers prompts; what it wrote is stored, shard by shard, and never made twice."""
+"""Store of the target's answers: written shard by shard, and reused by later runs."""
 
 from __future__ import annotations
 
@@ -36,38 +36,38 @@ from drafters.base import Text
 
 SCHEMA = 4
 OURS = ("shard-*.tmp", "shard-*.lock", "*.json.*.tmp")  # temporary files of writers
-EVERY = 1.0  # seconds between looks at what other processes have made
+EVERY = 1.0  # seconds between checks for shards of other processes
 Make = Callable[[int, list[Prompt], int], list[Row]]  # shard, its prompts, self-written ones -> rows
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutPlan:
-    """Everything that determines the rows; its hash names the store.
+    """All settings that determine the rows; their hash names the store.
 
     Args:
         target: fingerprint of the target's weights.
         config: hash of its configuration.
         tokenizer: fingerprint of the tokenizer.
-        dtype: in which the target decodes.
+        dtype: dtype in which the target decodes.
         stop: end tokens.
         template: see `Chat`.
-        answers: `write` lets the target answer, `given` takes the records' own last messages.
-        server: name of the model that a server answers with; empty where the target is in the process.
-        drafter: fingerprint of the drafter used to decode, or empty. It changes answers by rounding only.
+        answers: `write` lets the target answer, `given` uses the records' last messages.
+        server: model name on a server; empty if the target runs in this process.
+        drafter: fingerprint of the drafter used to decode, or empty. Changes answers only by rounding.
         prompts: hash of the prompt records.
-        samples: answers to each prompt.
-        self_prompts: rows that the target writes from nothing.
+        samples: answers per prompt.
+        self_prompts: number of rows whose prompt the target writes too.
         until: `answer` ends a row with the answer; `length` lets the target continue, turn after turn,
-            to max_new_tokens, and begin its own rows freely: for models trained on packed text.
-        sampler: of the answers, as keyword arguments of `Sampler`.
-        prompt_sampler: of self-written prompts, with `until: answer`.
-        max_prompt_tokens: of a prompt; no self-written one has more, nor more than max_new_tokens. Every
-            further turn of a conversation may add as many, and an answer; one that grows longer ends.
-        max_new_tokens: per answer.
+            to max_new_tokens, for models trained on packed text.
+        sampler: sampler of the answers, as keyword arguments of `Sampler`.
+        prompt_sampler: sampler of self-written prompts, with `until: answer`.
+        max_prompt_tokens: maximum length of a prompt; self-written prompts are also limited to
+            max_new_tokens. Every further turn may add as many tokens and an answer; longer conversations end.
+        max_new_tokens: maximum length of an answer.
         shard_size: prompts per shard.
         batch_size: answers decoded together, sorted by length.
-        seed: of all draws.
-        moment: that the chat template is told; "" where it does not ask for it.
+        seed: seed of all draws.
+        moment: date and time rendered by the chat template; "" if it uses none.
     """
 
     target: str
@@ -100,10 +100,10 @@ class RolloutPlan:
 
 
 def whole_plan(plan: RolloutPlan, root: Path, place: str | None = None) -> RolloutPlan:
-    """The plan without a server, if its target has given all the answers in a process; else the plan.
+    """Return the plan without `server` if an in-process store of it is complete; else the plan.
 
     Args:
-        plan: of a target that is in an engine.
+        plan: plan of a target that runs in an engine.
         root: see `RolloutStore`.
         place: see `RolloutStore`.
     """
@@ -113,20 +113,19 @@ def whole_plan(plan: RolloutPlan, root: Path, place: str | None = None) -> Rollo
 
 
 class RolloutStore:
-    """A folder of Parquet shards with the plan and, once complete, a manifest.
+    """Folder of Parquet shards with the plan and, once complete, a manifest.
 
     A shard under its final name is complete; anything else is `.tmp` and is made again.
 
     Args:
-        root: folder of all stores; this one's is named by its key.
-        plan: what the rows are.
-        prompts: to be answered.
-        place: a folder that is the store instead, or a url that a copy of it is kept at, and that
-            shards which others made are taken from.
-        origin: what people call the target; not compared.
+        root: folder of all stores; the plan's key names this one.
+        plan: plan of the rows.
+        prompts: prompts to answer.
+        place: another folder for the store, or a URL that shards are shared through.
+        origin: name of the target; not compared.
 
     Raises:
-        UserError: nothing to roll out, or a url that cannot be used.
+        UserError: no prompts, or an unusable URL.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class RolloutStore:
         return self.folder / f"shard-{shard:05d}.parquet"
 
     def missing(self) -> list[int]:
-        """Numbers of the shards that do not exist yet; lists the folder."""
+        """Numbers of the missing shards; lists the folder."""
         there = {path.name for path in self.folder.glob("shard-*.parquet")}
         return [i for i in range(self.shards) if self.path(i).name not in there]
 
@@ -164,10 +163,10 @@ class RolloutStore:
         return (self.folder / MANIFEST).exists() and not self.missing()
 
     def open(self) -> None:
-        """Create the store or continue it; download shards that only the URL has.
+        """Create or reopen the store; download shards that only the URL has.
 
         Raises:
-            UserError: the folder or the url holds something else, or the folder has links to elsewhere.
+            UserError: the folder or URL holds something else, or the folder has links out of it.
         """
         note = self._note()
         plan_path = self.folder / PLAN
@@ -191,24 +190,24 @@ class RolloutStore:
     def fill(
         self, make: Make, done: Callable[[int], None], pause: Callable[[float], None] = time.sleep
     ) -> None:
-        """Make the missing shards; ranks of a launcher share the work and wait for one another.
+        """Generate the missing shards; ranks of a launcher share the work and wait for one another.
 
         Args:
-            make: the rows of a shard.
-            done: called with the number of shards that are still missing on all ranks.
-            pause: sleeps for some seconds (`Target.wait`, where the target is sharded over processes).
+            make: makes the rows of a shard.
+            done: called with the number of shards still missing on all ranks.
+            pause: sleeps for some seconds (`Target.wait` if the target is sharded over processes).
         """
         self.open()
         rank, world = rank_and_world()
         num_made = 0
         while todo := self.missing():
             before, left, listed = num_made, len(todo), time.monotonic()
-            # On a shared disk, shards of a dead rank are taken over once their locks are free.
+            # On a shared disk, other ranks take over a dead rank's shards once its locks are free.
             for shard in sorted(todo, key=lambda i: i % world != rank):
                 if (shard % world == rank or not self.mirror) and self.make(shard, make):
                     num_made += 1
                     left -= 1
-                    if time.monotonic() - listed > EVERY:  # to count what other ranks made
+                    if time.monotonic() - listed > EVERY:  # counts shards of other ranks
                         left, listed = len(self.missing()), time.monotonic()
                     done(left)
             if num_made == before:
@@ -223,7 +222,7 @@ class RolloutStore:
         done(len(self.missing()))
 
     def make(self, shard: int, make: Make) -> bool:
-        """Make a shard unless it exists or another process is making it; return whether it was made here."""
+        """Make a shard unless it exists or another process is making it; returns whether it was made here."""
         with self._lock(f"shard-{shard:05d}") as free:
             if not free or self.path(shard).exists():
                 return False
@@ -232,7 +231,7 @@ class RolloutStore:
                 return False
             write_shard(self.path(shard), make(shard, *self._work(shard)), self.plan.key, shard)
             if self.mirror and not self.mirror.put(self.path(shard)):
-                self._fetch(shard)  # another machine was faster; its rows are used
+                self._fetch(shard)  # another machine was faster; use its rows
         return True
 
     def pull(self) -> None:
@@ -292,11 +291,11 @@ class RolloutStore:
                 self.mirror.clean()
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest of a complete store: plan, counts and hashes."""
+        """Read the manifest of a complete store: plan, counts and hashes."""
         return read_manifest(self.folder / MANIFEST)
 
     def amounts(self, made: Sequence[int]) -> dict[str, float]:
-        """Rows, tokens and bytes of a complete store, and the answers' tokens in the shards made now."""
+        """Rows, tokens and bytes of a complete store, and answer tokens of the shards made now."""
         manifest = self.manifest()
         counts, shards = manifest["counts"], manifest["shards"]
         return {
@@ -308,11 +307,11 @@ class RolloutStore:
         }
 
     def content(self) -> str:
-        """Hash of the rows; servers and rounding can make them differ under the same plan."""
+        """Hash of the rows; rows of the same plan can differ by rounding or between servers."""
         return digest(" ".join(shard["sha256"] for shard in self.manifest()["shards"]))
 
     def texts(self) -> Iterator[Text]:
-        """All rows, in the order of the prompts; as arrays."""
+        """Yield all rows as arrays, in the order of the prompts."""
         for shard in range(self.shards):
             table = pq.read_table(self.path(shard), columns=["tokens", "loss_mask"])
             chunks = zip(lists(table["tokens"]), lists(table["loss_mask"]), strict=True)
@@ -324,7 +323,7 @@ class RolloutStore:
         """Compare the shards with the manifest.
 
         Raises:
-            UserError: a shard that was changed since it was made, or a manifest of other shards.
+            UserError: a shard was changed, or the manifest describes other shards.
         """
         shards = self.manifest()["shards"]
         if len(shards) != self.shards:
@@ -335,10 +334,10 @@ class RolloutStore:
 
 
 def moment_of(place: str | None) -> str | None:
-    """The moment that chat templates were told for a store; None where there is none, or no moment.
+    """Date and time rendered by the chat template of a store; None without a store or moment.
 
     Args:
-        place: a folder or url, as `rollout.store` names it.
+        place: a folder or URL, as in `rollout.store`.
     """
     if place and "://" in place:
         mirror = Mirror(place)
@@ -349,14 +348,14 @@ def moment_of(place: str | None) -> str | None:
 
 
 def _moment(note: dict[str, Any] | None) -> str:
-    """The moment in a plan.json; "" where there is none."""
+    """The moment in a plan.json; "" if absent."""
     plan = (note or {}).get("plan")
     moment = plan.get("moment") if isinstance(plan, dict) else ""
     return moment if isinstance(moment, str) else ""
 
 
 def begun_moments(root: Path, plan: RolloutPlan) -> list[str]:
-    """Other moments of stores with this plan that are not finished."""
+    """Moments of unfinished stores with otherwise the same plan."""
     ours, found = asdict(plan), list[str]()
     for path in sorted(root.glob(f"*/{PLAN}")):
         if (path.parent / MANIFEST).exists():
@@ -374,7 +373,7 @@ def _changed(shard: Path) -> UserError:
 
 
 def find(store: str | None, root: str) -> Path:
-    """The folder of a named store, or of the newest complete one in `root`.
+    """Return the folder of a named store, or of the newest complete one in `root`.
 
     Raises:
         UserError: no complete store in `root`.

@@ -16,8 +16,8 @@ from decode.model.target import Target
 from decode.sampling import Sampler
 from distill.utils.progress import bar
 
-CHUNK = 256  # positions whose distributions are in memory at once
-MAX_Z = 4.0  # standard errors; 1 in 16,000 correct stores exceeds it
+CHUNK = 256  # positions processed at once
+MAX_Z = 4.0  # standard errors; false alarms in 1 of 16,000 correct stores
 MAX_ZERO_PROB_SHARE = 0.01  # share of tokens with probability 0 that rounding may explain
 
 
@@ -25,11 +25,11 @@ class SurprisalStats(NamedTuple):
     """Statistics of N supervised tokens under the reference distribution.
 
     Attributes:
-        entropy: (N,) of the distribution at each token, in nats.
+        entropy: (N,) entropy of the distribution at each token, in nats.
         surprisal: (N,) -log p of the token; infinite where p is 0.
-        variance: (N,) of the surprisal under the distribution.
+        variance: (N,) variance of the surprisal under the distribution.
         likeliest: (N,) bool, whether the token has the largest logit.
-        place: (N,) index of the token among the supervised ones of its row, from 0.
+        place: (N,) index of the token among its row's supervised tokens, from 0.
     """
 
     entropy: np.ndarray
@@ -46,8 +46,8 @@ class SurprisalStats(NamedTuple):
     def excess(self) -> tuple[float, float]:
         """Mean of surprisal - entropy over the possible tokens, and its standard error.
 
-        If tokens are drawn from the distribution, the differences are martingale increments: mean 0 given
-        the tokens before, so their variances add up even where rows share prompts.
+        For tokens drawn from the distribution, differences are martingale increments with mean 0, so their
+        variances add up even if rows share prompts.
         """
         possible = self.possible
         count = max(1, int(possible.sum()))
@@ -56,12 +56,12 @@ class SurprisalStats(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """The distribution that stored tokens are compared with.
+    """Distribution that stored tokens are compared with.
 
     Attributes:
         sampler: applied to the target's logits.
-        name: shown in reports.
-        drawn: whether the plan of the store says that its tokens are samples of this distribution.
+        name: name in reports.
+        drawn: whether the store's plan samples its tokens from this distribution.
     """
 
     sampler: Sampler
@@ -70,7 +70,7 @@ class Reference(NamedTuple):
 
 
 def reference_distribution(plan: dict[str, Any]) -> Reference:
-    """The sampler of a store's plan where its tokens are samples, else the target at temperature 1."""
+    """The sampler of a store's plan if its tokens are samples, else the target at temperature 1."""
     sampler = Sampler(**plan["sampler"])
     if plan["answers"] == "given":
         return Reference(Sampler(1.0), "T=1", False)
@@ -85,8 +85,8 @@ def measure(target: Target, rows: Sequence[dict[str, Any]], sampler: Sampler) ->
     """Run the target on rows, one by one.
 
     Args:
-        target: rows are truncated to its context.
-        rows: with `tokens` and `loss_mask`.
+        target: reference model; rows are truncated to its context.
+        rows: rows with `tokens` and `loss_mask`.
         sampler: turns logits into the distribution; must not need the history.
 
     Raises:
@@ -119,7 +119,7 @@ def _statistics(logits: Tensor, token: Tensor, sampler: Sampler) -> tuple[Tensor
 
 
 def lines(stats: SurprisalStats, reference: Reference) -> list[str]:
-    """The statistics as lines of text, with a verdict."""
+    """Format the statistics and a verdict as lines of text."""
     count = len(stats.entropy)
     if not count:
         return ["entropy                - (no supervised token in the sample)"]
@@ -143,27 +143,27 @@ def lines(stats: SurprisalStats, reference: Reference) -> list[str]:
 
 def _verdict(reference: Reference, z: float, impossible_share: float) -> str:
     if abs(z) <= MAX_Z and impossible_share <= MAX_ZERO_PROB_SHARE:
-        return "surprisal and entropy agree: as of tokens that were drawn from this target"
+        return "surprisal and entropy agree, as expected of tokens drawn from this target"
     if reference.drawn:
         return (
             "WARNING: surprisal and entropy differ: these tokens were not drawn from this target at "
             f"{reference.name}, though the store says so (another target, other weights, re-encoded text?)"
         )
     if z < 0:
-        return "surprisal is below the entropy: as of answers that are likelier than draws, greedy ones say"
+        return "surprisal is below the entropy: answers are likelier than samples, for example greedy ones"
     return (
         "WARNING: surprisal is above the entropy: this target would not write these answers, and a drafter "
-        "that is taught on them learns what it will not meet"
+        "trained on them learns text that it will not meet"
     )
 
 
 def mismatch_warning(target: Target, rows: Sequence[dict[str, Any]], plan: dict[str, Any]) -> str | None:
-    """A warning if answers are unlikely to be samples of the target; None otherwise.
+    """Return a warning if answers are unlikely to be samples of the target; None otherwise.
 
     Args:
-        target: of the run.
-        rows: with `tokens` and `loss_mask`; a sample.
-        plan: of their store.
+        target: target of the run.
+        rows: a sample of rows with `tokens` and `loss_mask`.
+        plan: plan of their store.
     """
     reference = reference_distribution(plan)
     stats = measure(target, rows, reference.sampler)
@@ -180,7 +180,7 @@ def mismatch_warning(target: Target, rows: Sequence[dict[str, Any]], plan: dict[
 
 
 def _places(stats: SurprisalStats) -> list[str]:
-    """Table by position in the answer, in ranges that double."""
+    """Table by position in the answer, in ranges of doubling size."""
     result = ["  answer tokens            count  entropy  surprisal"]
     first, last = 0, 8
     while first <= stats.place.max():

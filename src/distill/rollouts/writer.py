@@ -13,7 +13,7 @@ from distill.prompts.prompt import Message, Prompt, turns, unanswered
 from distill.rollouts.store import RolloutPlan, Row
 from distill.utils.progress import say
 
-UNREAD = "unread"  # finish_reason of an answer that the history of its conversation could not hold
+UNREAD = "unread"  # finish_reason of an answer that cannot become a message of the history
 
 
 @dataclass
@@ -21,12 +21,12 @@ class Conversation:
     """A conversation that grows turn by turn.
 
     Attributes:
-        id: of its rows, and of its requests.
+        id: id of its rows and requests.
         sample: number of the answer to its prompt.
-        tokens: of the rendered conversation, up to where the next answer begins.
+        tokens: tokens of the rendered conversation, up to the start of the next answer.
         messages: the same as messages; empty for conversations that the target starts.
-        remaining: messages that follow later.
-        rows: of the store; the last one may grow.
+        remaining: later messages.
+        rows: rows of the store; the last one may grow.
     """
 
     id: str
@@ -48,8 +48,8 @@ class Conversation:
     def add_answer(self, answer: Answer) -> None:
         """Append an answer.
 
-        It extends the row of the previous turn if that row is a prefix of this turn's tokens. If the
-        template renders earlier turns differently (drops their reasoning, for example), a new row starts.
+        It extends the previous turn's row if that row is a prefix of this turn's tokens. If the template
+        renders earlier turns differently (for example without reasoning), a new row starts.
         """
         start = len(self.rows[-1]["tokens"]) if self.rows else 0
         if not self.rows or self.tokens[:start] != self.rows[-1]["tokens"]:
@@ -61,7 +61,7 @@ class Conversation:
             )
         row = self.rows[-1]
         row["tokens"] = self.tokens + answer.tokens
-        # Tokens of the template and of the user are masked, the answer's are supervised.
+        # Tokens of the template and user are masked; answer tokens are supervised.
         row["loss_mask"] += [0] * (len(self.tokens) - start) + [1] * len(answer.tokens)
         row["finish_reason"] = "stop" if answer.stopped else "length"
         if not answer.exact:
@@ -70,7 +70,7 @@ class Conversation:
 
 
 def longest_prompt(plan: RolloutPlan, context: int | None) -> int:
-    """Largest number of prompt tokens that leaves room for one token of an answer."""
+    """Largest number of prompt tokens that leaves room for one answer token."""
     return min(plan.max_prompt_tokens, (context or 2**31) - 1)
 
 
@@ -88,7 +88,7 @@ def check_plan(plan: RolloutPlan, chat: Chat, context: int | None) -> tuple[list
     if plan.answers == "given":
         raise UserError("rollout=given: prompts.self must be 0; those prompts have no given answers")
     if not before:
-        raise UserError("prompts.self: this tokenizer has nothing to begin a prompt with; give a file")
+        raise UserError("prompts.self: this tokenizer has no token to begin a prompt with; give a file")
     if (room := longest_prompt(plan, context)) <= len(before) + len(after):
         raise UserError(
             f"prompts.self: no room for a self-written prompt in {room} tokens; raise prompts.max_tokens"
@@ -105,7 +105,7 @@ class Writer:
         plan: samplers, lengths, end tokens and seed.
 
     Raises:
-        UserError: self-written prompts that are impossible with this plan, template or engine.
+        UserError: self-written prompts that this plan, template or engine does not support.
     """
 
     def __init__(self, engine: Engine, chat: Chat, plan: RolloutPlan) -> None:
@@ -123,7 +123,7 @@ class Writer:
             )
 
     def __call__(self, shard: int, prompts: list[Prompt], self_written: int) -> list[Row]:
-        """Rows of one shard; depends only on the plan and the shard number."""
+        """Make the rows of one shard; they depend only on the plan and the shard number."""
         if self.plan.answers == "given":
             return [self._given(p) for p in prompts]
         conversations = [self._begin(p, sample) for p in prompts for sample in range(self.plan.samples)]
@@ -164,7 +164,7 @@ class Writer:
         return conversation.open and len(conversation.tokens) <= min(longest, self.room)
 
     def _next_turn(self, conversation: Conversation, answer: Answer) -> None:
-        """Move to the next turn to answer; an answer that is truncated or not read back is the last one."""
+        """Move to the next turn to answer; a truncated or unreadable answer ends the conversation."""
         places = turns(conversation.remaining)
         conversation.open = bool(places) and answer.stopped and self.plan.until == "answer"
         if not conversation.open:
@@ -178,7 +178,7 @@ class Writer:
         conversation.tokens = self.chat.encode(conversation.messages, conversation.tools)
 
     def _read(self, conversation: Conversation, answer: Answer) -> Message | None:
-        """The answer as a message of the history; None where it cannot be taken apart."""
+        """The answer as a message of the history; None if it cannot be parsed."""
         ended = answer.tokens[-1:] and answer.tokens[-1] in self.plan.stop
         tokens = answer.tokens[: -1 if ended else None]
         return self.chat.read_back(conversation.messages, conversation.tools, tokens)

@@ -1,1 +1,1 @@
-"""Whether the served drafter is the one that was scored: metrics of vLLM and SGLang."""
+"""Check that a served drafter matches its scorecard, by metrics of vLLM and SGLang."""

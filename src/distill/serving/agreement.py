@@ -14,20 +14,20 @@ from decode.evaluation.replay import CONFIDENCE
 from decode.evaluation.scorecard import Row, Scorecard
 from distill.serving.metrics import ServedAcceptance
 
-MAX_NOISE = 0.15  # of acceptance; with more noise than this, agreement is inconclusive
-Z_95 = 1.96  # standard errors on either side of an interval of 95 %
+MAX_NOISE = 0.15  # acceptance noise above which agreement is inconclusive
+Z_95 = 1.96  # half-width of a 95 % interval, in standard errors
 
 
 class Figure(NamedTuple):
-    """A figure as served and as scored.
+    """One figure as served and as scored.
 
     Attributes:
-        name: as tables show it.
-        served: by the engine.
-        scored: in the scorecard.
+        name: name in tables.
+        served: value counted by the engine.
+        scored: value in the scorecard.
         noise: largest difference by chance, at `CONFIDENCE` over all figures.
         tolerance: differences up to this are ignored, even if significant.
-        edge: excess of an engine that also counts what it accepts behind the end of an answer.
+        edge: possible excess of an engine that counts tokens accepted after the end of an answer.
     """
 
     name: str
@@ -50,9 +50,9 @@ class Comparison:
 
     Attributes:
         served: acceptance from the engine's counters.
-        row: of the scorecard.
+        row: row of the scorecard.
         tau: tokens per round.
-        survival: for every position that the engine counts.
+        survival: survival at every position that the engine counts.
     """
 
     served: ServedAcceptance
@@ -67,33 +67,33 @@ class Comparison:
 
     @property
     def inconclusive(self) -> bool:
-        """Whether there are too few rounds to conclude anything from agreement."""
+        """Whether there are too few rounds to confirm agreement."""
         first = self.survival[0] if self.survival else self.tau
         return first.noise > MAX_NOISE * (1 if self.survival else len(self.row.acceptance.survival))
 
 
 def rounds(row: Row) -> float:
-    """Number of rounds that a row's acceptance is computed from."""
+    """Number of rounds behind a row's acceptance."""
     return sum(row.counts.rounds) if row.replay else row.rounds
 
 
 def answers(row: Row) -> int:
-    """Number of answers of a row; the last round of each may be cut off."""
+    """Number of answers of a row; the last round of each may be truncated."""
     return len(row.counts.rounds)
 
 
 def matching_row(card: Scorecard, depth: int, temperature: float, name: str | None, again: str) -> Row:
-    """The row comparable with the server: a chain of the same depth at the same temperature.
+    """Find the row comparable with the server: a chain of the same depth at the same temperature.
 
     Args:
         card: the scorecard.
         depth: draft length of the engine.
-        temperature: of its answers.
-        name: of the row's plan; None: a greedy chain.
+        temperature: temperature of its answers.
+        name: name of the row's plan; None: a greedy chain.
         again: command that scores the checkpoint with this plan.
 
     Raises:
-        UserError: there is no such row; the message says how to get one.
+        UserError: there is no such row; the message names the command that adds it.
     """
     plan_name = name or f"chain-{depth}"
     rows = [r for r in card.rows if r.decode == plan_name and r.temperature == temperature]
@@ -109,18 +109,18 @@ def matching_row(card: Scorecard, depth: int, temperature: float, name: str | No
 def compare(served: ServedAcceptance, row: Row, tolerance: float, same: bool = False) -> Comparison:
     """Compare an engine's acceptance with a row of the scorecard.
 
-    Rounds of one answer are correlated, so intervals of independent rounds would be too narrow: they are
-    widened by the design effect, which the scorecard's interval over prompts gives. For greedy answers to
-    the `same` prompts the prompts' difficulty cancels out, and no widening is needed.
+    Rounds of one answer are correlated, so intervals are widened by the design effect, which follows from the
+    scorecard's interval over prompts. Greedy answers to the `same` prompts need no widening, since the
+    prompts' difficulty cancels out.
 
-    The scorecard's s_j is of tokens of the answers; engines also count what they accept behind an end. With
-    one such round of R in an answer, the engine's s_j is at most (1 - s_j) / R higher.
+    The scorecard's s_j excludes tokens after the end of an answer; engines may count them. With one such
+    round of R in an answer, the engine's s_j is at most (1 - s_j) / R higher.
 
     Args:
         served: acceptance of the engine.
-        row: of the same plan and temperature.
-        tolerance: of acceptance.
-        same: the prompts of the row were sent.
+        row: row with the same plan and temperature.
+        tolerance: tolerance of acceptance.
+        same: the row's prompts were sent.
     """
     scored = row.acceptance
     expected, scored_rounds = scored.survival, rounds(row)
@@ -128,7 +128,7 @@ def compare(served: ServedAcceptance, row: Row, tolerance: float, same: bool = F
     wide = (scored.tau_interval[1] - scored.tau_interval[0]) / 2 / Z_95
     effect = max(1.0, wide**2 * scored_rounds / per_round) if per_round else 1.0
     effect = 1.0 if same and not row.temperature else effect
-    cut = answers(row) / max(scored_rounds, 1.0)  # largest share of rounds that are cut off
+    cut = answers(row) / max(scored_rounds, 1.0)  # largest share of truncated rounds
     figures = 1 + (len(expected) if served.survival else 0)
     reach = float(stats.norm.ppf(1 - (1 - CONFIDENCE) / 2 / figures))
     share = effect * (1 / max(served.rounds, 1.0) + 1 / max(scored_rounds, 1.0))

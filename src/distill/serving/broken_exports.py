@@ -1,7 +1,7 @@
-"""Which mistake explains an engine's acceptance: replay of the drafter with known mistakes made on purpose.
+"""Diagnose an engine's acceptance: replay the drafter with known export mistakes and compare.
 
-An export that is read wrongly drafts without an error. Each mistake has its own acceptance by position, so
-the scored drafter is spoilt in each known way, replayed on the same answers, and compared with the engine.
+An engine that reads an export wrongly drafts without an error. Each mistake has its own acceptance by
+position, so the scored drafter is modified with each known mistake and replayed on the same answers.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from drafters.base import Drafter
 from drafters.layers.decoder_layer import DecoderLayer, Rotary
 from drafters.layers.rope import frequencies
 
-FEW_TAPS = 3  # of which every order is tried; of more, the reverse
-EXPLAINS = 1.5  # times the noise: as far from the engine as a mistake may be that explains it
-CHANCE = 1e-3  # that a mistake seems to explain the rounds of single answers and does not
+FEW_TAPS = 3  # up to this many taps, all orders are tried; above it, the reverse
+EXPLAINS = 1.5  # a mistake explains acceptance within this many times the noise
+CHANCE = 1e-3  # significance level of explaining the rounds of single answers
 
 
 class Seen(NamedTuple):
-    """What an engine counted.
+    """Counts of an engine.
 
     Attributes:
         survival: share of rounds that accept at least j tokens, j from 1.
-        noise: of each of these: the largest difference by chance.
-        rounds: of each answer; None: not counted. At temperature 0 a drafter takes the same number of rounds
-            for the same text wherever it runs, up to rounding: this tells mistakes apart that change the
+        noise: largest difference by chance, for each of these.
+        rounds: rounds of each answer; None: not counted. At temperature 0, a drafter takes the same number of
+            rounds for the same text on every engine, up to rounding. This distinguishes mistakes that change
             acceptance by less than the noise.
     """
 
@@ -48,12 +48,12 @@ class Seen(NamedTuple):
     rounds: Sequence[int] | None
 
     def off(self, result: ReplayResult) -> list[int]:
-        """Of each answer, by how many rounds a replay differs."""
+        """Difference of rounds to a replay, per answer."""
         assert self.rounds is not None
         return [abs(round(a) - b) for a, b in zip(result.counts.rounds, self.rounds, strict=True)]
 
     def chance(self, own: ReplayResult, spoilt: ReplayResult) -> float:
-        """Probability that a mistake is nearer than none in so many more answers by chance (sign test)."""
+        """Probability that a mistake fits better than none in as many answers by chance (sign test)."""
         pairs = list(zip(self.off(own), self.off(spoilt), strict=True))
         nearer, further = sum(b < a for a, b in pairs), sum(a < b for a, b in pairs)
         return float(stats.binom.sf(nearer - 1, nearer + further, 0.5)) if nearer > further else 1.0
@@ -68,10 +68,10 @@ class Mistake(NamedTuple):
     """A drafter as an engine would run it after one mistake.
 
     Attributes:
-        what: it is, in words.
-        drafter: spoilt, or as it is; a `Proposer`.
-        taps: layer ids that are read in the places of the drafter's.
-        order: of the taps.
+        what: description of the mistake.
+        drafter: modified or unchanged drafter, a `Proposer`.
+        taps: layer ids that are read instead of the drafter's.
+        order: order of the taps.
     """
 
     what: str
@@ -83,14 +83,14 @@ class Mistake(NamedTuple):
 def likeliest(
     drafter: Drafter, target: Target, answers: Sequence[Rollout], sampler: Sampler, seen: Seen
 ) -> str:
-    """The mistake that explains an engine's acceptance; "" if none of those that are known does.
+    """Name the mistake that explains an engine's acceptance; "" if no known mistake does.
 
     Args:
-        drafter: as it was scored.
-        target: of the drafter.
-        answers: of the target to the prompts that were sent.
-        sampler: of the answers.
-        seen: what the engine counted.
+        drafter: the scored drafter.
+        target: target of the drafter.
+        answers: the target's answers to the prompts that were sent.
+        sampler: sampler of the answers.
+        seen: counts of the engine.
     """
     plan = Plan(len(seen.survival))
     if not answers or why_inexact(plan, sampler, drafter):
@@ -113,7 +113,7 @@ def likeliest(
 
 
 def mistakes(drafter: Drafter, target: Target) -> Iterator[Mistake]:
-    """Known mistakes that can be made with this drafter."""
+    """Yield known mistakes that are possible with this drafter."""
     taps = tuple(drafter.taps)
     straight = tuple(range(len(taps)))
     orders = list(permutations(straight))[1:] if len(taps) <= FEW_TAPS else [straight[::-1]]
@@ -139,7 +139,7 @@ def _listed(taps: Sequence[Tap]) -> str:
 
 @contextmanager
 def _reading(target: Target, mistake: Mistake) -> Iterator[None]:
-    """The target records the taps of a mistake."""
+    """Let the target record the taps of a mistake."""
     before, transform = target.taps, target.tap_transform
 
     def reordered(taps: Tensor) -> Tensor:
@@ -157,11 +157,11 @@ def _reading(target: Target, mistake: Mistake) -> Iterator[None]:
 
 
 class _Misnamed:
-    """A drafter with a reduced vocabulary, whose drafted ids are mapped wrongly.
+    """A drafter with a reduced vocabulary and wrongly mapped draft ids.
 
     Args:
-        drafter: drafts.
-        ids: (V',) target id that each draft id is taken for.
+        drafter: drafter that proposes.
+        ids: (V',) wrong target id of each draft id.
         size: V of the target.
     """
 
@@ -175,14 +175,14 @@ class _Misnamed:
         return getattr(self.drafter, name)
 
     def propose(self, *arguments: Any) -> Draft:
-        """Draft, and take every token for another."""
+        """Draft, and map every token to its wrong id."""
         draft = self.drafter.propose(*arguments)
         tokens = torch.where(draft.tokens < 0, draft.tokens, self.names[draft.tokens.clamp_min(0)])
         return dataclasses.replace(draft, tokens=tokens)
 
 
 def _vocabularies(drafter: Drafter, target: Target) -> Iterator[tuple[str, Any]]:
-    """A reduced draft vocabulary whose ids are mapped wrongly."""
+    """Yield drafters with wrong maps of a reduced draft vocabulary."""
     d2t: Tensor | None = getattr(drafter, "d2t", None)
     if d2t is None:
         return
@@ -193,7 +193,7 @@ def _vocabularies(drafter: Drafter, target: Target) -> Iterator[tuple[str, Any]]
 
 
 def _positions(drafter: Drafter) -> Iterator[tuple[str, Drafter]]:
-    """Rotary positions of queries that are off by one against the keys'."""
+    """Yield drafters whose rotary positions of queries are off by one."""
     for step in (-1, 1):
         spoilt = copy.deepcopy(drafter)
         rotary = next((m for m in spoilt.modules() if isinstance(m, Rotary)), None)
@@ -207,7 +207,7 @@ def _positions(drafter: Drafter) -> Iterator[tuple[str, Drafter]]:
 
 @torch.no_grad()
 def rotate_queries(layer: DecoderLayer, rotary: Rotary, positions: float) -> None:
-    """Turn the weights of a layer's queries, so that each query is as some positions further on."""
+    """Rotate the weights of a layer's queries by some positions."""
     weight = layer.qkv_proj.weight
     speed, _ = frequencies(rotary.dim, rotary.theta, rotary.rope, weight)  # (n,)
     angle = (speed * positions)[:, None]  # (n, 1)

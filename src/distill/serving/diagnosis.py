@@ -1,6 +1,6 @@
-"""Likely causes of acceptance that differs from the scorecard: one rule for each known report.
+"""Likely causes of acceptance that differs from the scorecard: one rule per known report.
 
-Each rule names its report; docs/serving.md lists them.
+docs/serving.md lists the reports.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from distill.serving.agreement import Comparison
 from distill.serving.endpoint import Model
 from distill.serving.metrics import COUNTERS
 
-RANDOM_DRAFTER = 0.1  # share of the scored acceptance that a random layer reaches too
-BROKEN_INPUT = 0.75  # share of it below which prompts or rounding are no explanation
+RANDOM_DRAFTER = 0.1  # share of the scored acceptance that a random layer can reach
+BROKEN_INPUT = 0.75  # share of it below which prompts or rounding cannot explain the loss
 SHORT_DRAFTS = 0.95  # share of the requested draft length
-OTHER_TRAFFIC = 1.1  # times the tokens of our own answers
+OTHER_TRAFFIC = 1.1  # ratio of counted tokens to tokens of our answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class ServerFacts:
     """Facts about the server and the measurement, without the counters.
 
     Attributes:
-        target: of the scorecard, by path or hub id.
-        models: that the server lists.
+        target: target of the scorecard, by path or hub id.
+        models: models that the server lists.
         model: name in the counters.
         trained: depth that the drafter was trained for; None: unknown.
         written: tokens of the answers to our requests; None: other users' traffic.
@@ -40,7 +40,7 @@ class ServerFacts:
 
 
 def causes(comparison: Comparison, facts: ServerFacts) -> list[str]:
-    """Likely causes of a difference, the most likely first, and notes about the server."""
+    """List likely causes of a difference, sorted by likelihood, and notes about the server."""
     reasons = list(_figure_causes(comparison, facts)) if not comparison.agrees else []
     return [*reasons, *_server_notes(comparison, facts)]
 
@@ -67,7 +67,7 @@ def _figure_causes(comparison: Comparison, facts: ServerFacts) -> Iterator[str]:
         )
     elif (position := _collapsed_position(comparison)) is not None:
         yield (
-            f"position 1 is as it should be, and position {position} collapses: what is fed back is wrong. "
+            f"position 1 is as scored, and position {position} collapses: the fed-back input is wrong. "
             "The hidden state taken before the norm instead of behind it, or the other way (norm_output); "
             "rope_theta, rope_scaling, partial_rotary_factor or max_position_embeddings of another config"
         )
@@ -147,7 +147,7 @@ def _server_notes(comparison: Comparison, facts: ServerFacts) -> Iterator[str]:
 
 
 def _collapsed_position(comparison: Comparison) -> int | None:
-    """The first position after position 1 whose conditional acceptance is far below the scored one."""
+    """First position after 1 with a conditional acceptance far below the scored one."""
     for before, here in zip(comparison.survival, comparison.survival[1:], strict=False):
         conditional = _ratio(here.served, before.served)
         if here.differs and conditional < BROKEN_INPUT * _ratio(here.scored, before.scored):

@@ -43,10 +43,10 @@ class _SameOrigin(HTTPRedirectHandler):
 
 
 class Endpoint:
-    """An engine's HTTP endpoint.
+    """HTTP endpoint of an engine.
 
     Args:
-        url: of the server, up to its port; a trailing /v1 or /metrics is removed.
+        url: address of the server with its port; a trailing /v1 or /metrics is removed.
         timeout: seconds for a page.
         api_key_env: name of the environment variable with the API key.
     """
@@ -56,7 +56,7 @@ class Endpoint:
         self.timeout, self.key_env = timeout, api_key_env
 
     def reading(self, model: str | None = None) -> Reading:
-        """Current counters.
+        """Read the current counters.
 
         Raises:
             UserError: no server, no metrics, or metrics of an unknown engine.
@@ -64,7 +64,7 @@ class Endpoint:
         return counters.read(self._page("/metrics"), f"{self.url}/metrics", model)
 
     def version(self) -> str:
-        """Version of the engine, where it has vLLM's page for it; else empty.
+        """Version of the engine, from vLLM's /version page; empty if there is none.
 
         Raises:
             UserError: no server.
@@ -75,7 +75,7 @@ class Endpoint:
             return ""
 
     def models(self) -> list[Model]:
-        """Models that it serves, with adapters; empty if it does not say.
+        """Models and adapters that the server lists; empty if it has no list.
 
         Raises:
             UserError: no server.

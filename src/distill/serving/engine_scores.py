@@ -1,4 +1,4 @@
-"""Measure a checkpoint in the engine that is to serve it: score.engine."""
+"""Measure a checkpoint in the engine that will serve it (score.engine)."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from drafters.export import formats
 from drafters.registry import short_name
 
 NONE = "none"  # score.engine
-TOLERANCE = 0.02  # of acceptance, as of verify-served
+TOLERANCE = 0.02  # tolerance of acceptance, as in verify-served
 TIMEOUT, RETRIES, PATIENCE = 600.0, 1, 60.0  # seconds, attempts and seconds of one request
-SAME = 0.95  # share of greedy answers with the same number of rounds; below it, mistakes are looked for
+SAME = 0.95  # share of greedy answers with equal numbers of rounds below which mistakes are searched
 SPARE = 16  # tokens of context beyond prompt, answer and draft
 Answers = Mapping[Sampler, Sequence[Rollout]]
 
@@ -52,16 +52,16 @@ Answers = Mapping[Sampler, Sequence[Rollout]]
 def as_served(
     options: ScoringOptions, to: str | None, drafter: Drafter, target: Target
 ) -> tuple[ScoringOptions, str]:
-    """Options that also score the chain which an engine is asked for, and the name of that plan.
+    """Add the chain that an engine drafts to the scored plans; also return that plan's name.
 
     Args:
-        options: of scoring.
-        to: program that the checkpoint is exported to; None: none.
-        drafter: as built.
-        target: of the drafter.
+        options: options of scoring.
+        to: program of the export; None: no export.
+        drafter: the drafter, trained or not.
+        target: target of the drafter.
 
     Returns:
-        The options with a plan more; as they are, and "", where nothing serves the drafter.
+        The options with the additional plan; unchanged, and "", if nothing serves the drafter.
 
     Raises:
         UserError: score.engine has no format for the drafter.
@@ -74,10 +74,10 @@ def as_served(
 
 
 def format_for(drafter: Drafter, target: Target) -> str:
-    """The format in which vLLM loads a drafter.
+    """Format in which vLLM loads a drafter.
 
     Raises:
-        UserError: none; see `formats.check`.
+        UserError: there is none; see `formats.check`.
     """
     name, settings = short_name(drafter), drafter.settings
     found = formats.accepting(name, settings, target)
@@ -90,12 +90,12 @@ def check(options: ScoringOptions, training: bool) -> None:
     """Check the options of score.engine before work starts.
 
     Args:
-        options: what is measured.
+        options: options of scoring.
         training: several checkpoints will be scored.
 
     Raises:
-        UserError: contradictory ones, no interpreter, one without the engine, or packages of ours that
-            speak to it are missing.
+        UserError: contradictory options, no interpreter, an interpreter without the engine, or missing
+            client packages.
     """
     given = {
         "engine_python": options.engine_python,
@@ -104,7 +104,7 @@ def check(options: ScoringOptions, training: bool) -> None:
     }
     if options.engine == NONE:
         for name in [name for name, value in given.items() if value]:
-            raise UserError(f"score.{name}: is set without an engine; add score.engine=vllm, or leave it out")
+            raise UserError(f"score.{name}: needs an engine; add score.engine=vllm, or remove score.{name}")
         return
     for needed in (openai, parser):  # packages that are optional
         needed()
@@ -130,14 +130,14 @@ def check(options: ScoringOptions, training: bool) -> None:
 def scorer(
     options: ScoringOptions, chat: Chat, prompts: Sequence[Prompt], seed: int, folder: Path, training: bool
 ) -> EngineScorer | None:
-    """What measures checkpoints in an engine; None where none is named. See `EngineScorer`."""
+    """Build the `EngineScorer` of the options; None without score.engine."""
     if options.engine == NONE:
         return None
     return EngineScorer(options, chat, prompts, seed, folder, training)
 
 
 class Answered(NamedTuple):
-    """Traffic of each setting, and the engine's version."""
+    """Traffic of each setting, and version of the engine."""
 
     engine: str
     by_setting: dict[tuple[Sampler, int], Traffic]
@@ -147,12 +147,12 @@ class EngineScorer:
     """Exports a checkpoint, starts the engine with it and sends it the held-out prompts.
 
     Args:
-        options: of scoring, with an engine.
+        options: options of scoring, with an engine.
         chat: renders prompts.
-        prompts: held out; they are sent as token ids.
-        seed: of the engine's draws.
-        folder: for exports, which are removed again, and logs.
-        training: a checkpoint that the engine fails on is told, and the run continues.
+        prompts: held-out prompts, sent as token ids.
+        seed: seed of the engine's draws.
+        folder: folder of logs and temporary exports.
+        training: report an engine's failure and continue the run.
     """
 
     def __init__(
@@ -165,19 +165,19 @@ class EngineScorer:
         training: bool,
     ) -> None:
         self.options, self.seed, self.folder, self.training = options, seed, folder, training
-        self.chat = Chat(chat.tokenizer, "none")  # of requests: they are rendered here
+        self.chat = Chat(chat.tokenizer, "none")  # requests contain rendered prompts
         sent = prompts[: options.replay_prompts or options.prompts]
         self.requests = [Request(p.id, 0, chat.encode(p.messages, p.tools)) for p in sent]
-        self.answered: dict[str, Answered] = {}  # by step, and plain decoding by target: measured once
+        self.answered: dict[str, Answered] = {}  # by step; plain decoding by target, measured once
 
     def __call__(self, card: Scorecard, drafter: Drafter, target: Target, answers: Answers) -> list[Served]:
-        """Served acceptance, text and rate at each temperature and batch size.
+        """Measure acceptance, text and rate at each temperature and batch size.
 
         Args:
-            card: of the same checkpoint.
-            drafter: loaded from it.
-            target: of the drafter; one that the drafter tunes is tuned in the export.
-            answers: of the target that verifies it to the held-out prompts.
+            card: scorecard of the same checkpoint.
+            drafter: drafter loaded from the checkpoint.
+            target: target of the drafter; the export contains it tuned if the drafter tunes it.
+            answers: the verifying target's answers to the held-out prompts.
 
         Raises:
             UserError: outside of training, the engine cannot be started, ends, or does not draft.
@@ -213,7 +213,7 @@ class EngineScorer:
         """The command that serves a drafter, and the target's folder or hub id."""
         self.folder.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.folder))
-        model = str(source_of(str(target.model.name_or_path))[0])  # of a GGUF file the folder it became
+        model = str(source_of(str(target.model.name_or_path))[0])  # a GGUF file's converted folder
         try:
             saved = as_saved(drafter)
             if drafter.traits.tunes_target:
@@ -230,7 +230,7 @@ class EngineScorer:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _run(self, command: str, name: str, what: str, target: Target) -> Answered:
-        """Start a server and have it answer at every setting; the second time, what it answered."""
+        """Start a server and collect its answers at every setting; cached by name."""
         options, key = self.options, name if name != "plain" else command
         if key in self.answered:
             return self.answered[key]
@@ -241,7 +241,7 @@ class EngineScorer:
             *("--max-model-len", str(min(room, target.max_positions or room))),
             *("--max-num-seqs", str(max(options.batch_sizes)), "--seed", str(self.seed)),
             *([] if name == "plain" else ["--per-request-spec-decode-metrics", "summary"]),
-            *(["--enforce-eager"] if target.device.type == "cpu" else []),  # it compiles for minutes there
+            *(["--enforce-eager"] if target.device.type == "cpu" else []),  # compiling takes minutes on a CPU
         ]
         engine = VLLM(str(options.engine_python), options.engine_args, options.engine_patience)
         with engine.serve(command, self.folder / f"{name}.log", *arguments) as url:
@@ -277,7 +277,7 @@ class EngineScorer:
         target: Target,
         answers: Answers,
     ) -> Served:
-        """One setting and the scorecard's row of the same chain."""
+        """Figures of one setting and of the scorecard's row of the same chain."""
         (sampler, batch), acceptance = setting, served_acceptance(traffic.reading, traffic.histograms)
         if not acceptance.rounds or not acceptance.survival:
             raise UserError(f"score.engine: {engine} answered {traffic.prompts} prompts and drafted nothing")
@@ -294,7 +294,7 @@ class EngineScorer:
             counts = compare_texts(target, prompts, _tokens(without), _tokens(traffic))
             texts = list(counts)
         rollouts = list(answers.get(sampler, []))
-        # In a batch answers come in any order, and above temperature 0 each has a chance of its own.
+        # Batched answers come in any order; sampled ones are random.
         ours = row.counts.rounds if batch == 1 and not sampler.temperature else []
         alike = _alike(traffic, rollouts, ours)
         same = [sum(one.same for one in alike), len(alike)] if alike else None
@@ -329,7 +329,7 @@ class EngineScorer:
 
 
 def _fault(folder: Path, target: Target) -> str:
-    """What our own reader says of an export that an engine failed on; "" where there is no fault to see."""
+    """Error that our own reader finds in an export that an engine rejected; "" if none."""
     try:
         if formats.find_reader(read_config(folder)):
             load(folder, target)
@@ -339,12 +339,12 @@ def _fault(folder: Path, target: Target) -> str:
 
 
 class Alike(NamedTuple):
-    """An answer that the engine gave as the target does here.
+    """An engine's answer that equals the target's answer.
 
     Attributes:
         rollout: the answer.
-        rounds: that the engine took.
-        same: as many as replay takes.
+        rounds: rounds that the engine took.
+        same: whether replay takes as many rounds.
     """
 
     rollout: Rollout
@@ -353,7 +353,7 @@ class Alike(NamedTuple):
 
 
 def _alike(traffic: Traffic, rollouts: Sequence[Rollout], ours: Sequence[float]) -> list[Alike]:
-    """Answers that can be compared one by one; none where the engine does not count their rounds."""
+    """Answers that can be compared one by one; empty if the engine does not count their rounds."""
     if not len(traffic.histograms) == len(traffic.answers) == len(rollouts) == len(ours):
         return []
     counted = [sum(histogram) for histogram in traffic.histograms]

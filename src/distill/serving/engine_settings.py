@@ -1,4 +1,4 @@
-"""vLLM's own settings for how much to draft, from forecasts of several batch sizes."""
+"""Settings of vLLM for the draft length, from forecasts of several batch sizes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from decode.planning.cost_model import fastest
 
 
 class ServedChain(NamedTuple):
-    """The best chain for a server whose batch stays full.
+    """Best chain for a server with a constant batch size.
 
     Attributes:
-        batch_size: requests running.
-        tokens: of a draft; 0: serve without speculation.
-        drawn: the tokens are drawn from the draft's distribution, not its likeliest.
+        batch_size: number of running requests.
+        tokens: draft length; 0: serve without speculation.
+        drawn: draft tokens are sampled, not the most likely ones.
         survival: share of rounds that accept at least j tokens, j from 1.
     """
 
@@ -30,7 +30,7 @@ class ServedChain(NamedTuple):
 def best_chain(
     rows: Sequence[Forecast], survival: Mapping[Plan, Sequence[float]], batch_size: int
 ) -> ServedChain:
-    """Of the chains that an engine can draft: fixed ones and drawn ones, verified token by token."""
+    """Choose among the chains that an engine supports: fixed or sampled, verified token by token."""
     proposals = ("fixed", "sampled")
     plain = [Plan(row.plan.depth, proposal=p) for row in rows for p in proposals if row.plan.depth]
     chains = [row for row in rows if not row.plan.depth or row.plan in plain]
@@ -39,10 +39,10 @@ def best_chain(
 
 
 def schedule(chains: Sequence[ServedChain]) -> list[list[int]]:
-    """Draft lengths by batch size as vLLM has them, [first, last, tokens], from 1 on without a gap.
+    """Draft lengths by batch size in vLLM's form: [first, last, tokens], from 1 without gaps.
 
-    A batch size between two that were measured takes the length of the larger one, whose rounds cost more;
-    vLLM keeps the last length in larger batches.
+    An unmeasured batch size uses the length of the next larger one, whose rounds cost more; vLLM keeps the
+    last length for larger batches.
     """
     ranges: list[list[int]] = []
     first = 1
@@ -56,9 +56,9 @@ def schedule(chains: Sequence[ServedChain]) -> list[list[int]]:
 
 
 def speculative_config(chains: Sequence[ServedChain]) -> dict[str, Any]:
-    """Keys of vLLM's --speculative-config in addition to method and model; empty: serve without speculation.
+    """Keys of vLLM's --speculative-config besides method and model; empty: serve without speculation.
 
-    Drawn drafts are verified as a block, which accepts no less (Sun et al., arXiv:2403.10444).
+    Sampled drafts are verified as a block, which accepts at least as much (Sun et al., arXiv:2403.10444).
     """
     longest = max(chain.tokens for chain in chains)
     if not longest:
@@ -72,7 +72,7 @@ def speculative_config(chains: Sequence[ServedChain]) -> dict[str, Any]:
 
 
 def synthetic_config(survival: Sequence[float]) -> dict[str, Any]:
-    """Keys with which vLLM accepts drafts at given rates, to time a drafter on a machine."""
+    """Keys that make vLLM accept drafts at given rates, to time a drafter on a machine."""
     return {
         "num_speculative_tokens": len(survival),
         "rejection_sample_method": "synthetic",
@@ -81,7 +81,7 @@ def synthetic_config(survival: Sequence[float]) -> dict[str, Any]:
 
 
 def lines(name: str, temperature: float, chains: Sequence[ServedChain]) -> Iterator[str]:
-    """What to give an engine for one drafter and temperature, as text."""
+    """Format the engine settings of one drafter and temperature as text."""
     config = speculative_config(chains)
     if not config:
         yield f"   vLLM, {name}, T={temperature:g}: without --speculative-config"

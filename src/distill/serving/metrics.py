@@ -1,7 +1,7 @@
 """Parse the speculative-decoding metrics of vLLM and SGLang.
 
-Names and labels are as in vllm/v1/spec_decode/metrics.py (vLLM's V1 engine) and of SGLang's
-metrics collector; `sglang:spec_verify_calls_total` is there since SGLang's pull request 25689 (May 2026).
+Names and labels are from vllm/v1/spec_decode/metrics.py (vLLM's V1 engine) and SGLang's metrics collector
+(`sglang:spec_verify_calls_total` was added by SGLang's pull request 25689).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from decode.errors import UserError
 
 PREFIXES = ("vllm:", "sglang:", "process_start_time_seconds")
 VLLM = "vllm:spec_decode_num_"
-COUNTERS = "counters"  # source of figures other than answers or a gauge
-COUNTER_FIELDS = ("requests", "tokens", "rounds", "drafted", "accepted")  # fields of `Reading` that only grow
-WINDOW = 40  # decode steps behind SGLang's gauge (--decode-log-interval), one or more rounds in each
+COUNTERS = "counters"  # source of figures, unless answers or a gauge
+COUNTER_FIELDS = ("requests", "tokens", "rounds", "drafted", "accepted")  # monotonic fields of `Reading`
+WINDOW = 40  # decode steps averaged by SGLang's gauge (--decode-log-interval)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,13 @@ class Reading:
 
     Attributes:
         engine: vllm | sglang.
-        model: as its metrics call it.
+        model: name in its metrics.
         speculates: speculative decoding is switched on.
         depth: maximum draft length; None: unknown.
         nodes: draft tokens verified at once, without SGLang's root; None: unknown.
         started: start time of the process in seconds; 0 if unknown.
-        requests: answered.
-        tokens: generated.
+        requests: answered requests.
+        tokens: generated tokens.
         rounds: verification rounds of a row.
         drafted: draft tokens; None: not counted.
         accepted: accepted draft tokens; None: not counted.
@@ -63,10 +63,10 @@ class ServedAcceptance:
         engine: vllm | sglang.
         rounds: number of rounds.
         drafted: draft tokens; None: not counted.
-        tokens: generated.
+        tokens: generated tokens.
         tau: tokens per round.
         survival: P(accepted >= j), j from 1; empty: the engine does not count positions.
-        source: what the figures were read from.
+        source: source of the figures.
     """
 
     engine: str
@@ -151,14 +151,14 @@ def _vllm(samples: Sequence[Sample], model: str) -> Reading:
             accepted_counts[place] = accepted_counts.get(place, 0.0) + value
     names = {name for name, _, _ in samples}
     if f"{VLLM}drafts" not in names and f"{VLLM}draft_tokens" in names:
-        raise UserError("vLLM's V0 engine counts no rounds, so its acceptance cannot be told; serve with V1")
+        raise UserError("vLLM's V0 engine counts no rounds, so its acceptance is unknown; serve with V1")
     by_position = tuple(
         accepted_counts.get(place, 0.0) for place in range(max(accepted_counts, default=-1) + 1)
     )  # (K,)
     return Reading(
         engine="vllm",
         model=model,
-        # vLLM has these counters only with a speculative config.
+        # vLLM exports these counters only with a speculative config.
         speculates=f"{VLLM}drafts" in names,
         depth=len(by_position) or None,
         nodes=len(by_position) or None,
@@ -197,7 +197,7 @@ def _sglang(samples: Sequence[Sample], model: str) -> Reading:
 
 
 def difference(before: Reading, after: Reading, where: str) -> Reading:
-    """Counters between two readings of one server.
+    """Subtract two readings of one server.
 
     Raises:
         UserError: the server was restarted in between, or is another one.
@@ -220,10 +220,10 @@ def difference(before: Reading, after: Reading, where: str) -> Reading:
 
 
 def served_acceptance(reading: Reading, histograms: Sequence[Sequence[int]] = ()) -> ServedAcceptance:
-    """Acceptance from counters.
+    """Compute acceptance from counters.
 
     Args:
-        reading: since the start, or between two readings.
+        reading: counters since the start, or between two readings.
         histograms: for each answer, rounds that accepted 0, 1, ... tokens.
     """
     if histograms:

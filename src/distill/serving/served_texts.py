@@ -1,4 +1,4 @@
-"""Whether an engine's greedy text with a drafter is its text without one."""
+"""Compare an engine's greedy text with a drafter to its text without one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from decode.model.target import Target
 
 
 class TextCounts(NamedTuple):
-    """Answers by how they compare."""
+    """Number of answers by outcome of the comparison."""
 
     equal: int
     near_ties: int
@@ -23,15 +23,15 @@ def compare_texts(
     plain: Sequence[Sequence[int]],
     drafted: Sequence[Sequence[int]],
 ) -> TextCounts:
-    """Count answers that are equal, that part where two tokens are as likely, and that just differ.
+    """Count answers that are equal, that differ at a near tie, and that differ otherwise.
 
-    What comes behind the first difference is another text, and is not compared.
+    Only the first difference is examined, since the context differs after it.
 
     Args:
-        target: scores the two tokens where two answers part, in fp32 if it is small enough.
+        target: scores the two tokens at the first difference, in fp32 if it is small enough.
         prompts: token ids.
         plain: greedy answers without a drafter, token ids.
-        drafted: greedy answers to the same prompts with one.
+        drafted: greedy answers to the same prompts with a drafter.
     """
     parted = [i for i, (a, b) in enumerate(zip(plain, drafted, strict=True)) if list(a) != list(b)]
     rescore = Rescorer(target) if parted else None
@@ -39,7 +39,7 @@ def compare_texts(
     for i in parted:
         pairs = enumerate(zip(plain[i], drafted[i], strict=False))
         place = next((place for place, (a, b) in pairs if a != b), None)
-        if place is None or rescore is None:  # one of them ends early
+        if place is None or rescore is None:  # one answer ends early
             continue
         row = rescore(prompts[i], plain[i][: place + 1])[place]  # (V,)
         gap = float((row[plain[i][place]] - row[drafted[i][place]]).abs())

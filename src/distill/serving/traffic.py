@@ -26,16 +26,16 @@ READ_INTERVAL, MAX_READS = 0.5, 10  # seconds between reads of counters that lag
 
 
 class Traffic(NamedTuple):
-    """Counters of the traffic that was measured.
+    """Counters of the measured traffic.
 
     Attributes:
-        reading: counters of only this traffic.
-        histograms: of accepted tokens by answer, where the engine reports them.
+        reading: counters of this traffic only.
+        histograms: accepted tokens by answer, if the engine reports them.
         prompts: number of prompts sent.
         answer_tokens: tokens of the answers; None: other users' traffic.
-        description: of the traffic, for messages.
-        answers: to the prompts that were sent.
-        seconds: s until the last of them was there.
+        description: description of the traffic, for messages.
+        answers: answers to the prompts that were sent.
+        seconds: seconds until the last answer arrived.
     """
 
     reading: Reading
@@ -55,7 +55,7 @@ def measure(
     models: Sequence[Model],
     temperature: float,
 ) -> Traffic:
-    """Read the counters before and after some traffic; only once with `since_start`.
+    """Read the counters before and after some traffic; with `since_start`, read them once.
 
     Raises:
         UserError: no duration is given, the server fails or restarts, or the metrics are of another engine.
@@ -86,7 +86,7 @@ def send(
     params: SamplingParams,
     model: str | None = None,
 ) -> Traffic:
-    """Have the engine answer, and read its counters before and after.
+    """Send requests to the engine, and read its counters before and after.
 
     Raises:
         UserError: the server fails or restarts, or the metrics are of another engine.
@@ -143,7 +143,7 @@ def _stop_tokens(engine: OpenAIEngine, target: TargetOptions, card: Scorecard) -
 
 
 def _settled_reading(endpoint: Endpoint, model: str | None) -> Reading:
-    """The counters once they stop changing: engines update them after they have answered."""
+    """Read the counters until they stop changing: engines update them after answering."""
     last = endpoint.reading(model)
     for _ in range(MAX_READS):
         time.sleep(READ_INTERVAL)

@@ -27,14 +27,14 @@ FLAGS = {
 
 
 def command(options: VerifyOptions) -> float:
-    """Exit code 0: acceptance agrees with the scorecard; 1: it differs; 2: no comparison was possible."""
+    """Return the exit code: 0: acceptance agrees with the scorecard; 1: it differs; 2: not comparable."""
     if not verify(options):
         raise SystemExit(1)
     return 0.0
 
 
 def verify(options: VerifyOptions) -> bool:
-    """Print served and scored acceptance, and likely causes of a difference; whether they agree.
+    """Print served and scored acceptance and likely causes of a difference; returns whether they agree.
 
     Raises:
         UserError: no scorecard, no engine, no matching row, or too few rounds.
@@ -48,7 +48,7 @@ def verify(options: VerifyOptions) -> bool:
         return _report_off(first)
     _check_chain(first, endpoint)
     temperature = card.headline.temperature if options.temperature is None else options.temperature
-    if depth := first.depth or options.depth:  # else it is only known from the answers
+    if depth := first.depth or options.depth:  # otherwise the answers show it
         _matching_row(options, card, first, depth, temperature)
     traffic = measure(options, card, endpoint, first, models, temperature)
     reading = traffic.reading
@@ -100,7 +100,7 @@ def _check_chain(reading: Reading, endpoint: Endpoint) -> None:
 
 
 def _trained_depth(checkpoint: Path) -> int | None:
-    """Depth that the drafter was trained for, from its config.json; None if there is none."""
+    """Depth that the drafter was trained for, from its config.json; None if unknown."""
     for folder in (checkpoint, checkpoint / "checkpoints" / "best", checkpoint.parent):
         try:
             depth = json.loads((folder / "config.json").read_text())["settings"]["depth"]
