@@ -146,7 +146,7 @@ def test_restarted_server_loses_no_row(served, chat, prompts, pocket, tmp_path, 
     assert texts[0] == texts[1]
     assert [row["id"] for row in rows] == [prompt.id for prompt in prompts]
     said = capsys.readouterr().out
-    assert said.count("waiting up to 120 s for it") == said.count("answers again") == 1
+    assert said.count("retrying for up to 120 s") == said.count("answers again") == 1
 
 
 def test_wrong_model_is_refused(served, chat, prompts, pocket):

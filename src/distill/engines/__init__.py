@@ -1,1 +1,1 @@
-"""Who answers prompts: the target in this process, or an OpenAI-compatible server."""
+"""Engines that answer prompts: the target in this process, or an OpenAI-compatible server."""

@@ -15,17 +15,17 @@ from distill.prompts.prompt import Message
 from distill.utils.progress import say
 from drafters.base import Drafter
 
-TRIED, TRIED_TOKENS = 8, 64  # answers that plans are compared on, and tokens of each
+TRIED, TRIED_TOKENS = 8, 64  # number and tokens of the answers that plans are compared on
 
 
 class Request(NamedTuple):
     """A prompt to answer.
 
     Attributes:
-        id: of prompt and turn; together with `sample` it seeds the sampling.
-        sample: number of the answer, where a prompt has several.
-        tokens: of the rendered prompt, up to where the answer begins.
-        messages: the same as a conversation; empty where the target begins from nothing.
+        id: id of prompt and turn; seeds the sampling together with `sample`.
+        sample: number of the answer, if a prompt has several.
+        tokens: tokens of the rendered prompt, up to the start of the answer.
+        messages: the same as a conversation; empty if the target begins from nothing.
         tools: schemas of functions that may be called.
     """
 
@@ -37,11 +37,11 @@ class Request(NamedTuple):
 
 
 class SamplingParams(NamedTuple):
-    """How answers are sampled.
+    """Sampling parameters of answers.
 
     Attributes:
         sampler: keyword arguments of `Sampler`.
-        max_new_tokens: of an answer.
+        max_new_tokens: maximum length of an answer.
         stop: end tokens.
     """
 
@@ -54,9 +54,9 @@ class Answer(NamedTuple):
     """An answer.
 
     Attributes:
-        tokens: with the end token; empty if a server gave nothing usable.
-        stopped: it ended with an end token, not at the length limit.
-        exact: the ids are those that were sampled; else the text was tokenized again.
+        tokens: tokens with the end token; empty if a server returned nothing usable.
+        stopped: whether it ended with an end token, not at the length limit.
+        exact: whether these are the sampled ids, not tokenized text.
     """
 
     tokens: list[int]
@@ -69,26 +69,26 @@ class Engine(Protocol):
 
     Attributes:
         context: limit on tokens of prompt and answer together; None: unknown.
-        begins: it can write from an empty prompt, or from half a message.
+        begins: whether it can continue an empty prompt or an incomplete message.
     """
 
     context: int | None
     begins: bool
 
     def __call__(self, requests: Sequence[Request], params: SamplingParams) -> list[Answer]:
-        """One answer for each request, in their order."""
+        """Return one answer per request, in their order."""
         ...
 
 
 class InProcess:
-    """The target in this process, with or without a drafter: the distribution of answers is the same.
+    """Engine that runs the target in this process; a drafter does not change the distribution of answers.
 
     Args:
-        target: answers.
-        batch_size: requests decoded together; the next ones join as some end, the shortest first.
-        seed: of the sampling.
+        target: model that answers.
+        batch_size: requests decoded together; waiting ones join as others end, shortest first.
+        seed: seed of the sampling.
         drafter: proposes tokens; None: plain decoding.
-        plan: of its drafts; `Auto`: the fastest of its plans, measured before the first answers.
+        plan: plan of its drafts; `Auto`: the fastest of its plans, measured before the first answers.
     """
 
     begins = True
@@ -106,8 +106,8 @@ class InProcess:
         self.context = target.max_positions
 
     def __call__(self, requests: Sequence[Request], params: SamplingParams) -> list[Answer]:
-        """Answers in the order of the requests."""
-        # Prompts that begin together are of similar lengths, for little padding.
+        """Return answers in the order of the requests."""
+        # Sorted by length: less padding.
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].tokens))
         chosen = [requests[i] for i in order]
         before = self.target.taps
@@ -134,7 +134,7 @@ class InProcess:
         return [Answer(answers[i].tokens, answers[i].stopped) for i in range(len(requests))]
 
     def _choose(self, auto: Auto, requests: Sequence[Request], params: SamplingParams) -> Plan:
-        """The fastest plan on the beginnings of some answers, which are decoded plainly for that."""
+        """Measure the fastest plan on the beginnings of some answers, decoded plainly."""
         assert self.drafter
         size, sampler = min(self.batch_size, len(requests)), Sampler(**params.sampler)
         say(f"rollouts: measuring drafts at {size} answers at a time")

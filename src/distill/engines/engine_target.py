@@ -1,4 +1,4 @@
-"""The target of `taps=engine`: vLLM runs its layers, this process has its embedding, final norm and head."""
+"""The target of `taps=engine`: vLLM runs the layers; this process has embedding, final norm and head."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from distill.utils.paths import bundled
 from distill.utils.progress import say
 
 CONNECTOR = "foredraft_hidden_states"  # module and class of `inside`
-PROBE = 4, 16  # texts, and tokens of each, that the engine reads first
+PROBE = 4, 16  # number and length of the texts that test the engine
 # Largest median difference of log-probabilities, in nats: both sides round logits of up to 32 to bf16, by
 # 0.06 each; another norm, layer or head is several nats off.
 BOUND = 0.25
-GONE = 15.0  # seconds without an answer after which an engine that the run started has ended
-ANSWERED = {"kv_transfer_params": {"include_output_tokens": True}}  # states of the answer, too
+GONE = 15.0  # seconds without an answer after which the run's engine counts as ended
+ANSWERED = {"kv_transfer_params": {"include_output_tokens": True}}  # include states of the answer
 
 
 class EngineTarget(HeadTarget):
-    """A target whose hidden states come from an engine: `read` asks it, and rollouts are its answers.
+    """A target whose hidden states and rollouts come from an engine.
 
-    The engine starts, or is looked for, when something is first asked of it.
+    The engine is started or contacted at the first request.
     """
 
     read_ahead = 2**15
@@ -50,10 +50,10 @@ class EngineTarget(HeadTarget):
         """Set how the engine is reached.
 
         Args:
-            options: see there.
-            target: that the engine loads.
-            folder: for the log and the files of an engine that is started.
-            gigabytes: limit on the hidden states of answers, which are kept until their rows are read.
+            options: options of the engine.
+            target: model that the engine loads.
+            folder: folder for log and files of a started engine.
+            gigabytes: limit on stored hidden states of answers, which are kept until their rows are read.
         """
         self._engine, self._options, self._folder, self._limit = options, target, folder, gigabytes
         self._stack = ExitStack()
@@ -61,7 +61,7 @@ class EngineTarget(HeadTarget):
 
     @property
     def layers_read(self) -> tuple[int, ...]:
-        """Layer ids that the engine writes; the number of layers stands for the last one's output."""
+        """Layer ids that the engine writes; the number of layers denotes the last layer's output."""
         if self._engine.layers:
             return tuple(sorted(set(self._engine.layers)))
         return tuple(sorted({*(tap for tap in self.taps if isinstance(tap, int)), len(self.layers)}))
@@ -79,12 +79,12 @@ class EngineTarget(HeadTarget):
 
     @override
     def read(self, tokens: Tensor, lengths: Sequence[int] | None = None) -> TargetOutput:
-        """As `Target.read`, by the engine; outputs at padding are 0.
+        """Like `Target.read`, by the engine; outputs at padding are 0.
 
-        So is the last of a text as long as the context, in which nothing can follow it.
+        The last output of a text that fills the context is 0 too, since no token can follow.
 
         Raises:
-            UserError: the engine is not there, or it is another model.
+            UserError: the engine is missing, or runs another model.
         """
         most = (self.max_positions or tokens.shape[1] + 1) - 1
         ends = [min(n, most) for n in lengths or [tokens.shape[1]] * len(tokens)]
@@ -101,13 +101,13 @@ class EngineTarget(HeadTarget):
         return self._output(last, {layer: states[:, :, i] for i, layer in enumerate(layers)})
 
     def answers(self, chat: Chat, seed: int) -> OpenAIEngine:
-        """The engine as what answers prompts; hidden states of its answers are kept."""
+        """Build a rollout engine on this server; keeps the hidden states of its answers."""
         _, client = self._connected()
         return OpenAIEngine(client.server, chat, seed, self.max_positions, ANSWERED, client)
 
     @override
     def rest(self) -> None:
-        """End the engine, where the run has started it; it starts again when something is asked of it."""
+        """Stop the engine if the run has started it; the next request starts it again."""
         self._stack.close()
         if self._connection:
             self._connection[1].forget()
@@ -126,7 +126,7 @@ class EngineTarget(HeadTarget):
         return float(self.head(last).float().log_softmax(-1)[token])
 
     def _connected(self) -> tuple[tuple[int, ...], HiddenStates]:
-        """Layer ids and the client; an engine that the run started with other layers is started again."""
+        """Return layer ids and client; restarts the run's own engine if its layers differ."""
         layers = self.layers_read
         if self._connection and self._connection[0] == layers:
             return self._connection
@@ -163,7 +163,7 @@ class EngineTarget(HeadTarget):
         options, states = self._engine, self._folder / "states"
         engine = VLLM(options.python or "", options.arguments, options.patience, "engine.python")
         states.mkdir(parents=True, exist_ok=True)
-        for path in states.iterdir():  # of an engine that was killed
+        for path in states.iterdir():  # left by a killed engine
             if not path.match(KEPT.format("*")):
                 path.unlink()
         log = self._folder / "engine.log"
@@ -182,7 +182,7 @@ class EngineTarget(HeadTarget):
 def load_engine_target(
     engine: EngineOptions, target: TargetOptions, device: torch.device, folder: Path, gigabytes: float
 ) -> EngineTarget:
-    """Read what is needed of a target here; arguments as in `serve_with`.
+    """Load the parts of a target that this process needs; arguments as in `serve_with`.
 
     Raises:
         UserError: see `HeadTarget.load`; no interpreter with vLLM.
@@ -196,7 +196,7 @@ def load_engine_target(
 
 
 def states_arguments(layers: Sequence[int], folder: str) -> list[str]:
-    """Arguments of `vllm serve` that make it write hidden states of layers to a folder."""
+    """Arguments of `vllm serve` that write hidden states of layers to a folder."""
     settings: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": list(layers)}
     speculative = {
         "method": "extract_hidden_states",

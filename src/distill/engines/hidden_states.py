@@ -1,8 +1,8 @@
-"""Client of a server that writes the hidden states of what it reads to a folder that both see.
+"""Client of a server that writes the hidden states of prompts to a shared folder.
 
-vLLM 0.32 with the speculative method `extract_hidden_states` and a connector of hidden states: its own
-`ExampleHiddenStatesConnector`, on which speculators' package hs-connectors builds, or `inside/`, which runs
-on CPUs too. Each response names a file; see `inside/foredraft_hidden_states.py` for what is in it.
+Needs vLLM 0.32 with the speculative method `extract_hidden_states` and a connector of hidden states: vLLM's
+own `ExampleHiddenStatesConnector` (the base of speculators' package hs-connectors), or `inside/`, which also
+runs on CPUs. Each response names a file; `inside/foredraft_hidden_states.py` describes its content.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from distill.engines.http import RefusedError, RetryPolicy, Server, TransientErr
 from distill.engines.unnamed_files import KEPT, UnnamedFiles
 from drafters.checkpoint.atomic import publish
 
-WRITES = 30.0  # seconds that a file may take to appear after the response
-FEW = 4  # texts, fewer of which show no more than rounding
-LATE = 2.0  # seconds to wait for files of requests that were given up, at the end
-LONGEST = 255  # bytes of a file's name
+WRITES = 30.0  # seconds to wait for a file after the response
+FEW = 4  # fewer texts show only rounding differences
+LATE = 2.0  # seconds to wait at the end for files of abandoned requests
+LONGEST = 255  # maximum bytes of a file's name
 
 
 class Read(NamedTuple):
-    """What an engine says of a text.
+    """An engine's output for a text.
 
     Attributes:
-        states: (n, L, D) outputs of the layers that it was started with, ascending.
-        token: the likeliest next one; None if the text was read while it was written.
-        logprob: of that token.
+        states: (n, L, D) outputs of the configured layers, ascending.
+        token: most likely next token; None if the states were stored while answering.
+        logprob: log-probability of that token.
     """
 
     states: Tensor
@@ -48,14 +48,14 @@ class Read(NamedTuple):
 
 
 class HiddenStates:
-    """Asks for the hidden states of texts, and keeps those that come with answers.
+    """Requests the hidden states of texts, and keeps those that come with answers.
 
     Args:
         server: connection.
-        folder: with the engine's files, as this machine sees it.
+        folder: folder with the engine's files, as this machine sees it.
         layers: number of layers that the engine writes, and the hidden size.
-        limit: bytes of the files that are kept.
-        restart: what to do about an engine that writes no hidden states or others, for errors.
+        limit: maximum bytes of kept files.
+        restart: advice for errors about an engine with missing or wrong hidden states.
     """
 
     def __init__(
@@ -66,29 +66,29 @@ class HiddenStates:
         self.retry = RetryPolicy(str(server), server.patience, server.retries, server.group)
         self.answered = False
         self.unnamed = UnnamedFiles(folder)
-        self.size = sum(path.stat().st_size for path in folder.glob(KEPT.format("*")))  # bytes that are kept
+        self.size = sum(path.stat().st_size for path in folder.glob(KEPT.format("*")))  # bytes of kept files
 
     def __call__(self, texts: Sequence[list[int]]) -> list[Read]:
-        """One for each text, in their order; texts that the engine wrote are taken from the kept files.
+        """Return the states of each text, in order; texts that the engine wrote are read from kept files.
 
         Raises:
-            UserError: the engine is not there or not started as it has to be.
+            UserError: the engine is missing or misconfigured.
         """
         with self.asking(self.retry):
             return asyncio.run(self._all(texts))
 
     def asking(self, retry: RetryPolicy) -> AbstractContextManager[None]:
-        """While requests are under way that the engine writes files for; see `UnnamedFiles`."""
+        """Context in which requests run; see `UnnamedFiles`."""
         return self.unnamed.asking(retry)
 
     def keep(self, path: str) -> None:
-        """Name the engine's file of an answer by its tokens, as far as the limit allows.
+        """Name the file of an answer after its tokens, within the limit.
 
         Raises:
-            UserError: no file has such a name.
+            UserError: invalid file name.
         """
         file = self._local(path)
-        with suppress(OSError, KeyError, SafetensorError):  # what is not kept is read again
+        with suppress(OSError, KeyError, SafetensorError):  # otherwise read again
             _wait(file)
             size = file.stat().st_size
             if self.size + self.unnamed.size + size <= self.limit:
@@ -99,14 +99,14 @@ class HiddenStates:
         self._remove(file)
 
     def _save(self, tokens: Sequence[int], states: Tensor) -> None:
-        """Keep what was read of a text when others could not be read."""
+        """Keep the states of a text if other texts failed."""
         if self.size + self.unnamed.size + states.nbytes <= self.limit:
             with publish(self._kept(tokens)) as file:
                 save_file({"hidden_states": states, "token_ids": torch.tensor(tokens)}, file)
             self.size += self._kept(tokens).stat().st_size
 
     def forget(self) -> None:
-        """Remove what is still kept: texts that nobody asked for as they were written; and unnamed files."""
+        """Remove remaining kept files, which nobody requested, and unnamed files."""
         self.unnamed.end(LATE)
         for path in self.folder.glob(KEPT.format("*")):
             path.unlink(missing_ok=True)
@@ -181,10 +181,10 @@ class HiddenStates:
             self._remove(path)
 
     def _local(self, path: str) -> Path:
-        """A file of the engine on this machine; nothing of its path but the name is trusted.
+        """The engine's file on this machine; only the name of its path is trusted.
 
         Raises:
-            UserError: no file has such a name.
+            UserError: invalid file name.
         """
         name = Path(path).name
         if name in ("", "..") or not name.isprintable() or len(f"{name}.lock".encode()) > LONGEST:
@@ -196,7 +196,7 @@ class HiddenStates:
             name.unlink(missing_ok=True)
 
     def _load(self, path: Path, tokens: Sequence[int]) -> Tensor:
-        """(n, L, D) states in a file, after a check that they are of these tokens."""
+        """Load the (n, L, D) states of a file and check that they belong to these tokens."""
         if not path.exists():
             raise UserError(
                 f"{self.server.group}folder={self.folder}: the engine wrote {path.name}, which is not "
@@ -219,27 +219,27 @@ class HiddenStates:
 
 
 def _wait(path: Path) -> None:
-    """Wait until a file is whole: its writer holds a lock next to it; without one, wait `WRITES` at most."""
+    """Wait until a file is complete, as its lock shows; without a lock, wait up to `WRITES` seconds."""
     until = time.monotonic() + WRITES
     while True:
         with suppress(FileNotFoundError), Path(f"{path}.lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
-        # A connector without locks gives a file its name once it is whole.
+        # A connector without locks renames complete files.
         if path.exists() or time.monotonic() > until:
             return
         time.sleep(0.1)
 
 
 def check_rows(reads: Sequence[Read], logprob: Callable[[Tensor, int], float], bound: float) -> float:
-    """Median difference between the engine's log-probabilities of several texts and a head's here.
+    """Median difference between the engine's log-probabilities of several texts and those of the local head.
 
     Args:
-        reads: with tokens.
-        logprob: last (L, D) states of a text, token -> log-probability.
-        bound: largest difference, in nats.
+        reads: reads with tokens.
+        logprob: maps last (L, D) states of a text and a token to a log-probability.
+        bound: largest allowed difference, in nats.
 
     Raises:
-        UserError: above the bound: another head, norm or layer than the engine's.
+        UserError: above the bound: head, norm or layer differ from the engine's.
     """
     asked = [read for read in reads if read.token is not None]
     off = sorted(abs(logprob(read.states[-1], read.token or 0) - read.logprob) for read in asked)

@@ -19,8 +19,8 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 from decode.errors import UserError
 from distill.utils.progress import say
 
-MAX_BYTES = 32 << 20  # of a response; an answer of 100,000 tokens with its ids has about two
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between attempts, which double from the first to the longest
+MAX_BYTES = 32 << 20  # limit of a response
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between attempts; doubled after each
 T = TypeVar("T")
 
 BUSY = (408, 425, 429, 502, 503, 504)  # status codes of a server that is overloaded or restarting
@@ -30,8 +30,8 @@ class RefusedError(Exception):
     """A permanent refusal: retrying does not help.
 
     Args:
-        status: of the response.
-        reason: the server's.
+        status: status of the response.
+        reason: the server's reason.
     """
 
     def __init__(self, status: int, reason: str) -> None:
@@ -40,16 +40,16 @@ class RefusedError(Exception):
 
 
 def check_redirect(url: str, location: str, option: str, base: str = "") -> None:
-    """Refuse a redirect to another origin, which would receive the key and the prompts.
+    """Reject a redirect to another origin, which would receive the key and the prompts.
 
     Args:
-        url: of the request.
+        url: url of the request.
         location: header of the response.
-        option: name of the option that holds the server's url.
+        option: name of the option with the server's url.
         base: path at the end of that option's value.
 
     Raises:
-        UserError: scheme, host or port differ, or it is no address.
+        UserError: scheme, host or port differ, or the location is no address.
     """
     try:
         here, there = urlsplit(url), urlsplit(urljoin(url, location))
@@ -77,10 +77,10 @@ class Server:
     Args:
         url: base url, up to /v1.
         model: name on the server.
-        concurrency: requests in flight.
-        timeout: seconds per answer, whole.
-        retries: of a request that fails on the server.
-        patience: seconds to wait for a server that is away or failing.
+        concurrency: number of parallel requests.
+        timeout: seconds for a complete answer.
+        retries: retries of a request that fails on the server.
+        patience: seconds to wait for an unreachable or failing server.
         api_key_env: environment variable with the key; the key itself is not stored.
         group: prefix of these options in messages.
         stored: whether answers are stored as they arrive.
@@ -101,7 +101,7 @@ class Server:
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[Any]:
-        """A client for one event loop."""
+        """Yield a client for one event loop."""
         library = openai()
         limit = library.Timeout(self.timeout, connect=min(self.timeout, 10.0))
 
@@ -109,7 +109,7 @@ class Server:
             if response.has_redirect_location:
                 url, base = str(response.request.url), urlsplit(self.url).path
                 check_redirect(url, response.headers["location"], f"{self.group}url", base)
-            # The limit counts bytes before they are unpacked, and a megabyte may unpack to a gigabyte.
+            # The limit applies to compressed bytes, and a megabyte may decompress to a gigabyte.
             if (coding := response.headers.get("content-encoding", "identity")) != "identity":
                 raise UserError(f"{self}: answers in {coding}, which was not asked for; turn that off there")
             response.stream = limited(response.stream, str(self))
@@ -118,7 +118,7 @@ class Server:
             headers={"Accept-Encoding": "identity"},
             event_hooks={"response": [look]},
         )
-        # No retries of the library's own: it counts attempts, `RetryPolicy` limits time.
+        # The library's retries are off: it limits attempts, `RetryPolicy` limits time.
         async with library.AsyncOpenAI(
             base_url=self.url, api_key=self.key or "none", timeout=limit, max_retries=0, http_client=web
         ) as client:
@@ -131,20 +131,20 @@ class Server:
 
     @asynccontextmanager
     async def understood(self, first: bool, sure: bool) -> AsyncIterator[None]:
-        """Translate the library's errors into transient and permanent ones.
+        """Translate the library's errors into transient and permanent errors.
 
         Args:
-            first: no answer so far, so a missing server is a wrong url.
-            sure: the server has the model; one that lacks it may fail instead of refusing.
+            first: no answer so far, so an unreachable server means a wrong url.
+            sure: the server has the model; a server without it may fail instead of refusing.
 
         Raises:
             TransientError: a retry may succeed.
-            RefusedError: it will not.
+            RefusedError: a retry will not succeed.
             UserError: there is no server.
         """
         library = openai()
         try:
-            async with asyncio.timeout(self.timeout):  # the library's own is for each read
+            async with asyncio.timeout(self.timeout):  # the library's timeout applies per read
                 yield
         except (library.APITimeoutError, TimeoutError):
             raise TransientError(f"no answer within {self.group}timeout={self.timeout:g} s", True) from None
@@ -177,11 +177,11 @@ class Server:
 
 
 def limited(stream: Any, name: str) -> Any:
-    """The body of a response, of at most MAX_BYTES.
+    """Wrap the body of a response, limited to MAX_BYTES.
 
     Args:
-        stream: not read yet, an `AsyncByteStream` of httpx or httpx2, which depends on openai's version.
-        name: of the server in messages.
+        stream: an unread `AsyncByteStream` of httpx or httpx2 (depends on openai's version).
+        name: name of the server in messages.
 
     Raises:
         UserError: when more is read.
@@ -207,18 +207,18 @@ def limited(stream: Any, name: str) -> Any:
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """What `work` returns, in another thread; a socket's own timeout is for each read.
+    """Run `work` in another thread with a time limit, and return its result.
 
     Raises:
-        TimeoutError: it takes longer; its thread is left to end.
-        Exception: of `work`.
+        TimeoutError: it takes longer; the thread is abandoned.
+        Exception: raised by `work`.
     """
     done: Queue[tuple[T | None, BaseException | None]] = Queue()
 
     def body() -> None:
         try:
             done.put((work(), None))
-        except BaseException as error:  # raised where it is waited for
+        except BaseException as error:  # raised in the waiting thread
             done.put((None, error))
 
     threading.Thread(target=body, daemon=True).start()
@@ -232,7 +232,7 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
 
 def openai() -> Any:
-    """The client library, an optional dependency.
+    """Import the client library, an optional dependency.
 
     Raises:
         UserError: it is not installed.
@@ -251,7 +251,7 @@ class TransientError(Exception):
 
     Args:
         reason: one line.
-        broken: the server failed; else it was away or busy.
+        broken: the server failed; otherwise it was unreachable or busy.
         wait: seconds of its Retry-After header.
     """
 
@@ -264,9 +264,9 @@ class RetryPolicy:
     """Retries with back-off, shared by all requests to one server.
 
     Args:
-        name: of the server in messages.
-        seconds: from the first failure of a request to giving up.
-        retries: of a request on which the server failed.
+        name: name of the server in messages.
+        seconds: time limit from the first failure of a request.
+        retries: retries of a request that fails on the server.
         group: prefix of these options in messages.
         stored: whether answers so far are stored.
     """
@@ -278,10 +278,10 @@ class RetryPolicy:
         self.group, self.stored = group, stored
         self.answered = float("-inf")  # time of the newest answer
         self.waiting = False
-        self.failures = 0  # of all requests, where the server may have answered later or in part
+        self.failures = 0  # failures of all requests after which late or partial answers are possible
 
     async def __call__(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """The result of `ask`, retried.
+        """Return the result of `ask`, retried.
 
         Raises:
             UserError: it kept failing.
@@ -312,10 +312,10 @@ class RetryPolicy:
                 return result
 
     def _announce(self, failure: TransientError, failures: int, since: float) -> None:
-        """Print once that it is waited for, if it answered nothing since this request first failed."""
+        """Print once that requests wait, if the server has answered nothing since the first failure."""
         if failures > 1 and not self.waiting and self.answered < since:
             self.waiting = True
-            say(f"{self.name}: {failure}; waiting up to {self.seconds:g} s for it")
+            say(f"{self.name}: {failure}; retrying for up to {self.seconds:g} s")
 
     def _given_up(self, failure: TransientError, failures: int, broken: int) -> str:
         if broken > self.retries:
@@ -329,7 +329,7 @@ class RetryPolicy:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds that a Retry-After header (RFC 9110, 10.2.3) asks for: a number, or a date."""
+    """Seconds in a Retry-After header (RFC 9110, 10.2.3): a number or a date."""
     if value is None:
         return None
     try:

@@ -1,7 +1,7 @@
 """Start a server in another interpreter, and end it with this process.
 
-An engine has dependencies of its own (vLLM 0.32 needs an older transformers than ours), so it runs in an
-environment of its own and is spoken to over loopback.
+An engine has its own dependencies (vLLM 0.32 needs an older transformers), so it runs in its own environment;
+requests use loopback.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from distill.engines.http import within
 from distill.utils.progress import say
 from distill.utils.thread_waiting import chosen_here
 
-# Runs in the engine's interpreter: the server as `python -m`, and its whole process group ended when our end
-# of the pipe closes, which the kernel does however this process ends.
+# Runs the server as `python -m` in the engine's interpreter. Its process group is killed when our end of the
+# pipe closes, which the kernel does however this process ends.
 GUARD = """
 import os, runpy, signal, sys, threading
 def guard():
@@ -35,28 +35,28 @@ sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 HOST = "127.0.0.1"
-POLL, GRACE = 0.25, 20.0  # seconds between looks at a starting server; for an orderly end
-ENDING = 5.0  # seconds in which a server that answers no more has ended, if it is going to
-WRONG = ("Error:", "error:", "Exception:")  # marks of the line of a log that says what is wrong
+POLL, GRACE = 0.25, 20.0  # seconds between checks of a starting server; seconds for an orderly end
+ENDING = 5.0  # seconds to wait for the exit of a server that stopped answering
+WRONG = ("Error:", "error:", "Exception:")  # marks of error lines in a log
 OURS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")  # variables of this interpreter
-# Of vLLM. The last two are read only by builds for a CPU: GiB of its cache, which else takes nearly all
-# memory and is refused where others use some, and no cores taken from other processes.
+# Variables of vLLM. The last two are read only by CPU builds: GiB of the cache, which would otherwise take
+# nearly all memory, and no reserved cores.
 VLLM_VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-NO_PROXY = ProxyHandler({})  # loopback is never asked for through a proxy
+NO_PROXY = ProxyHandler({})  # no proxy for loopback
 
 
 def interpreter(python: str, module: str, option: str) -> Path:
-    """An interpreter that can find a module.
+    """Check that an interpreter can find a module.
 
     Args:
-        python: its path.
-        module: top-level name; it is looked for, not imported, which may take a minute.
-        option: that names the interpreter, for messages.
+        python: path of the interpreter.
+        module: top-level name; it is searched, not imported, since an import may take a minute.
+        option: option that names the interpreter, for messages.
 
     Raises:
         UserError: no interpreter, or one without the module.
@@ -75,7 +75,7 @@ def interpreter(python: str, module: str, option: str) -> Path:
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what is this interpreter's own, and with more variables that are not set."""
+    """The environment without this interpreter's variables, plus `more` variables unless they are set."""
     ours = {*OURS, *chosen_here()}
     return {**more, **{name: value for name, value in os.environ.items() if name not in ours}}
 
@@ -90,19 +90,19 @@ def serve(
     patience: float,
     variables: Mapping[str, str],
 ) -> Iterator[str]:
-    """A running server's url.
+    """Start a server; yields its url.
 
     Args:
         python: interpreter that has the module.
-        module: run as `python -m`; it takes `--host` and `--port`, and answers /health once it is ready.
-        arguments: of the module.
+        module: run as `python -m`; takes `--host` and `--port`, and answers /health once it is ready.
+        arguments: arguments of the module.
         log: file for its output, overwritten.
-        patience: seconds until it has to be ready.
-        variables: of its environment, unless they are set.
+        patience: seconds until it must be ready.
+        variables: environment variables, unless they are set.
 
     Raises:
-        UserError: it ended, or was not ready in time; the message has the log's first error. Likewise for an
-            error of the block that uses it, if it has ended.
+        UserError: the server ended or was not ready in time; the message has the log's first error. Also if
+            it ended and the block failed.
     """
     port = _free_port()
     command = [python, "-c", GUARD, module, *arguments, "--host", HOST, "--port", str(port)]
@@ -124,8 +124,8 @@ def serve(
         except UserError as error:
             with suppress(subprocess.TimeoutExpired):  # it may be about to end
                 process.wait(ENDING)
-                told = f"{module}: ended while it answered: {_reason(log)}; see {log}"
-                raise UserError(told) from error
+                message = f"{module}: ended while it answered: {_reason(log)}; see {log}"
+                raise UserError(message) from error
             raise
     finally:
         _end(process)
@@ -138,9 +138,9 @@ def _free_port() -> int:
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path, patience: float, module: str) -> None:
-    """Until the server is ready."""
+    """Wait until the server is ready."""
     opener, begun = build_opener(NO_PROXY), time.monotonic()
-    said = begun
+    announced = begun
     while True:
         with suppress(URLError, HTTPError, OSError, http.client.HTTPException):
             within(10.0, lambda: opener.open(f"{url}/health", timeout=10).close())
@@ -152,23 +152,23 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path, patience: float
             )
         if now - begun > patience:
             raise UserError(f"{module}: not ready after {patience:g} s; its output is in {log}")
-        if now - said > 30:
+        if now - announced > 30:
             say(f"waiting for {module}: {now - begun:.0f} s")
-            said = now
+            announced = now
         time.sleep(POLL)
 
 
 def _reason(log: Path) -> str:
-    """The first line of a log that looks like an error; else its last line."""
+    """First line of a log that looks like an error; otherwise its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    lines = [line for line in lines if " WARNING " not in line] or lines  # some of them speak of errors
+    lines = [line for line in lines if " WARNING " not in line] or lines  # warnings may mention errors
     named = [line for line in lines if any(mark in line for mark in WRONG)]
-    # The outermost process reports last that another failed; the first error is the cause.
+    # The outermost process reports its child's failure last; the first error is the cause.
     return ([*named[:1], *lines[-1:]] or ["no output"])[0][-400:]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process group: in order first, then by force."""
+    """End the process group: first by SIGTERM, then by force."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):

@@ -25,8 +25,8 @@ from distill.engines.openai_protocol import (
 from distill.prompts.chat_template import Chat
 from distill.utils.progress import bar, say
 
-UNREADABLE = (400, 422)  # what servers say to fields that they do not know
-NAMED = 8  # models of a server that a line names
+UNREADABLE = (400, 422)  # status codes for unknown fields
+NAMED = 8  # maximum number of models in a message
 
 
 class OpenAIEngine:
@@ -35,13 +35,13 @@ class OpenAIEngine:
     Args:
         server: connection options.
         chat: the target's template and tokenizer, for servers that return text.
-        seed: of the sampling, for servers that use it.
+        seed: seed of the sampling, for servers that use it.
         context: maximum tokens of the target, or None.
         extra: additional fields of every request.
-        states: keeps the files that the server wrote the hidden states of answers to.
+        states: keeps the files with the hidden states of answers.
 
     Attributes:
-        rounds: per answer, the number of rounds that accepted 0, 1, ... draft tokens, where reported.
+        rounds: per answer, the number of rounds that accepted 0, 1, ... draft tokens, if reported.
 
     Raises:
         UserError: the package openai is missing, the url does not answer, or the key is refused.
@@ -71,12 +71,12 @@ class OpenAIEngine:
         self.context = min((c for c in (room, context) if c), default=None)
 
     def __call__(self, requests: Sequence[Request], params: SamplingParams) -> list[Answer]:
-        """One answer per request; an empty one where the server gave nothing usable."""
+        """Return one answer per request; empty if the server returned nothing usable."""
         with self.states.asking(self.retry) if self.states else nullcontext():
             return asyncio.run(self._answer_all(requests, params)) if requests else []
 
     async def _look(self) -> dict[str, int | None]:
-        """Models that the server lists, with their context length."""
+        """List the server's models with their context length."""
 
         async def look() -> dict[str, int | None]:
             # `transformers serve` fails to list models on a machine without a Hub cache.
@@ -119,7 +119,7 @@ class OpenAIEngine:
         return [answers[i] for i in range(len(requests))]
 
     async def _settle(self, client: Any, request: Request, params: SamplingParams) -> Dialect:
-        """The dialect that the server accepts, probed with a request of one token."""
+        """Find the dialect that the server accepts, by a request of one token."""
         refused = ""
         for dialect in DIALECTS:
             try:
@@ -161,14 +161,14 @@ class OpenAIEngine:
             return Answer([], False, False)
         if len(answer.tokens) <= longest:
             return answer
-        # The start of a longer sample is a sample of the length that was asked for.
+        # The start of a longer sample is a valid sample of the requested length.
         if reply.ids and not self.cut:
             self.cut = True
-            say(f"{self.server}: gives more tokens than max_tokens={longest}; answers are cut there")
+            say(f"{self.server}: returns more tokens than max_tokens={longest}; answers are cut there")
         return Answer(answer.tokens[:longest], False, answer.exact)
 
     async def _keep(self, reply: Reply) -> None:
-        """Hand over the file with the hidden states of an answer, where there is one."""
+        """Keep the file with the hidden states of an answer, if there is one."""
         if reply.states and self.states:
             await asyncio.to_thread(self.states.keep, reply.states)
 
@@ -193,7 +193,7 @@ class OpenAIEngine:
                 raise TransientError(f"a reply that makes no sense ({what})", True) from None
 
     def _line(self, refusal: RefusedError, request: str) -> str:
-        """The error message of a refusal, one line."""
+        """Error message of a refusal, one line."""
         server, names = self.server, sorted(map(self.server.clean, self.models))
         if refusal.status in (401, 403):
             what = "refuses the key" if server.key else "wants a key"
@@ -207,7 +207,7 @@ class OpenAIEngine:
         return f"{server}: refuses request {request} ({refusal})"
 
     def _report(self, answers: list[Answer]) -> None:
-        """Report unusable answers; stop if there has been no usable one so far."""
+        """Report unusable answers; raise if there has been no usable one so far."""
         if not self.lost:
             self.useful = True
             return
@@ -220,5 +220,5 @@ class OpenAIEngine:
 
 
 def _length(value: Any) -> int | None:
-    """A length that a server states, or None if that is none."""
+    """A length that a server reports; None if it is invalid."""
     return value if type(value) is int and value > 0 else None

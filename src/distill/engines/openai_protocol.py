@@ -11,7 +11,7 @@ from distill.engines.base import Answer, Request, SamplingParams
 from distill.prompts.chat_template import Chat
 
 STOPPED = ("stop", "tool_calls", "function_call")
-REASONING = ("reasoning_content", "reasoning")  # what servers call it
+REASONING = ("reasoning_content", "reasoning")  # field names of servers
 Fields = dict[str, Any]
 Dialect = Callable[[SamplingParams], Fields]
 
@@ -20,15 +20,15 @@ class Reply(NamedTuple):
     """A parsed response.
 
     Attributes:
-        text: of the answer.
+        text: text of the answer.
         finish: finish reason.
-        separated: reasoning and tool calls that the server took out of the text.
-        ids: of the answer, where the server gives them.
-        prompt: ids of the prompt, likewise.
-        prompt_length: how many there were.
-        rounds: number of decoding rounds that accepted 0, 1, ... draft tokens, where the server reports it
+        separated: reasoning and tool calls that the server removed from the text.
+        ids: ids of the answer, if the server returns them.
+        prompt: ids of the prompt, if the server returns them.
+        prompt_length: number of prompt tokens.
+        rounds: number of decoding rounds that accepted 0, 1, ... draft tokens, if the server reports it
             (SGLang, pull request 33518; vLLM, 48915).
-        states: file that vLLM writes the hidden states to, where it was asked to.
+        states: file with the hidden states that vLLM wrote, if requested.
     """
 
     text: str
@@ -44,8 +44,8 @@ class Reply(NamedTuple):
 def with_ids(params: SamplingParams) -> Fields:
     """Fields of vLLM and SGLang: return token ids, and override the model's default sampling parameters.
 
-    vLLM: pull request 22587; SGLang: 30917. Both read top_k=-1 as none, and know of themselves only those
-    end tokens that the model's files name.
+    vLLM: pull request 22587; SGLang: 30917. Both read top_k=-1 as no limit, and use only the end tokens in
+    the model's files by default.
     """
     top_k = params.sampler.get("top_k") or -1
     fields: Fields = {"return_token_ids": True, "top_k": top_k, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -53,7 +53,7 @@ def with_ids(params: SamplingParams) -> Fields:
 
 
 def with_config(params: SamplingParams) -> Fields:
-    """A field of `transformers serve`, which is greedy or top-50 unless a config says otherwise."""
+    """Field of `transformers serve`, which otherwise samples greedily or from the top 50."""
     temperature = params.sampler.get("temperature", 1.0)
     config: Fields = {"do_sample": temperature > 0, "eos_token_id": list(params.stop)}
     if temperature > 0:
@@ -62,12 +62,12 @@ def with_config(params: SamplingParams) -> Fields:
 
 
 def with_nothing(params: SamplingParams) -> Fields:
-    """Only OpenAI's own fields, and top_k if it is set."""
+    """OpenAI's own fields only, and top_k if it is set."""
     top_k = params.sampler.get("top_k")
     return {"top_k": top_k} if top_k else {}
 
 
-# In the order in which they are tried; the first that a server accepts is its dialect.
+# Tried in this order; the first that a server accepts is its dialect.
 DIALECTS: tuple[Dialect, ...] = (with_ids, with_config, with_nothing)
 
 
@@ -78,10 +78,10 @@ def body(
     chat: Chat,
     seed: int,
 ) -> Fields:
-    """The fields of a request, without model name and length.
+    """Build the fields of a request, without model name and length.
 
     Returns:
-        Fields of a chat completion, or of a completion where no chat template is used.
+        Fields of a chat completion, or of a completion without a chat template.
     """
     fields: Fields = {
         "temperature": params.sampler.get("temperature", 1.0),
@@ -90,11 +90,11 @@ def body(
         "extra_body": dialect(params),
     }
     if chat.template == "none":
-        # Token ids are unambiguous; a server that returns none may not accept them.
+        # Token ids are unambiguous, but a server that returns none may not accept them.
         text = chat.tokenizer.decode(request.tokens, skip_special_tokens=True)
         return fields | {"prompt": request.tokens if dialect is with_ids else text}
     messages = [_with_arguments(message, json.dumps) for message in request.messages]
-    # Whether an answer is learned is no server's affair.
+    # The server needs no loss masks.
     fields["messages"] = [{k: v for k, v in message.items() if k != "train"} for message in messages]
     return fields | ({"tools": list(request.tools)} if request.tools else {})
 
@@ -109,7 +109,7 @@ def read_reply(text: str) -> Reply:
     """Parse the body of a response.
 
     Raises:
-        ValueError: it is not a completion.
+        ValueError: it is no completion.
     """
     try:
         payload = json.loads(text)
@@ -133,7 +133,7 @@ def read_reply(text: str) -> Reply:
         raise ValueError(f"no reply: {error!r}") from None
     if not isinstance(reply.text, str) or reply.finish not in (*STOPPED, "length", "content_filter"):
         raise ValueError(f"finish_reason={reply.finish!r}")
-    reply.text.encode()  # JSON can hold half a character, which no tokenizer takes
+    reply.text.encode()  # JSON can contain lone surrogates, which tokenizers reject
     return reply
 
 
@@ -156,7 +156,7 @@ def same_prompt(reply: Reply, request: Request) -> bool:
 
 
 def to_answer(reply: Reply, request: Request, params: SamplingParams, chat: Chat) -> Answer | str:
-    """Token ids of an answer: exact if the server returned them with our prompt's.
+    """Token ids of an answer: exact if the server returned them together with our prompt's.
 
     Returns:
         The answer, or the reason why there is none.
@@ -167,7 +167,7 @@ def to_answer(reply: Reply, request: Request, params: SamplingParams, chat: Chat
     if reply.prompt == request.tokens and _are_ids(reply.ids, len(chat.tokenizer)):
         ids = _up_to_end(reply.ids or [], params.stop)
         ended = ids[-1:] and ids[-1] in params.stop
-        if stopped and not ended:  # the server omits the end token; exact if there is only one
+        if stopped and not ended:  # the server omits the end token; exact if only one exists
             return Answer([*ids, _end(params, chat)], True, len(params.stop) == 1)
         return Answer(ids, bool(ended)) if ids else "empty"
     if reply.separated:
@@ -198,7 +198,7 @@ def _end(params: SamplingParams, chat: Chat) -> int:
 
 
 def _rendered(reply: Reply, request: Request, chat: Chat) -> list[int] | None:
-    """Token ids of a reply with separated parts, through the chat template; None if it cannot render it."""
+    """Token ids of a reply with separated parts, through the chat template; None if rendering fails."""
     try:
         payload = {"role": "assistant", "content": reply.text, **reply.separated}
         message = _with_arguments(payload, json.loads)
@@ -208,14 +208,14 @@ def _rendered(reply: Reply, request: Request, chat: Chat) -> list[int] | None:
         RecursionError,
         TypeError,
         ValueError,
-    ):  # templates cannot read everything that models write
+    ):  # templates reject some outputs of models
         return None
     start = len(request.tokens)
     return ids[start:] if ids[:start] == request.tokens else None
 
 
 def _with_arguments(message: Fields, convert: Callable[[Any], Any]) -> Fields:
-    """A message with converted tool call arguments: templates read objects, servers JSON text."""
+    """A message with converted tool call arguments: templates use objects, servers JSON text."""
     if not message.get("tool_calls"):
         return message
     calls = []

@@ -13,17 +13,17 @@ from pathlib import Path
 from distill.engines.http import RetryPolicy
 from distill.utils.progress import say
 
-KEPT = "kept-{}.safetensors"  # states of answers, by a hash of their tokens
+KEPT = "kept-{}.safetensors"  # states of answers, named by a hash of their tokens
 
 
 class UnnamedFiles:
-    """Files that an engine wrote and no answer named: of requests that timed out and were asked again.
+    """Files that no answer names: the engine wrote them for requests that timed out and were repeated.
 
-    They are removed when no request is under way. The folder is locked for as long as this lives, so that one
-    process does not remove what another waits for. What was there before stays.
+    They are removed when no request is running. The folder is locked during this object's life, so that
+    processes do not remove each other's files. Earlier files are kept.
 
     Attributes:
-        size: bytes of those that are still there.
+        size: bytes of the remaining files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,14 +31,14 @@ class UnnamedFiles:
         self.removed = self.lost = self.under_way = 0
         self.turn = threading.Lock()
         self.before, self.lock = set[str](), None
-        with suppress(OSError):  # that it is not there is said when a file is missed
+        with suppress(OSError):  # a missing folder is reported when a file is missed
             self.before = {path.name for path in folder.iterdir()}
             self.lock = _Descriptor(folder)
             fcntl.flock(self.lock, fcntl.LOCK_SH)
 
     @contextmanager
     def asking(self, retry: RetryPolicy) -> Iterator[None]:
-        """While requests are under way, whose failures `retry` counts; behind the last, files are removed."""
+        """Context in which requests run; `retry` counts their failures; the last exit removes files."""
         failures = retry.failures
         with self.turn:
             self.under_way += 1
@@ -52,7 +52,7 @@ class UnnamedFiles:
                     self._remove()
 
     def end(self, seconds: float) -> None:
-        """Wait for files that an engine may still write, and say how many were removed."""
+        """Wait for files that an engine may still write, and print how many were removed."""
         until = time.monotonic() + seconds
         with self.turn:
             self._remove()
@@ -81,7 +81,7 @@ class UnnamedFiles:
 
     @staticmethod
     def _only_one(lock: _Descriptor) -> bool:
-        """Whether no other process asks this engine; then the lock is exclusive, else shared as before."""
+        """Whether this is the only process that uses the engine; if so, the lock becomes exclusive."""
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Serve a target with vLLM, with a drafter's export or without."""
+"""Serve a target with vLLM, with or without an exported drafter."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class VLLM:
     """An installation of vLLM.
 
     Args:
-        python: interpreter that has it.
-        arguments: of every server.
-        patience: seconds until a server has to be ready.
-        option: that names the interpreter, for messages.
+        python: interpreter with vLLM.
+        arguments: arguments of every server.
+        patience: seconds until a server must be ready.
+        option: option that names the interpreter, for messages.
 
     Raises:
         UserError: no interpreter, or one without vLLM.
@@ -39,12 +39,12 @@ class VLLM:
         self.arguments, self.patience = list(map(str, arguments)), patience
 
     def serve(self, command: str, log: Path, *arguments: str) -> AbstractContextManager[str]:
-        """The url of a running server; see `launch.serve`.
+        """Start a server and yield its url; see `launch.serve`.
 
         Args:
             command: `vllm serve MODEL ...`, as an export prints it.
             log: file for its output.
-            arguments: more of them; the installation's come last, and decide.
+            arguments: additional arguments; the installation's arguments come last and override them.
         """
         program, verb, model, *rest = shlex.split(command)
         assert (program, verb) == ("vllm", "serve"), command
@@ -58,7 +58,7 @@ class VLLM:
         *arguments: str,
         variables: Mapping[str, str] | None = None,
     ) -> AbstractContextManager[str]:
-        """The url of a server with only a target, which it calls `name`; the rest as in `serve`."""
+        """Start a server with only a target, named `name`; otherwise like `serve`."""
         source, revision = source_of(str(bundled(target.name)), target.revision)
         words = ["--model", str(source), "--served-model-name", name, "--dtype", target.dtype]
         words += ["--revision", revision] if revision and not isinstance(source, Path) else []

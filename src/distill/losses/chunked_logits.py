@@ -1,4 +1,4 @@
-"""Target and draft distributions at every scored row, in chunks: the input of the divergences."""
+"""Target and draft distributions of every scored row, in chunks: the input of the divergences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from decode.kernels.half_products import product_dtype
 from decode.model.head import Head, Side
 from drafters.base import DraftStep
 
-RowIndex = slice | Tensor  # which rows; a slice is a view, a tensor makes a copy
+RowIndex = slice | Tensor  # selects rows: a slice is a view, a tensor copies
 MIN_LOG_PROB = -1e4  # exp of it is 0 in every dtype, and 0 * MIN_LOG_PROB is 0, not NaN
 
 
@@ -22,12 +22,12 @@ class TargetProbs:
     Quantities that only some divergences need are computed lazily, once for all depths.
 
     Args:
-        logits: (R, V) of the target.
+        logits: (R, V) logits of the target.
         p: (R, V) softmax of `logits`.
         log_z: (R,) logsumexp of `logits`.
-        top1: (R,) likeliest token.
+        top1: (R,) most likely token.
         d2t: (V',) the target's id of each draft token; None if draft and target share a vocabulary.
-        text_ids: (R,) the text's own token; None if the text is not given.
+        text_ids: (R,) next token of the text; None without the text.
         negentropy: see the property; None: computed when it is read.
     """
 
@@ -42,11 +42,11 @@ class TargetProbs:
         negentropy: Tensor | None = None,
     ) -> None:
         self._logits, self._log_z, self._d2t, self.full_vocabulary = logits, log_z, d2t, d2t is None
-        # Kept by hand: torch.compile cannot trace a cached_property.
+        # Cached manually: torch.compile cannot trace a cached_property.
         self._tops: dict[int, tuple[Tensor, Tensor]] = {}
         self._log_p: Tensor | None = None
         self._negentropy = negentropy
-        # Selecting columns is slow: once, of the logits, from which both p and log p follow.
+        # Selecting columns is slow, so only logits are selected; p and log p are computed from them.
         self.p = p if d2t is None else self.log_p.exp()  # (R, V')
         self.mass = self.p.sum(-1)  # (R,)
         self.top1 = self._draft_ids(top1)  # (R,)
@@ -57,7 +57,7 @@ class TargetProbs:
 
     @property
     def log_p(self) -> Tensor:
-        """(R, V') from the logits, so that it is finite where p underflows to 0."""
+        """(R, V') log p, computed from logits so that it is finite where p underflows to 0."""
         if self._log_p is None:
             logits = self._logits if self._d2t is None else self._logits.index_select(1, self._d2t)
             self._log_p = (logits - self._log_z[:, None]).clamp_min_(MIN_LOG_PROB)
@@ -76,7 +76,7 @@ class TargetProbs:
         return self._negentropy
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
-        """(R, k) probabilities and draft ids of the target's k likeliest tokens."""
+        """(R, k) probabilities and draft ids of the target's k most likely tokens."""
         if k not in self._tops:
             logits, ids = self._logits.topk(min(k, self._logits.shape[1]))
             self._tops[k] = (logits - self._log_z[:, None]).exp(), self._draft_ids(ids)
@@ -111,17 +111,17 @@ class Teacher:
 
     @property
     def top1(self) -> Tensor:
-        """(M,) draft id of the target's likeliest token; -1 for a miss."""
+        """(M,) draft id of the target's most likely token; -1 for a miss."""
         return self._probs.top1[self._rows]
 
     @property
     def text_ids(self) -> Tensor:
-        """(M,) draft id of the text's own token; -1 for a miss."""
+        """(M,) draft id of the text's next token; -1 for a miss."""
         assert self._probs.text_ids is not None, "the objective was not given the text"
         return self._probs.text_ids[self._rows]
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
-        """(M, k) probability and draft id of the target's likeliest tokens; -1 for a miss."""
+        """(M, k) probability and draft id of the target's most likely tokens; -1 for a miss."""
         p, ids = self._probs.top(k)
         return p[self._rows], ids[self._rows]
 
@@ -132,25 +132,25 @@ class Student(NamedTuple):
     logits: Tensor  # (M, V')
     q: Tensor  # (M, V') softmax of logits
     log_z: Tensor  # (M,) logsumexp of logits
-    top1: Tensor  # (M,) likeliest token, as a draft id
+    top1: Tensor  # (M,) most likely token, as a draft id
     alpha: Tensor  # (M,) sum of min(p, q): acceptance probability of the token rule
 
 
 class Scores(NamedTuple):
-    """What the loss needs of M rows of a depth."""
+    """Values and gradients of M rows of a depth."""
 
-    values: Tensor  # (4, M) divergence, top-1 agreement, alpha, acceptance probability that weights read
-    slope: Tensor  # (M, V') gradient with respect to the head's product, in the dtype of that
+    values: Tensor  # (4, M) divergence, top-1 agreement, alpha, acceptance probability for weights
+    slope: Tensor  # (M, V') gradient with respect to the head's product, in its dtype
 
 
 class RowScorer(Protocol):
-    """Turns products of heads into `Scores`; `row_scores` has the two that there are.
+    """Turns products of heads into `Scores`; `row_scores` has two implementations.
 
-    A block has as many rows as a chunk, of which the first `count` are there. A scorer may overwrite it.
+    A block has as many rows as a chunk; the first `count` are valid. A scorer may overwrite it.
     """
 
     def target(self, head: Head, block: Tensor, count: int, text_ids: Tensor | None) -> Any:
-        """Take the target's (R, V) rows of a chunk; what comes back is given to `draft`."""
+        """Take the target's (R, V) rows of a chunk; the result is passed to `draft`."""
         ...
 
     def draft(self, target: Any, head: Head, block: Tensor, count: int, place: RowIndex) -> Scores:
@@ -166,7 +166,7 @@ Scored = TypeVar("Scored")
 
 
 class Piece(NamedTuple, Generic[Scored]):
-    """The rows of one depth that predict the tokens of one chunk of target rows."""
+    """Rows of one depth that predict the tokens of one chunk of target rows."""
 
     step: int  # index of the depth's `DraftStep`
     rows: slice  # of that step
@@ -175,14 +175,14 @@ class Piece(NamedTuple, Generic[Scored]):
 
 
 class Buffers:
-    """Reused blocks: allocating a large one costs more than a pass over it."""
+    """Reused blocks: allocating a large block costs more than a pass over it."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
         self._blocks: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def block(self, name: str, like: Tensor, width: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-        """A whole (rows, width) block, uninitialised; width and dtype are `like`'s unless given."""
+        """A whole (rows, width) block, uninitialised; width and dtype default to `like`'s."""
         key = (name, width or like.shape[1], dtype or like.dtype)
         if key not in self._blocks:
             self._blocks[key] = like.new_empty(self._rows, key[1], dtype=key[2])
@@ -190,18 +190,18 @@ class Buffers:
 
 
 class Sweep:
-    """Iterates over the target's rows in chunks; a row's target logits are computed once for all depths.
+    """Iterates over the target's rows in chunks; computes a row's target logits once for all depths.
 
-    Logits and probabilities live in reused buffers, so a `Piece` is valid until the next one.
+    Logits and probabilities are in reused buffers, so a `Piece` is valid until the next one.
 
     Args:
         steps: depths to score.
-        last: (B * T, D) the target head's input.
-        head: the target's.
+        last: (B * T, D) input of the target's head.
+        head: head of the target.
         size: target rows of a chunk.
-        buffers: of `size` rows, shared with the scorer.
-        scorer: what is made of the logits.
-        next_tokens: (B * T,) the text's token after each position; None if the text is not given.
+        buffers: buffers of `size` rows, shared with the scorer.
+        scorer: scores the logits.
+        next_tokens: (B * T,) the text's token after each position; None without the text.
     """
 
     def __init__(
@@ -216,14 +216,14 @@ class Sweep:
     ) -> None:
         self._steps, self._last, self._head, self._size = steps, last, head, size
         self._buffers, self._scorer, self._next_tokens = buffers, scorer, next_tokens
-        self._weights: dict[int, Tensor] = {}  # by id, cast to the dtype of the products
-        # Autocast would cast the head again for every chunk; here it is cast once.
+        self._weights: dict[int, Tensor] = {}  # weights by id, in the dtype of matrix products
+        # Cast once: autocast would cast the head for every chunk.
         device = last.device.type
         self._product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def pieces(self, score: Callable[[Any, Head, Tensor, int, RowIndex], Scored]) -> Iterator[Piece[Scored]]:
-        """Every piece, with what `score`, a method of the scorer, makes of it."""
-        # Planned on the host, so that no chunk waits for the device. Depth j at anchor a is scored against
+        """Yield every piece with the result of `score`, a method of the scorer."""
+        # Planned on the host, so that no chunk waits for the device. Depth j at anchor a is compared with
         # target row a + j; `places` are indices into the sorted unique target rows.
         positions_of_steps = [(step.anchor + step.depth).cpu() for step in self._steps]
         positions = torch.cat(positions_of_steps).unique()  # (N,) ascending, like those of each step
@@ -244,12 +244,12 @@ class Sweep:
                 yield Piece(i, rows, hidden, score(target, step.head, block, len(hidden), at))
 
     def _rows_of(self, rows: Tensor) -> RowIndex:
-        """(N,) ascending indices; as a slice where they are contiguous, which copies nothing."""
+        """(N,) ascending indices; a slice, which copies nothing, if they are contiguous."""
         first, last = int(rows[0]), int(rows[-1])
         return slice(first, last + 1) if last - first + 1 == len(rows) else rows.to(self._last.device)
 
     def _target_chunk(self, rows: RowIndex) -> Any:
-        """What the scorer makes of the target's rows."""
+        """Pass the target's rows to the scorer and return its result."""
         hidden = self._last[rows].to(self.weight(self._head).dtype)
         text_ids = None if self._next_tokens is None else self._next_tokens[rows]
         block = self._logits("target", self._head, hidden)
@@ -261,7 +261,7 @@ class Sweep:
         return self._cast(head.weight, product_dtype(dtype, head.weight.device))
 
     def side(self, head: Head, side: Side) -> Tensor:
-        """The weight of a head's side, in the same dtype."""
+        """Weight of a head's side branch, in the same dtype."""
         return self._cast(side.weight, self.weight(head).dtype)
 
     def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:

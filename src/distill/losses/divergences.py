@@ -1,11 +1,11 @@
 """Divergences between target and draft distribution: values, and gradients with respect to the logits.
 
-p is the target's distribution, q the draft's, alpha = sum min(p, q) the probability that a token drawn
-from q is accepted. Sums run over the draft vocabulary. Where that is smaller than the target's, p is
-restricted to it and not renormalised: its sum, `mass`, is below 1. Target tokens outside it are misses:
-the draft can neither propose nor learn them. For logits z and g = dL/dq, dL/dz = q (g - sum q g).
+p is the target's distribution, q the draft's; alpha = sum min(p, q) is the probability that a token drawn
+from q is accepted. Sums run over the draft vocabulary. If that is smaller than the target's, p is restricted
+to it and not renormalised: its sum, `mass`, is below 1. Target tokens outside it are misses: the draft can
+neither propose nor learn them. For logits z and g = dL/dq, dL/dz = q (g - sum q g).
 
-Gradients are closed formulas, since every pass over the large (M, V') blocks counts. A divergence
+Gradients are closed formulas, since passes over the large (M, V') blocks are expensive. A divergence
 overwrites the blocks of the student.
 """
 
@@ -21,14 +21,14 @@ from torch import Tensor
 from decode.errors import UserError
 from distill.losses.chunked_logits import Student, Teacher
 
-# Returns the (M,) values in nats and their (M, V') gradients with respect to the draft's logits.
+# Returns (M,) values in nats and (M, V') gradients with respect to the draft's logits.
 Divergence = Callable[[Student, Teacher], tuple[Tensor, Tensor]]
 
 
 def kl(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
     """KL(p || q) = sum p log(p / q); gradient mass q - p.
 
-    Misses are left out: their term is infinite whatever the draft does.
+    Misses are omitted: their term is infinite for every draft.
     """
     value = teacher.negentropy + teacher.mass * student.log_z
     value -= student.logits.mul_(teacher.p).sum(-1)
@@ -37,14 +37,14 @@ def kl(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
 
 
 def ce(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    """Cross-entropy to the target's likeliest token; gradient q - onehot. A miss is 0."""
+    """Cross-entropy to the target's most likely token; gradient q - onehot. A miss is 0."""
     return _cross_entropy(teacher.top1, student, teacher)
 
 
 def nll(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
     """Cross-entropy to the next token of the text; a miss is 0.
 
-    Sequence-level distillation (SeqKD, arXiv:1606.07947) where the target wrote the text.
+    Sequence-level distillation (SeqKD, arXiv:1606.07947) if the target wrote the text.
     """
     return _cross_entropy(teacher.text_ids, student, teacher)
 
@@ -52,7 +52,7 @@ def nll(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
 def hit(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
     """1 - q(x) of the next token x of the text; gradient q(x) (q - onehot). A miss is 1.
 
-    On texts that the target wrote: the probability that the match rule rejects a token drawn from q.
+    For texts by the target: the probability that the match rule rejects a token drawn from q.
     """
     at, in_vocab = teacher.text_ids.clamp_min(0)[:, None], (teacher.text_ids >= 0).to(student.q.dtype)
     mass = student.q.gather(1, at)[:, 0] * in_vocab  # (M,)
@@ -69,7 +69,7 @@ def _cross_entropy(labels: Tensor, student: Student, teacher: Teacher) -> tuple[
 
 @dataclass(frozen=True)
 class TopK:
-    """- sum over the target's `k` likeliest tokens of p log q; gradient q sum p - p on them.
+    """- sum p log q over the target's `k` most likely tokens; gradient q sum p - p on them.
 
     HASS's harmonised objective (arXiv:2408.15766, equation 4). Misses among the k add nothing.
     """
@@ -113,9 +113,9 @@ class ReverseKL:
 class JSD:
     """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q.
 
-    Generalised Jensen-Shannon divergence (GKD, arXiv:2306.13649; DistillSpec, arXiv:2310.08461);
-    gradient q (G - sum q G), G = (1 - beta) log(q / m). A miss costs beta log(1 / beta) p, as in
-    the whole vocabulary, where q = 0 there.
+    Generalised Jensen-Shannon divergence (GKD, arXiv:2306.13649; DistillSpec, arXiv:2310.08461); gradient q
+    (G - sum q G), G = (1 - beta) log(q / m). A miss costs beta log(1 / beta) p, as in the whole vocabulary,
+    where its q is 0.
     """
 
     beta: float
@@ -138,7 +138,7 @@ class JSD:
 def tv(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
     """Total variation, 1 - alpha, misses included; gradient -q (1[q < p] - sum q 1[q < p]).
 
-    The rejection probability of the token rule. Nearly flat while q is far from p: its gradient has a
+    The rejection probability of the token rule. Nearly flat while q is far from p, since its gradient has a
     factor q.
     """
     below, mass = _below(student, teacher, student.logits)
@@ -149,7 +149,7 @@ def tv(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
 class NLLTV:
     """`nll` x cross-entropy to the text's token + `tv` x total variation.
 
-    DSpark's loss (arXiv:2607.05147) has the L1 norm in its place, which is twice the total variation.
+    DSpark's loss (arXiv:2607.05147) uses the L1 norm, which is twice the total variation.
     """
 
     nll: float
@@ -157,7 +157,7 @@ class NLLTV:
 
     def __post_init__(self) -> None:
         if self.nll < 0 or self.tv < 0 or not self.nll + self.tv:
-            raise UserError(f"objective: nll={self.nll}, tv={self.tv}; give none below 0, and one above")
+            raise UserError(f"objective: nll={self.nll}, tv={self.tv}; both must be >= 0, and one above 0")
 
     def __call__(self, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
         """See `Divergence`."""
@@ -170,10 +170,10 @@ class NLLTV:
 
 
 def lk(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    """- log alpha, the negative log-likelihood of acceptance; gradient: `tv`'s over alpha.
+    """- log alpha, the negative log-likelihood of acceptance; gradient: `tv`'s divided by alpha.
 
-    Computed in logarithms, so that neither value nor gradient underflows where q and p hardly overlap.
-    With a one-hot p it is the cross-entropy.
+    Computed in logarithms, so that value and gradient do not underflow where q and p hardly overlap. For a
+    one-hot p, it is the cross-entropy.
     """
     log_q, log_p = student.logits.sub_(student.log_z[:, None]), teacher.log_p
     below = torch.lt(log_q, log_p, out=torch.empty_like(log_q))
@@ -187,7 +187,7 @@ def lk(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
 class LKHybrid:
     """w KL(p || q) + (1 - w) (1 - alpha) with w = exp(-decay alpha), held constant.
 
-    KL dominates while the draft is far off, total variation when it is near. As in vLLM's speculators
+    KL dominates while alpha is small, total variation when it is large. As in vLLM's speculators
     (`lk_hybrid`, decay 3).
     """
 
@@ -211,7 +211,7 @@ class LKHybrid:
 
 
 def _below(student: Student, teacher: Teacher, out: Tensor) -> tuple[Tensor, Tensor]:
-    """(M, V') q where it is below p, else 0, and its sum (M, 1)."""
-    # The comparison is written as floating point: a bool mask and a `where` each cost several times as much.
+    """(M, V') q where it is below p, else 0; and its sum (M, 1)."""
+    # Compared in floating point: a bool mask and a `where` are several times slower.
     below = torch.lt(student.q, teacher.p, out=out).mul_(student.q)
     return below, below.sum(-1, keepdim=True)

@@ -1,9 +1,8 @@
-"""Loss = divergence x weights, for every drafter; `reference` is the same, written plainly.
+"""Loss = divergence x weights, for every drafter; `reference` is an equivalent plain implementation.
 
-Logits exist only in chunks: target logits of a few positions are computed once, every depth that
-predicts the tokens there is scored against them and differentiated down to its hidden states and its
-head, and all of it is dropped before the next chunk. Memory never holds more than a few (rows, V)
-blocks, and a chunk that fits the cache is also the fastest.
+Logits exist only in chunks: the target logits of some positions are computed once. Every depth that predicts
+their tokens is scored against them and differentiated down to its hidden states and head. Memory holds only a
+few (rows, V) blocks, and a chunk that fits the cache is also the fastest.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from distill.losses.row_scores import CompiledRows, EagerRows, Kernels
 from distill.losses.weights import RowWeights, Weights
 from drafters.base import Drafter, DraftStep
 
-CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**26}  # of one (rows, V) block; on a CPU it should fit the cache
-# Below this a matrix product is bound by reading the head. 128 rows of a vocabulary of 128k are 64 MB, some
-# five of which exist at a time, so chunking over rows suffices and no logit is computed twice.
+CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**26}  # bytes of one (rows, V) block; on a CPU it should fit the cache
+# With fewer rows, a matrix product is bound by reading the head. 128 rows of a vocabulary of 128k are 64 MB,
+# about five of which exist at a time, so chunks of rows suffice and no logit is computed twice.
 MIN_ROWS = 128
 
 
@@ -49,8 +48,8 @@ class Objective:
 
     Args:
         divergence: value and gradient per row.
-        weights: of the rows.
-        chunk: target rows whose logits exist at one time; 0: from `CHUNK_BYTES`.
+        weights: weights of the rows.
+        chunk: target rows with logits at one time; 0: derived from `CHUNK_BYTES`.
         kernels: compiled passes over the logits; None: torch's own operations.
     """
 
@@ -69,17 +68,17 @@ class Objective:
         tokens: Tensor | None = None,
         confidence: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, list[Scored]]:
-        """The sum of the loss over rows, not divided, and what to log.
+        """Return the undivided sum of the loss over rows, and values to log.
 
         Args:
-            steps: of `Drafter.unroll`, depths and anchors ascending.
-            last: (B, T, D) the target head's input; depth j at anchor a is scored against
+            steps: steps of `Drafter.unroll`, depths and anchors ascending.
+            last: (B, T, D) input of the target's head; depth j at anchor a is compared with
                 `head(last[a + j])`.
-            head: the target's; it never trains.
+            head: head of the target, which is frozen.
             aux_weights: name -> weight of auxiliary losses.
-            progress: share of the training steps that are done, for weights that warm up.
+            progress: finished share of the training steps, for weights that warm up.
             tokens: (B, T) the text, for divergences and weights that read it (`nll`).
-            confidence: hidden states -> logits of their alphas, trained on the true ones.
+            confidence: maps hidden states to logits of their alphas, trained on the true ones.
         """
         steps = list(steps)
         if not steps:
@@ -102,7 +101,7 @@ class Objective:
         return total, _scored(steps, rows, confidence_loss)
 
     def check(self, drafter: Drafter) -> None:
-        """Refuse weights by acceptance for a depth-invariant drafter, whose rows are all of depth 1.
+        """Reject acceptance weights for a depth-invariant drafter, which has rows of depth 1 only.
 
         Raises:
             UserError: a depth-invariant drafter, and weights from the alphas of several depths.
@@ -121,8 +120,8 @@ class Objective:
     def weigh(self, steps: Sequence[DraftStep], chances: Sequence[Tensor], progress: float) -> list[Tensor]:
         """(M,) weights of every step's rows; `chances` are acceptance probabilities, (M,) per step.
 
-        Depth 0 is no draft: its weight is 1. A step that is `training_only` has the weights of its depth.
-        All are multiplied by what the step's rows count.
+        Depth 0 is no draft and has weight 1. A `training_only` step has the weights of its depth. Weights are
+        multiplied by the counts of the step's rows.
         """
         drafts, ones = _drafts(steps), [torch.ones_like(a) for a in chances]
         drafted = [steps[i] for i in drafts], [chances[i] for i in drafts], progress
@@ -144,7 +143,7 @@ class Objective:
         progress: float,
         counts: Sequence[Tensor],
     ) -> list[Tensor]:
-        """(M,) per step, of steps that are drafted from; `counts` (M,) is what their rows count."""
+        """(M,) weights per drafted step; `counts` (M,) are the counts of its rows."""
         if not isinstance(self.weights, RowWeights):
             return [count * self.weights(step.depth) for step, count in zip(steps, counts, strict=True)]
         if not steps:
@@ -155,12 +154,12 @@ class Objective:
 
     @property
     def by_token(self) -> bool:
-        """Whether weights read the probability of the text's own token instead of alpha."""
+        """Whether weights use the probability of the text's next token instead of alpha."""
         return isinstance(self.weights, RowWeights) and self.weights.acceptance == "token"
 
 
 class _Targets(NamedTuple):
-    """What the steps are trained towards: the target's rows and, if given, the text."""
+    """Training targets of the steps: the target's rows and, if given, the text."""
 
     last: Tensor  # (B * T, D)
     head: Head
@@ -168,12 +167,12 @@ class _Targets(NamedTuple):
 
 
 def _parts(head: Head) -> list[Tensor]:
-    """The tensors of a head that can train."""
+    """Trainable tensors of a head."""
     return [w for w in (head.weight, head.bias, head.side and head.side.weight) if w is not None]
 
 
 def _drafts(steps: Sequence[DraftStep]) -> list[int]:
-    """Indices of the steps that are drafted from."""
+    """Indices of the drafted steps."""
     return [i for i, step in enumerate(steps) if step.depth and not step.training_only]
 
 
@@ -189,7 +188,7 @@ def _table(steps: Sequence[DraftStep], chances: Sequence[Tensor]) -> tuple[list[
 
 
 def _cross_entropy(logits: Tensor, chance: Tensor) -> Tensor:
-    """(M,) binary cross-entropy with probabilities as labels, which rounding may put above 1."""
+    """(M,) binary cross-entropy with probabilities as labels; rounding may put them above 1."""
     labels = chance.clamp(0, 1)
     return F.binary_cross_entropy_with_logits(logits.to(labels.dtype), labels, reduction="none")
 
@@ -197,7 +196,7 @@ def _cross_entropy(logits: Tensor, chance: Tensor) -> Tensor:
 def _scored(
     steps: Sequence[DraftStep], rows: Sequence[Tensor], confidence_loss: Sequence[Tensor]
 ) -> list[Scored]:
-    """What to log of the steps that are drafted from, and of depth 0."""
+    """Values to log, of the drafted steps and depth 0."""
     drafts = _drafts(steps)
     survival = dict.fromkeys(range(len(steps)), torch.zeros(()))
     if drafts:
@@ -216,9 +215,9 @@ def _scored(
 class _Chunked(torch.autograd.Function):
     """Weighted sum of divergences; gradients are computed in the forward pass, chunk by chunk.
 
-    A row's weight only scales its gradient, so gradients of hidden states are weighted at the end. A
-    head's gradient sums over rows: where a head trains and the weights need the alphas of all depths, a
-    first sweep without gradients computes these.
+    A row's weight only scales its gradient, so gradients of hidden states are weighted at the end. A head's
+    gradient sums over rows. If a head trains and weights need the alphas of all depths, a first sweep without
+    gradients computes the alphas.
     """
 
     @staticmethod
@@ -240,21 +239,21 @@ class _Chunked(torch.autograd.Function):
             hidden_grads, head_grads, weights, rows = eager()
         ctx.gradients = [*hidden_grads, *(head_grads[id(w)].to(w.dtype) for w in trainable)]
         ctx.mark_non_differentiable(*weights, *rows)
-        # An elementwise product and a sum: autocast would round a dot product to bfloat16.
+        # Autocast would round a dot product to bfloat16.
         total = torch.stack([(w * r[0]).sum() for w, r in zip(weights, rows, strict=True)]).sum()
         return total, *weights, *rows
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         del unused
-        # Scaled in place and released: a head's gradient may be as large as everything else together.
+        # Scaled in place and released, since a head's gradient is large.
         gradients, ctx.gradients = ctx.gradients, None
         scaled = [None if g is None else g.mul_(grad_total.to(g.dtype)) for g in gradients]
         return None, None, None, None, *scaled
 
 
 class _Gradients(NamedTuple):
-    """Of the weighted sum, with what it is made of, by step."""
+    """Gradients of the weighted sum, with weights and values, by step."""
 
     hidden: list[Tensor | None]  # (M, D' + r)
     heads: dict[int, Tensor]  # by id of the weight
@@ -309,7 +308,7 @@ def _differentiate(
 def _add_to_head(
     head_grads: Mapping[int, Tensor], head: Head, slope: Tensor, hidden: Tensor, weight: Tensor
 ) -> None:
-    """Accumulate a chunk's head gradients: (M, V') slopes, (M, D + r) states, (M, 1) weights."""
+    """Accumulate a chunk's head gradients from (M, V') slopes, (M, D + r) states and (M, 1) weights."""
     states, low = head.parts(hidden)
     _add_product(head_grads.get(id(head.weight)), slope, states, weight)
     if head.side is not None and (total := head_grads.get(id(head.side.weight))) is not None:

@@ -1,11 +1,10 @@
-"""The training loss, written to be read: eager, in full logits, one function per step.
+"""Reference implementation of the training loss: eager, with full logits, one function per step.
 
     loss = sum over depths j and anchors t of weight(t, j) * divergence(p, q)
 
 p is the target's distribution of token t + j + 1 and q the draft's, both over the target's vocabulary; q is
-0 at tokens that a reduced draft vocabulary lacks (misses). `objective` computes the same value and the same
-gradients in chunks that never hold all logits; the tests compare the two. Formulas and papers: `divergences`
-and `weights`.
+0 at tokens that a reduced draft vocabulary lacks (misses). `objective` computes the same value and gradients
+in chunks; tests compare the two. Formulas and papers: `divergences` and `weights`.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ class Rows(NamedTuple):
 
     p: Tensor  # (M, V)
     q: Tensor  # (M, V)
-    log_q: Tensor  # (M, V); 0 at misses, which leaves them out of sums of p log q
+    log_q: Tensor  # (M, V); 0 at misses, so that sums of p log q omit them
     draft_vocab: Tensor  # (V',) the target's ids of the draft vocabulary
-    text: Tensor | None  # (M, 1) the text's own token
+    text: Tensor | None  # (M, 1) next token of the text
 
     @property
     def overlap(self) -> Tensor:
-        """(M,) chance that the token rule accepts a token drawn from q."""
+        """(M,) probability that the token rule accepts a token drawn from q."""
         return torch.minimum(self.p, self.q).sum(-1)
 
     def at_text(self, values: Tensor) -> Tensor:
-        """(M, V) -> (M,) at the text's own token."""
+        """(M, V) -> (M,) values at the text's next token."""
         assert self.text is not None, "tokens were not given"
         return values.gather(1, self.text)[:, 0]
 
 
 def distributions(step: DraftStep, last: Tensor, head: Head, tokens: Tensor | None) -> Rows:
-    """Both distributions of one depth; arguments as `loss` has them."""
-    position = step.anchor + step.depth  # whose row predicts the next token
+    """Both distributions of one depth; arguments as in `loss`."""
+    position = step.anchor + step.depth  # its row predicts the next token
     p = head(last.flatten(0, 1)[position]).softmax(-1)
     log_q = step.head(step.hidden).log_softmax(-1)  # (M, V')
     draft_vocab = torch.arange(p.shape[1]) if step.head.d2t is None else step.head.d2t
@@ -67,27 +66,27 @@ def kl(r: Rows) -> Tensor:
 
 
 def ce(r: Rows) -> Tensor:
-    """Cross-entropy to the target's likeliest token."""
+    """Cross-entropy to the target's most likely token."""
     return -r.log_q.gather(1, r.p.argmax(-1, keepdim=True))[:, 0]
 
 
 def nll(r: Rows) -> Tensor:
-    """Cross-entropy to the text's own token."""
+    """Cross-entropy to the text's next token."""
     return -r.at_text(r.log_q)
 
 
 def hit(r: Rows) -> Tensor:
-    """Chance that a token drawn from q is not the text's own."""
+    """Probability that a token drawn from q differs from the text's."""
     return 1 - r.at_text(r.q)
 
 
 def topk(r: Rows, k: int) -> Tensor:
-    """Cross-entropy to p on the target's k likeliest tokens."""
+    """Cross-entropy to p on the target's k most likely tokens."""
     return -(r.p * r.log_q).gather(1, r.p.topk(k).indices).sum(-1)
 
 
 def reverse_kl(r: Rows, floor: float) -> Tensor:
-    """KL(q || p), where p counts as at least `floor`."""
+    """KL(q || p), with p at least `floor`."""
     return (r.q * (r.log_q - r.p.clamp_min(floor).log())).sum(-1)
 
 
@@ -103,7 +102,7 @@ def tv(r: Rows) -> Tensor:
 
 
 def nll_tv(r: Rows, of_nll: float, of_tv: float) -> Tensor:
-    """Both, weighted: DSpark's loss."""
+    """Weighted sum of both: DSpark's loss."""
     return of_nll * nll(r) + of_tv * tv(r)
 
 
@@ -113,13 +112,12 @@ def lk(r: Rows) -> Tensor:
 
 
 def lk_hybrid(r: Rows, decay: float) -> Tensor:
-    """KL while the draft is far off, total variation when it is near; the mixing weight is held constant."""
+    """KL while alpha is small, total variation when it is large; the mixing weight is held constant."""
     w = (-decay * r.overlap.detach()).exp()
     return w * kl(r) + (1 - w) * tv(r)
 
 
-# Weights: acceptance of all depths of one anchor, what each of their rows counts, and which of them (from 0)
-# -> a number.
+# Weights: acceptance of all depths of one anchor, count of each row, and index of the depth -> a number.
 
 
 def constant(acceptance: Sequence[float], counts: Sequence[float], i: int) -> float:
@@ -135,7 +133,7 @@ def decay(acceptance: Sequence[float], counts: Sequence[float], i: int, rate: fl
 
 
 def dpace(acceptance: Sequence[float], counts: Sequence[float], i: int, smoothing: float) -> float:
-    """Sum over depths j >= i of the chance to accept all up to j."""
+    """Sum over depths j >= i of the probability to accept all up to j."""
     a = [(1 - smoothing) * alpha + smoothing for alpha in acceptance]
     return sum(counts[j] * math.prod(a[: j + 1]) for j in range(i, len(a)))
 
@@ -160,14 +158,14 @@ def loss(
     """The undivided sum, for autograd.
 
     Args:
-        steps: of `Drafter.unroll`, depths ascending from 1, without gaps per anchor.
-        last: (B, T, D) the target head's input.
-        head: the target's.
+        steps: steps of `Drafter.unroll`, depths ascending from 1, without gaps per anchor.
+        last: (B, T, D) input of the target's head.
+        head: head of the target.
         divergence: one of the above.
         weight: one of the above.
-        tokens: (B, T) the text, where divergence or weights read it.
+        tokens: (B, T) the text, if divergence or weights read it.
         aux_weights: name -> weight of auxiliary losses.
-        by_token: acceptance is q of the text's own token (the match rule), not the overlap.
+        by_token: acceptance is q of the text's next token (the match rule), not the overlap.
     """
     rows = [distributions(step, last, head, tokens) for step in steps]
     acceptance: dict[int, list[float]] = {}  # anchor -> by depth

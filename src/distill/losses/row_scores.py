@@ -1,8 +1,8 @@
-"""Scores of a chunk's rows: by torch's own operations, or in one compiled pass over the logits.
+"""Score a chunk's rows with torch's own operations, or in one compiled pass over the logits.
 
-Both build the same `Student` and `Teacher` and call the same divergence; they differ by rounding. The
-operations one by one read and write a (rows, V) block some twenty times; the compiled pass keeps a row in the
-cache. Which is meant, `Objective.kernels` says.
+Both use the same `Student`, `Teacher` and divergence, and differ by rounding. Separate operations read and
+write a (rows, V) block about twenty times; the compiled pass keeps a row in the cache. `Objective.kernels`
+selects one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from distill.losses.divergences import Divergence, TopK
 from distill.utils.progress import say
 
 T = TypeVar("T")
-RECOMPILES = 64  # of one function: shapes, dtypes and heads of all runs of a process
+RECOMPILES = 64  # compilations of one function: shapes, dtypes and heads of all runs of a process
 
 
 class EagerTarget(NamedTuple):
@@ -43,7 +43,7 @@ class EagerTarget(NamedTuple):
     probs: dict[int, TargetProbs]  # by draft vocabulary
 
     def over(self, d2t: Tensor | None) -> TargetProbs:
-        """Over a draft vocabulary."""
+        """Distribution over a draft vocabulary."""
         if id(d2t) not in self.probs:
             chunk = (self.logits, self.p, self.log_z, self.top1)
             self.probs[id(d2t)] = TargetProbs(*chunk, d2t, self.text_ids)
@@ -54,9 +54,9 @@ class EagerRows:
     """Scores by torch's own operations, in reused blocks.
 
     Args:
-        divergence: what is scored.
+        divergence: divergence to score.
         by_token: see `Objective.by_token`.
-        dtype: of the distributions.
+        dtype: dtype of the distributions.
         buffers: reused blocks.
     """
 
@@ -100,7 +100,7 @@ class EagerRows:
 
 
 class Kernels:
-    """Compiled passes, for all steps of a run. The compiler keeps them on disk for later runs."""
+    """Compiled passes for all steps of a run; cached on disk for later runs."""
 
     def __init__(self) -> None:
         self._works: bool | None = None  # None: not yet tried
@@ -108,19 +108,19 @@ class Kernels:
         compiler.recompile_limit = max(compiler.recompile_limit, RECOMPILES)
 
     def take(self, divergence: Divergence) -> bool:
-        """Whether these are to score a divergence; top-k is a search, which the compiler leaves to torch."""
+        """Whether the compiled passes support a divergence; top-k stays in torch."""
         return self._works is not False and not isinstance(divergence, TopK)
 
     def attempt(self, compiled: Callable[[], T], eager: Callable[[], T]) -> T:
-        """The result of `compiled`, or of `eager` for good where the first attempt fails."""
+        """Return the result of `compiled`; if the first attempt fails, always use `eager`."""
         try:
             result = compiled()
-        except Exception as error:  # compilers that are missing or broken raise any type
+        except Exception as error:  # missing or broken compilers raise any type
             if self._works:
                 raise
             self._works = False
             reason = str(error).strip().split("\n")[0]
-            say(f"compile_objective: {type(error).__name__}: {reason}; it continues without")
+            say(f"compile_objective: {type(error).__name__}: {reason}; continuing without compilation")
             return eager()
         self._works = True
         return result
@@ -138,18 +138,18 @@ class Kernels:
     ) -> Callable:
         key = (function, scale, softcap, *options)
         if key not in self._made:
-            head = Head(torch.empty(0), scale=scale, softcap=softcap)  # only its shape is read
+            head = Head(torch.empty(0), scale=scale, softcap=softcap)  # only scale and softcap are read
 
             def run(*tensors: Tensor | None) -> object:
                 return function(head, *options, *tensors)
 
-            # Blocks have as many rows as a chunk, full or not, so that shapes never change.
+            # Blocks always have as many rows as a chunk, so that shapes never change.
             self._made[key] = torch.compile(run, fullgraph=True, dynamic=False)
         return self._made[key]
 
 
 class CompiledTarget(NamedTuple):
-    """The target's rows of a chunk; R is a whole chunk, of which the last rows may mean nothing."""
+    """The target's rows of a chunk; R is a whole chunk, with undefined rows at the end."""
 
     block: Tensor  # (R, V) product of the head
     text_ids: Tensor | None  # (R,)
@@ -160,7 +160,7 @@ class CompiledRows:
     """Scores by one compiled pass over each block.
 
     Args:
-        kernels: the passes.
+        kernels: compiled passes.
         divergence, by_token, dtype, buffers: see `EagerRows`.
     """
 
@@ -214,14 +214,14 @@ def _target_pass(head: Head, block: Tensor, p: Tensor, d2t: Tensor | None) -> tu
     """Distribution of the target over a draft vocabulary.
 
     Args:
-        head: the shape of the target's.
+        head: head with the target's scale and softcap.
         block: (R, V) product of the head.
-        p: (R, V') is filled with probabilities.
+        p: (R, V') output buffer for probabilities.
         d2t: (V',) the target's id of each draft token; None: all.
 
     Returns:
-        (R,) logsumexp of all logits, (R,) likeliest token, (R,) negentropy over the draft vocabulary, and
-        (R, V') logits unless they are the block.
+        (R,) logsumexp of all logits, (R,) most likely token, (R,) negentropy over the draft vocabulary, and
+        (R, V') logits unless they equal the block.
     """
     wide = block.to(p.dtype)
     logits = head.shape(wide)
@@ -251,13 +251,13 @@ def _draft_pass(
     """Score the draft's rows; `block` (R, V'), the product of its head, becomes the gradient.
 
     Args:
-        head: the shape of the draft's.
-        divergence: what is scored.
+        head: head with the draft's scale and softcap.
+        divergence: divergence to score.
         by_token: see `Objective.by_token`.
         full_vocabulary: whether the draft vocabulary is the target's.
         block: see above.
-        rows: (R,) the target's row of each.
-        p: (R, V') of the target, as what follows.
+        rows: (R,) target row of each draft row.
+        p: (R, V') probabilities of the target; all arguments below are the target's too.
         target_logits: (R, V').
         log_z: (R,).
         top1: (R,) in draft ids.
@@ -286,9 +286,9 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     most = logits.amax(-1, keepdim=True)
     powers = (logits - most).exp()
     total = powers.sum(-1, keepdim=True)
-    # A search for the smallest index in floating point: the compiler does not vectorise argmax.
+    # Smallest index in floating point, since the compiler does not vectorise argmax.
     index = torch.arange(logits.shape[1], dtype=logits.dtype, device=logits.device)
-    # The last where there is none, in rows of NaN.
+    # Rows of NaN have no maximum: use the last index.
     first = torch.where(logits == most, index, float(logits.shape[1] - 1)).amin(-1)
     return powers * (1 / total), (most + total.log())[:, 0], first.long()
 
@@ -298,7 +298,7 @@ def _score(
 ) -> tuple[Tensor, Tensor]:
     """(4, M) `Scores.values`, and (M, V') gradients with respect to the head's product."""
     agreed = student.top1 == teacher.top1
-    # Both before the divergence, which overwrites the student's blocks.
+    # Computed first, since the divergence overwrites the student's blocks.
     shape_slope, chance = head.slope(student.logits), _chance(by_token, student, teacher)
     value, slope = divergence(student, teacher)
     if shape_slope is not None:
@@ -307,7 +307,7 @@ def _score(
 
 
 def _chance(by_token: bool, student: Student, teacher: Teacher) -> Tensor:
-    """(M,) acceptance probability as the weights define it."""
+    """(M,) acceptance probability used by the weights."""
     if not by_token:
         return student.alpha
     at = teacher.text_ids[:, None]
@@ -315,6 +315,6 @@ def _chance(by_token: bool, student: Student, teacher: Teacher) -> Tensor:
 
 
 def _log_z(logits: Tensor, probs: Tensor, top1: Tensor) -> Tensor:
-    """(M,) logsumexp as z - log p at the likeliest token, without another pass over the block."""
+    """(M,) logsumexp as z - log p at the most likely token, without another pass over the block."""
     at = top1[:, None]
     return (logits.gather(1, at) - probs.gather(1, at).log())[:, 0]

@@ -1,8 +1,8 @@
 """Weights of the loss at (anchor, depth): by depth, or by expected acceptance.
 
 `constant` and `decay` are functions of the depth, from 1. `Streak` (SpecDiff-2, arXiv:2511.00606) and `DPace`
-(arXiv:2605.18810) map the acceptance probabilities (A, K) of A anchors at K depths to weights (A, K), with
-no gradient. `weighted` scales whole rows of the batch, by (B,) weights.
+(arXiv:2605.18810) map acceptance probabilities (A, K) of A anchors at K depths to weights (A, K), without
+gradient. `weighted` scales rows of the batch by (B,) weights.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def decay(depth: int, rate: float) -> float:
 class RowWeights(ABC):
     """Weights from the acceptance probabilities alpha_j of all depths of an anchor, held constant.
 
-    With `overlap` alpha is sum min(p, q), the acceptance probability of the token rule. With `token` it is
-    q(x) of the text's own token x: on texts that the target wrote, the match rule's.
+    With `overlap`, alpha is sum min(p, q), the acceptance probability of the token rule. With `token`, it is
+    q(x) of the text's next token x: for texts by the target, the acceptance probability of the match rule.
 
-    Products of alphas vanish while a draft is poor, and then nothing past depth 1 learns. So alpha is
-    smoothed to (1 - s) alpha + s, where s falls linearly from 1 (a depth's weight is then the number of
-    depths from it on) to `smoothing` during the first `warmup` of the steps.
+    Products of alphas vanish for a poor draft, so that only depth 1 would learn. Alpha is therefore smoothed
+    to (1 - s) alpha + s. During the first `warmup` of the steps, s falls linearly from 1 (a weight is then
+    the number of remaining depths) to `smoothing`.
 
     Args:
         smoothing: s after the warm-up, from 0 (exact) to 1.
@@ -60,13 +60,13 @@ class RowWeights(ABC):
                 raise UserError(f"weights.{name}={getattr(self, name)}: must be from 0 to 1")
 
     def __call__(self, alpha: Tensor, present: Tensor, progress: float, counts: Tensor) -> Tensor:
-        """(A, K) weights of terms prod_{l <= j} alpha_l, each of which counts `counts[:, j]`.
+        """(A, K) weights of terms prod_{l <= j} alpha_l, multiplied by `counts[:, j]`.
 
         Args:
-            alpha: (A, K) of every anchor, depth 1 first.
-            present: (A, K) bool; an anchor's streak ends before a depth that it lacks.
-            progress: share of the training steps that are done.
-            counts: (A, K); more than 1 where some anchors have a depth and stand for all.
+            alpha: (A, K) acceptance of every anchor, depth 1 first.
+            present: (A, K) bool; an anchor's streak ends before a missing depth.
+            progress: finished share of the training steps.
+            counts: (A, K) counts; above 1 if sampled anchors represent all.
         """
         s = self.smoothing
         if progress < self.warmup:
@@ -75,15 +75,15 @@ class RowWeights(ABC):
 
     @abstractmethod
     def _weigh(self, alpha: Tensor, counts: Tensor) -> Tensor:
-        """(A, K) smoothed alphas, 0 where there is no depth -> (A, K) weights."""
+        """(A, K) smoothed alphas, 0 at missing depths -> (A, K) weights."""
 
 
 class Streak(RowWeights):
     """w_i = d/d alpha_i of sum_j prod_{l <= j} alpha_l, the expected accepted length.
 
-    Without smoothing the gradient is exactly the gradient of - sum_j prod_{l <= j} alpha_l: with objective
-    `hit` and acceptance `token`, streak-distillation (SpecDiff-2, arXiv:2511.00606); with objective
-    `tv` and acceptance `overlap` the same for the token rule.
+    Without smoothing, the gradient is exactly that of - sum_j prod_{l <= j} alpha_l. Objective `hit` with
+    acceptance `token` is streak-distillation (SpecDiff-2, arXiv:2511.00606); objective `tv` with acceptance
+    `overlap` is the same for the token rule.
     """
 
     def _weigh(self, alpha: Tensor, counts: Tensor) -> Tensor:
@@ -91,11 +91,11 @@ class Streak(RowWeights):
 
 
 class DPace(RowWeights):
-    """w_i = sum_{j >= i} prod_{l <= j} alpha_l, for an objective that is a logarithm (`lk`, `ce`, `kl`).
+    """w_i = sum_{j >= i} prod_{l <= j} alpha_l, for logarithmic objectives (`lk`, `ce`, `kl`).
 
-    D-PACE (arXiv:2605.18810; smoothing 0.5, acceptance `token`, objective `nll`). It is `Streak` times
-    alpha_i: without smoothing `nll` with it has the gradient of `hit` with streak weights, and `lk`
-    by `overlap` that of `tv`.
+    D-PACE (arXiv:2605.18810; smoothing 0.5, acceptance `token`, objective `nll`) is `Streak` times alpha_i.
+    Without smoothing, `nll` with D-PACE has the gradient of `hit` with streak weights; `lk` by `overlap` has
+    the gradient of `tv`.
     """
 
     def _weigh(self, alpha: Tensor, counts: Tensor) -> Tensor:
@@ -120,11 +120,11 @@ def _after(alpha: Tensor, counts: Tensor) -> Tensor:
 
 
 def weighted(steps: Iterator[DraftStep], weight: Tensor, length: int) -> Iterator[DraftStep]:
-    """The steps with a weight per row of the batch, such as a reward (ReSpec, arXiv:2510.26475).
+    """Yield the steps with a weight per row of the batch, such as a reward (ReSpec, arXiv:2510.26475).
 
     Args:
-        steps: of an unroll.
-        weight: (B,) of the rows.
+        steps: steps of an unroll.
+        weight: (B,) weights of the rows.
         length: T of the batch.
     """
     for step in steps:

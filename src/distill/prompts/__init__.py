@@ -1,1 +1,1 @@
-"""From records to prompts, token ids and loss masks; the held-out split."""
+"""Convert records to prompts, token ids and loss masks; split held-out prompts."""

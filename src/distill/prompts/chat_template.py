@@ -27,28 +27,28 @@ from distill.prompts.templates.rendering import RefusedByTemplateError, Renderin
 from distill.utils.progress import say
 from distill.utils.provenance import digest
 
-CALLS = {"truncation", "padding"}  # parts of a tokenizer's state that its last call has left
-# A template's own options, by which it thinks or does not: templates ask whether they are given.
+CALLS = {"truncation", "padding"}  # state that a tokenizer keeps from its last call
+# Options that switch a template's thinking on or off.
 THINKS = re.compile(r"(?<![\w.'\"])(\w*think\w*)\s*(?:is\s+(?:not\s+)?defined|\|\s*default)")
 NO_OTHER_WAY = "and without a chat template there is no way to write it"
 T = TypeVar("T")
-READING = 3  # changes with the code, where it gives other ids or masks
+READING = 3  # version of the code; increased when ids or masks change
 
 
 class Chat:
     """A tokenizer's chat template, or plain text for models without one.
 
     Args:
-        tokenizer: of the target.
+        tokenizer: tokenizer of the target.
         template: `chat` renders with the tokenizer's template, `none` joins the messages' text.
-        options: passed to the template, as in `{"enable_thinking": False}`.
-        moment: ISO date or time that the template is told; None: the present.
+        options: options of the template, as in `{"enable_thinking": False}`.
+        moment: ISO date or time for the template; None: now.
 
     Attributes:
-        moment: that decides what is rendered; "" where the template does not ask for it.
+        moment: date or time that is rendered; "" if the template renders none.
 
     Raises:
-        UserError: `chat` with a tokenizer without a template, options with `none`, or a moment that is none.
+        UserError: `chat` with a tokenizer without a template, options with `none`, or an invalid moment.
     """
 
     def __init__(
@@ -67,26 +67,26 @@ class Chat:
         if template == "none" and options:
             raise UserError("prompts.template_options: prompts.template=none has no template to take them")
         self.tokenizer, self.template, self.options = tokenizer, template, dict(options or {})
-        told = parse(moment) if moment else now()
-        self.rendering = Rendering(tokenizer, self.options, told) if template == "chat" else None
+        time = parse(moment) if moment else now()
+        self.rendering = Rendering(tokenizer, self.options, time) if template == "chat" else None
         self.moment = self.rendering.moment if self.rendering else ""
         self.added = AddedTokens.of(tokenizer)
         self._frames: dict[tuple[Form, str, bool, str], AnswerFrame] = {}
-        self._told = False  # that developers' messages are rendered as the system's
+        self._noted = False  # whether the note about developers' messages was printed
 
     def fingerprint(self) -> str:
-        """Hash of all that token ids follow from: tokenizer, template, options, moment, `READING`."""
+        """Hash of everything that determines token ids: tokenizer, template, options, moment, `READING`."""
         tokenizer = self.tokenizer
         rules: list[Any] = [READING, self.moment, tokenizer.get_vocab(), tokenizer.chat_template]
         rules += [tokenizer.special_tokens_map, self.options]
-        # The tokenizers package's own, with merges, normalisation and what is put around a text.
+        # The tokenizers package's state: merges, normalization and post-processing.
         if (whole := getattr(tokenizer, "backend_tokenizer", None)) is not None:
             state = json.loads(whole.to_str())
             rules.append({name: state[name] for name in state if name not in CALLS})
         return digest(json.dumps(rules, sort_keys=True, default=str))
 
     def encode(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """Token ids up to where the target's answer begins; a final answer is left out."""
+        """Token ids up to the start of the target's answer; omits a final answer."""
         messages = unanswered(messages)
         if self.template == "none":
             if tools:
@@ -95,22 +95,22 @@ class Chat:
         return self._ids(self._in_some_form(messages, tools, _prompt))
 
     def check_turns(self, messages: Sequence[Message], tools: Tools = ()) -> None:
-        """Render the turns behind the first answer, too, with answers of one word.
+        """Render the turns after the first answer too, with answers of one word.
 
         Raises:
-            UserError: the template refuses them, or leaves out what users or tools say there.
+            UserError: the template refuses them, or omits texts of users or tools.
         """
         if self.template == "chat" and len(turns(unanswered(messages))) > 1:
             self.text(answered(messages, "Yes"), tools)
 
     def encode_answered(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[list[int], list[int]]:
-        """Token ids of a whole conversation, and 1 where the assistant wrote them.
+        """Token ids of a whole conversation, and a mask with 1 where the assistant wrote them.
 
-        With a template, see `loss_mask.supervise`; in plain text the last message is the answer. An answer
+        With a template, see `loss_mask.supervise`; in plain text, the last message is the answer. An answer
         with `train: false` is context.
 
         Raises:
-            UserError: the mask is all 0 or all 1, or the template does not write what the record says.
+            UserError: the mask is all 0 or all 1, or the template omits content of the record.
         """
         if messages[-1]["role"] != "assistant":
             raise UserError("rollout=given: the record does not end with an answer")
@@ -131,12 +131,12 @@ class Chat:
         return ids, mask
 
     def read_back(self, messages: Sequence[Message], tools: Tools, answer: Sequence[int]) -> Message | None:
-        """The message that a generated answer is; see `answer_parts`.
+        """Parse a generated answer into a message; see `answer_parts`.
 
         Args:
-            messages: up to the answer.
-            tools: of the conversation.
-            answer: its tokens, without the one that ended it.
+            messages: messages before the answer.
+            tools: tools of the conversation.
+            answer: its tokens, without the end token.
         """
         if self.template == "none":
             text = self.tokenizer.decode(list(answer), skip_special_tokens=True)
@@ -144,7 +144,7 @@ class Chat:
         return self._in_some_form(messages, tools, lambda render, known: answer_parts(render, known, answer))
 
     def user_turn(self) -> tuple[list[int], list[int]]:
-        """Token ids before a user's text, and those after it up to where the answer begins."""
+        """Token ids before a user's text, and those between it and the answer."""
         if self.template == "none":
             start: Any = self.tokenizer.bos_token_id
             return ([] if start is None else [start]), []
@@ -155,10 +155,10 @@ class Chat:
         return self._ids(before), self._ids(after)
 
     def _plain_ids(self, text: str) -> list[int]:
-        """Token ids of a text without a template, behind which an answer begins.
+        """Token ids of a text without a template, followed by an answer.
 
-        One that brings its own beginning token has one. Tokens that the tokenizer puts behind a text are left
-        out: some end every text with an end token.
+        A text with its own beginning token gets no second one. Tokens that the tokenizer appends are omitted,
+        since some append an end token.
         """
         ids, first = self.tokenizer.encode(text), self.tokenizer.bos_token_id
         if first is not None and ids[:2] == [first, first]:
@@ -167,11 +167,11 @@ class Chat:
         return _without_tail(ids, own)
 
     def ends(self, generation: Sequence[int], vocabulary: int) -> Ends:
-        """What ends an answer.
+        """Tokens that end an answer.
 
         Args:
-            generation: end tokens that the model's files name, see `stop_tokens`.
-            vocabulary: size of the target's; other ids cannot be written.
+            generation: end tokens in the model's files, see `stop_tokens`.
+            vocabulary: size of the target's vocabulary; larger ids are ignored.
         """
         eos: Any = self.tokenizer.eos_token_id
         written: list[int] = []
@@ -183,7 +183,7 @@ class Chat:
         return Ends(*map(tuple, sources))
 
     def text(self, messages: Sequence[Message], tools: Tools = ()) -> str:
-        """A whole conversation as the template writes it."""
+        """Render a whole conversation."""
         return self._in_some_form(messages, tools, _checked)
 
     # -- rendering -------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Chat:
     def renderer(
         self, tools: Tools = (), form: Form = FORMS[0], options: Mapping[str, Any] | None = None
     ) -> TemplateRenderer:
-        """Renders with these tools, this form of messages, and these options besides the template's."""
+        """Build a renderer with these tools, form of messages, and additional options."""
         assert self.rendering, "without a template nothing is rendered"
         return TemplateRenderer(self.rendering.having(options or {}), tools, form, self.added)
 
@@ -202,10 +202,10 @@ class Chat:
         work: Callable[[TemplateRenderer, Sequence[Message]], T],
         options: Mapping[str, Any] | None = None,
     ) -> T:
-        """Do work in the first form of the messages that the template takes and keeps whole.
+        """Do work in the first form of the messages that the template accepts and renders completely.
 
         Raises:
-            UserError: there is no such form; says what is wrong with the one that comes furthest.
+            UserError: there is no such form; describes the error of the most successful one.
         """
         messages = self._with_known_roles(messages, tools)
         refusals: list[UserError] = []
@@ -218,7 +218,7 @@ class Chat:
         raise max(refusals, key=_progress) from None
 
     def _supervised(self, messages: Sequence[Message], tools: Tools) -> tuple[list[int], list[int]]:
-        """See `loss_mask.supervise`; a refusal names the option of the template that helps, if one does."""
+        """See `loss_mask.supervise`; a refusal names the option of the template that helps, if any."""
 
         def work(render: TemplateRenderer, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
             return supervise(render, messages, self._frame(render, messages))
@@ -237,7 +237,7 @@ class Chat:
             raise
 
     def _frame(self, render: TemplateRenderer, messages: Sequence[Message]) -> AnswerFrame:
-        """What the template writes around an answer; of these messages where it refuses all others."""
+        """Text that the template writes around an answer; of these messages if it refuses all others."""
         options = json.dumps(render.rendering.options, sort_keys=True, default=str)
         key = render.form, render.template, bool(render.tools), options
         if key not in self._frames:
@@ -249,28 +249,30 @@ class Chat:
             yield from ({name: value} for value in (True, False) if self.options.get(name) is not value)
 
     def _ids(self, text: str) -> list[int]:
-        # Templates write the special tokens themselves.
+        # Templates write special tokens themselves.
         return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def _with_known_roles(self, messages: Sequence[Message], tools: Tools) -> Sequence[Message]:
-        """The messages, a developer's as the system's where the template knows no developer."""
+        """The messages, with developers as system if the template has no developer role."""
         if all(m["role"] != "developer" for m in messages) or "developer" in self.renderer(tools).template:
             return messages
-        if not self._told:
-            say("prompts: the chat template knows no developer; such messages are rendered as the system's")
-            self._told = True
+        if not self._noted:
+            say(
+                "prompts: the chat template has no developer role; such messages are rendered as the system's"
+            )
+            self._noted = True
         return [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
 
 
 def _progress(refusal: UserError) -> int:
-    """How far a conversation came that was refused: to be rendered, and with all texts in its prompt."""
+    """Rank of a refusal: whether the conversation was rendered, and with all texts in its prompt."""
     return (
         0 if isinstance(refusal, RefusedByTemplateError) else 2 - isinstance(refusal, IncompletePromptError)
     )
 
 
 def _prompt(render: TemplateRenderer, messages: Sequence[Message]) -> str:
-    """The text up to where the target's answer begins."""
+    """The text up to the start of the target's answer."""
     return _checked(render, messages, prompt=True)
 
 
@@ -278,7 +280,7 @@ def _checked(render: TemplateRenderer, messages: Sequence[Message], prompt: bool
     """The rendered messages, see `TemplateRenderer.text`.
 
     Raises:
-        UserError: what users, tools or the system say is not there, or a tool that may be called.
+        UserError: a text of users, tools or the system is missing, or a tool.
     """
     text = render.text(messages, prompt)
     if fault := fault_in_prompt(messages, text):
@@ -290,7 +292,7 @@ def _checked(render: TemplateRenderer, messages: Sequence[Message], prompt: bool
 
 
 def _without_tail(ids: list[int], own: list[int]) -> list[int]:
-    """Ids up to where those of the text itself end; all of them where the text is not in them as it is."""
+    """Ids up to the end of the text's own ids; all ids if these are not contained unchanged."""
     starts = (i for i in range(len(ids) - len(own) + 1) if own and ids[i : i + len(own)] == own)
     start = next(starts, None)
     return ids if start is None else ids[: start + len(own)]

@@ -1,4 +1,4 @@
-"""Length limit of prompts, and handling of longer ones."""
+"""Length limit of prompts, and handling of longer prompts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from distill.prompts.prompt import Prompt
 from distill.prompts.sources import Rejected
 
 NO_LIMIT = 2**31
-START = 200  # characters shown of a prompt that is left out
+START = 200  # characters shown of an omitted prompt
 SHOWN_REASONS = 3
-VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d.,]*")  # parts of a reason that differ from prompt to prompt
+VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d.,]*")  # varying parts of a reason
 
 
 class Limit(NamedTuple):
     """Largest prompt length.
 
     Attributes:
-        tokens: of the prompt.
-        option: that sets the limit; empty if the target's context does.
+        tokens: maximum tokens of the prompt.
+        option: option that sets the limit; empty if the target's context does.
         room: tokens of the answer that the option includes.
     """
 
@@ -47,7 +47,7 @@ def strictest(option: int | None, row: int | None, context: int | None) -> Limit
     Args:
         option: prompts.max_tokens, if set.
         row: max_tokens, in training.
-        context: of the target, if limited.
+        context: maximum tokens of the target, if limited.
     """
     limits = [Limit()]
     if option is not None:
@@ -56,17 +56,17 @@ def strictest(option: int | None, row: int | None, context: int | None) -> Limit
         limits.append(Limit(row - 1, "max_tokens", 1))
     if context is not None:
         limits.append(Limit(context - 1))
-    # Of equal ones the context's: raising the option would not help.
+    # Ties name the context, since raising the option would not help.
     return min(limits, key=lambda limit: (limit.tokens, limit.option))
 
 
 @dataclass
 class Measured:
-    """Prompts sorted into those that fit and those that are too long.
+    """Prompts sorted by whether they fit.
 
     Attributes:
-        fit: in input order.
-        long: the others.
+        fit: prompts that fit, in input order.
+        long: prompts that are too long.
         longest: tokens of the longest prompt.
         where: its file and line.
     """
@@ -91,24 +91,24 @@ class Measured:
 
 
 def set_aside(prompt: Prompt, reason: str) -> Rejected:
-    """Record of a prompt that is left out."""
+    """Record of an omitted prompt."""
     start = json.dumps(prompt.messages)[:START]
     return Rejected(prompt.file or f"prompt {prompt.id}", prompt.line, reason, start)
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What is left out of the prompts of one kind, for any reason.
+    """Omitted prompts of one kind, for any reason.
 
     Attributes:
         what: name of the prompts in messages.
-        measured: those that were rendered.
-        refused: by the chat template, or without the answer that is asked for.
-        malformed: records.
-        records: malformed ones and others.
-        lost: about how many more there are that could not be read.
-        limit: on the tokens.
-        advice: what else helps against refusals; empty if nothing does.
+        measured: rendered prompts.
+        refused: prompts that the chat template refuses, or without a required answer.
+        malformed: malformed records.
+        records: number of all records.
+        lost: estimated number of unreadable records.
+        limit: limit on the tokens.
+        advice: advice against refusals; may be empty.
     """
 
     what: str
@@ -122,24 +122,24 @@ class LeftOut:
 
     @property
     def count(self) -> int:
-        """Of all that are left out."""
+        """Number of omitted prompts."""
         return len(self.measured.long) + len(self.refused) + len(self.malformed) + self.lost
 
     @property
     def share(self) -> float:
-        """Of the records that give no prompt; a sample of the prompts stands for all of them."""
+        """Share of records without a usable prompt; a sample of the prompts represents all."""
         fit, rendered = len(self.measured.fit), len(self.measured.long) + len(self.refused)
         whole = 1 - Fraction(len(self.malformed) + self.lost, max(1, self.records + self.lost))
         return float(1 - whole * Fraction(fit, max(1, fit + rendered)))
 
     def check(self, most: float) -> None:
-        """Refuse to continue if too many prompts are left out; a single one always may be.
+        """Raise if too many prompts are omitted; a single one is always allowed.
 
         Args:
-            most: share that may be left out.
+            most: share that may be omitted.
 
         Raises:
-            UserError: more than that, or all, are left out.
+            UserError: more than that, or all, are omitted.
         """
         fit = len(self.measured.fit)
         if not self.count or (fit and (self.count == 1 or self.share <= most)):
@@ -157,7 +157,7 @@ class LeftOut:
         return "give shorter ones" if self.measured.long else "mend them"
 
     def _reasons(self) -> str:
-        """How many of how many are left out and why, the commonest reasons first."""
+        """Describe how many prompts are omitted and why, the most common reasons first."""
         long, more = self.measured.long, [*self.malformed, *self.refused]
         too_long = f"have more than {self.limit}, the longest {self.measured.where}"
         if not more:
@@ -169,7 +169,7 @@ class LeftOut:
         reasons = [f"{len(kind)} as {kind[0]}" for kind in ranked[:SHOWN_REASONS]]
         if rest := sum(map(len, ranked[SHOWN_REASONS:])):
             reasons.append(f"{rest} for other reasons")
-        reasons += [f"about {self.lost:,} stand behind these and were not read"] if self.lost else []
+        reasons += [f"about {self.lost:,} after these were not read"] if self.lost else []
         reasons += [f"{len(long)} {too_long}"] if long else []
         whole = self.count + len(self.measured.fit)
         return f"{self.count} of {whole} {self.what} are left out: {'; '.join(reasons)}"

@@ -14,21 +14,21 @@ from distill.prompts.sources import Reading
 def mix(readings: Sequence[Reading], limit: int) -> list[Prompt]:
     """Drop duplicates, sample every source by its share, and shuffle.
 
-    Selection and order follow a hash of the content, so they do not depend on the order of files. A
-    single source without a limit keeps its order.
+    Selection and order follow a hash of the content, so they are independent of the order of files. A single
+    source without a limit keeps its order.
 
     Args:
         readings: their `prompts` and `duplicates` are updated.
         limit: total number of prompts; 0: the largest number with exact shares.
 
     Raises:
-        UserError: a source whose prompts are all in earlier sources.
+        UserError: all prompts of a source are in earlier sources.
     """
     seen: set[int] = set()
     for reading in readings:
         reading.duplicates = _drop_seen(reading.prompts, seen)
         if not reading.prompts:
-            raise UserError(f"{reading.source.label}: every prompt of it is in a source before it")
+            raise UserError(f"{reading.source.label}: all its prompts are in earlier sources; remove it")
     several = len(readings) > 1
     counts = [len(r.prompts) for r in readings]
     amounts = shares(counts, [r.source.weight for r in readings], limit)
@@ -49,7 +49,7 @@ def shares(counts: Sequence[int], weights: Sequence[float], limit: int) -> list[
     Args:
         counts: available prompts.
         weights: ratio of the shares.
-        limit: total. If a source is too small, the others fill up in their ratio. 0: the largest
+        limit: total. If a source is too small, the others replace it in their ratio. 0: the largest
             amounts in exactly this ratio.
     """
     parts = [Fraction(w) / sum(map(Fraction, weights)) for w in weights]
@@ -58,7 +58,7 @@ def shares(counts: Sequence[int], weights: Sequence[float], limit: int) -> list[
         return [int(total * part) for part in parts]
     remaining, sources = min(limit, sum(counts)), set(range(len(counts)))
     amounts = [0] * len(counts)
-    while True:  # use up sources that are too small, and share out the rest among the others
+    while True:  # use sources that are too small completely; distribute the rest
         total_part = sum((parts[i] for i in sources), Fraction())
         quotas = {i: remaining * parts[i] / total_part for i in sources}
         exhausted = [i for i in sources if quotas[i] >= counts[i]]
@@ -93,7 +93,7 @@ def _unique_ids(prompts: list[Prompt]) -> list[Prompt]:
         name = prompt.id
         while name in used:
             used[prompt.id] += 1
-            name = f"{prompt.id}~{used[prompt.id]}"  # samples have #
+            name = f"{prompt.id}~{used[prompt.id]}"  # "#" is used by samples
         used[name] = 1
         if name != prompt.id:
             prompts[i] = replace(prompt, id=name)

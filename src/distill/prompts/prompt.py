@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-INSTRUCTING = ("system", "developer")  # roles that nobody answers
-Message = dict[str, Any]  # role, content, and what chat templates read besides: tool_calls, name, ...
+INSTRUCTING = ("system", "developer")  # roles without an answer
+Message = dict[str, Any]  # role, content, and optional keys of chat templates: tool_calls, name, ...
 
 
 @dataclass(slots=True)
@@ -17,13 +17,13 @@ class Prompt:
     """A conversation for the target to continue.
 
     Attributes:
-        id: in stores and reports.
-        packed: messages and tools as UTF-8 JSON, see `pack`: objects would take several times the memory.
-        category: for tables by category.
-        weight: of its rows in the loss.
-        file: from which it was read; empty if none.
-        line: in that file, from 1.
-        reference: of a held-out prompt, the first answer that its record gives, for judges.
+        id: id in stores and reports.
+        packed: messages and tools as UTF-8 JSON, see `pack`; objects would take several times the memory.
+        category: category in tables.
+        weight: weight of its rows in the loss.
+        file: source file; may be empty.
+        line: line in that file, from 1.
+        reference: for held-out prompts, the first answer in the record, for judges.
     """
 
     id: str
@@ -38,20 +38,20 @@ class Prompt:
 
     @classmethod
     def of(cls, name: str, messages: Sequence[Message], tools: Sequence[dict] = (), **more: Any) -> Self:
-        """A prompt of these messages and tools; `more` are other attributes."""
+        """Build a prompt from messages and tools; `more` are other attributes."""
         return cls(name, pack(messages, tools), **more)
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """For the chat template, parsed whenever they are read.
+        """Messages for the chat template, parsed on every access.
 
-        The target answers every message of a user or tool that has no answer; answers in between are context.
+        The target answers every message of a user or tool that has no answer; existing answers are context.
         """
         return tuple(json.loads(self.packed)[0])
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:
-        """Schemas of functions that the target may call, parsed whenever they are read."""
+        """Schemas of functions that the target may call, parsed on every access."""
         return tuple(json.loads(self.packed)[1])
 
     @property
@@ -63,24 +63,24 @@ class Prompt:
 
     @property
     def question_hash(self) -> int:
-        """Hash of what identifies a question in the held-out split."""
+        """Hash of the question, for the held-out split."""
         if self._question is None:
             self._question = hash64(question(self))
         return self._question
 
 
 def pack(messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> bytes:
-    """Messages and tools as UTF-8 JSON.
+    """Encode messages and tools as UTF-8 JSON.
 
     Raises:
-        TypeError: a value that JSON does not have.
-        ValueError: a number that is not finite, or text that UTF-8 cannot hold.
+        TypeError: a value that JSON cannot represent.
+        ValueError: a number that is not finite, or text that UTF-8 cannot encode.
     """
     return json.dumps([messages, tools], ensure_ascii=False, allow_nan=False).encode()
 
 
 def turns(messages: Sequence[Message]) -> list[int]:
-    """For each answer of the target, the number of messages before it."""
+    """Number of messages before each answer of the target."""
     places = []
     for i, message in enumerate(messages, 1):
         answered = i < len(messages) and messages[i]["role"] not in ("user", *INSTRUCTING)
@@ -97,7 +97,7 @@ def unanswered(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def answered(messages: Sequence[Message], text: str) -> list[Message]:
-    """The messages with a text wherever the target answers."""
+    """The messages, with `text` as every answer of the target."""
     messages, places = unanswered(messages), set(turns(unanswered(messages)))
     whole: list[Message] = []
     for i, message in enumerate(messages, 1):
@@ -106,37 +106,36 @@ def answered(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def opening(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages up to the first one that the target answers, without a final answer."""
+    """The messages up to the first answer of the target, without a final answer."""
     messages = unanswered(messages)
     return tuple(messages[: turns(messages)[0]])
 
 
 def question(prompt: Prompt) -> list[Message]:
-    """What identifies a question in the held-out split: instructions, and the first message of a user."""
+    """Messages that identify a question in the held-out split: instructions and first user message."""
     messages = [m for m in prompt.messages if m["role"] != "assistant"]
     first = next((i for i, m in enumerate(messages, 1) if m["role"] not in INSTRUCTING), len(messages))
     return messages[:first]
 
 
 def split(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
-    """Train and held-out part, by hash of the question: conversations with the same question stay together.
+    """Split into training and held-out prompts, by hash of the question, so equal questions stay together.
 
-    Held-out prompts are shuffled by hash, so that the first few are a fair sample even of a file that is
-    sorted by category.
+    Held-out prompts are shuffled by hash, so that the first few are a fair sample even of a sorted file.
     """
     held = sorted((p for p in prompts if p.question_hash < share * 2**64), key=lambda p: p.question_hash)
     return [p for p in prompts if p.question_hash >= share * 2**64], held
 
 
 def held_out(train: Sequence[Prompt], held: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
-    """Drop held-out questions from `train`, and shuffle the held-out prompts as `split` does."""
+    """Drop held-out questions from `train`, and shuffle held-out prompts like `split`."""
     shuffled = sorted(held, key=lambda p: p.question_hash)
     questions = {p.question_hash for p in held}
     return [p for p in train if p.question_hash not in questions], shuffled
 
 
 def prompts_digest(prompts: Iterable[Prompt]) -> str:
-    """Hash of the prompts' content, independent of file and line: of all of it as one JSON list."""
+    """Hash of the prompts' content as one JSON list, independent of file and line."""
     digest = hashlib.sha256(b"[")
     for number, p in enumerate(prompts):
         text = json.dumps([p.id, p.messages, p.category, p.weight, p.tools])

@@ -1,4 +1,4 @@
-"""Texts that are rendered already: a chat template would write its tokens about them a second time."""
+"""Detect texts that are already rendered: a chat template would add its tokens a second time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Message, Prompt
 from distill.prompts.templates.rendering import Tools
 
-OPTIONAL = re.compile("think|reason")  # tokens that a text may have: reasoning stands between them
-# Beginnings of whole conversations in the formats of other templates, up to where an answer begins.
+OPTIONAL = re.compile("think|reason")  # tokens allowed in texts: they enclose reasoning
+# Beginnings of conversations in formats of other templates, up to the answer.
 FORMATS = (
     r"<\|im_start\|>.*<\|im_start\|>\s*assistant",
     r"<\|start_header_id\|>.*<\|start_header_id\|>\s*assistant",
@@ -32,16 +32,16 @@ FORMATS = (
     r"### (?:Human|User):.*### Assistant:",
     r"(?:A chat between\b.*)?USER:.*\bASSISTANT:",
     r"(?:System:.*)?Human:.*\n\s*Assistant:",
-    r"(?:System:.*)?User:.*\n\s*Assistant:\s*\Z",  # else a transcript that a question is about
+    r"(?:System:.*)?User:.*\n\s*Assistant:\s*\Z",  # otherwise a transcript that the question is about
 )
 STARTS = (
     *("<s>", "<bos>", r"<\|begin_of_text\|>", "<BOS_TOKEN>"),
     *("<\uff5cbegin\u2581of\u2581sentence\uff5c>", r"\[gMASK\]<sop>"),
 )
 BEGUN = re.compile(rf"(?:{'|'.join(STARTS)})?\s*(?:{'|'.join(FORMATS)})", re.DOTALL)
-# One is in each of them.
+# Each contains one of these.
 ANSWERS = rb"[Aa]ssistant|ASSISTANT:|CHATBOT|<bot>|<start_of_turn>|\[/INST\]|### Response:"
-# Conversations whose rendering shows what a template writes around texts of the system and of answers.
+# Their rendering shows the text that a template writes around system texts and answers.
 TURNS: tuple[list[Message], ...] = (
     [{"role": "system", "content": "."}, {"role": "user", "content": "."}],
     [{"role": role, "content": "."} for role in ("user", "assistant", "user")],
@@ -49,14 +49,14 @@ TURNS: tuple[list[Message], ...] = (
 
 
 class RenderedTexts:
-    """Finds texts with the tokens that a chat template writes around a user's message.
+    """Finds texts that contain the tokens that a chat template writes around a user's message.
 
-    Such a token inside a text reads as the template's own. The tokens that begin and end a whole text
-    (`<s>` is also HTML) count only at its beginning and its end. A user's text that begins as a conversation
-    in the format of another template counts, too.
+    Such a token inside a text would act as the template's own. Tokens that begin and end a whole text (`<s>`
+    is also HTML) count only at its beginning and end. A user's text that begins like a conversation in
+    another template's format counts too.
 
     Args:
-        chat: whose template; without one nothing is found.
+        chat: chat with the template; without a template, nothing is found.
     """
 
     def __init__(self, chat: Chat) -> None:
@@ -67,7 +67,7 @@ class RenderedTexts:
         written = {t for t in added if t.strip() and t in around and not OPTIONAL.search(t)}
         ends = (tokenizer.bos_token, tokenizer.eos_token) if before + after else ("", "")
         self.first, self.last = (str(token or "") for token in ends)
-        if self.last and self.last in after:  # it ends a user's turn, too
+        if self.last and self.last in after:  # it ends a user's turn too
             self.last = ""
         self.inside = sorted(written - {self.first, self.last})
         marks = [chunk.split()[-1] for chunk in (before, after) if chunk.strip()]  # [INST], [/INST]
@@ -91,12 +91,12 @@ class RenderedTexts:
             for text in _texts(parts):
                 if token := self._found(text.strip()):
                     return (
-                        f"message {number} ({message['role']}): a text that is rendered already: {token} "
+                        f"message {number} ({message['role']}): already rendered text: {token} "
                         "belongs to the chat template; leave it out, or set prompts.template=none"
                     )
             if self.rendered and message["role"] == "user" and BEGUN.match(message["content"].strip()):
                 return (
-                    f"message {number} (user): a conversation that is rendered already, in another format "
+                    f"message {number} (user): an already rendered conversation, in another format "
                     "than the chat template's; give it as messages, or set prompts.template=none"
                 )
         return ""
@@ -112,7 +112,7 @@ class RenderedTexts:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value of JSON, keys among them."""
+    """All texts in a JSON value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -123,18 +123,18 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _turns(chat: Chat) -> Iterator[str]:
-    """Renderings of TURNS, without those that the template refuses."""
+    """Renderings of TURNS that the template accepts."""
     for messages in TURNS if chat.template == "chat" else ():
         with suppress(UserError):
             yield chat.text(messages)
 
 
 def _around(chat: Chat) -> tuple[str, str]:
-    """What the template writes before a user's text and behind it, up to the answer."""
+    """Text that the template writes before a user's text, and between it and the answer."""
     if chat.template == "none":
         return "", ""
     try:
         before, after = chat.user_turn()
-    except UserError:  # it refuses such a conversation, and will say so of each
+    except UserError:  # the refusal is reported for each conversation
         return "", ""
     return str(chat.tokenizer.decode(before)), str(chat.tokenizer.decode(after))

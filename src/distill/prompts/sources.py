@@ -88,7 +88,7 @@ class Source:
         """Read all prompts.
 
         Args:
-            strict: malformed records are errors; else they are skipped and listed.
+            strict: raise on malformed records; otherwise they are skipped and listed.
 
         Raises:
             UserError: no such source, a malformed record (`strict`), or no valid prompt.
@@ -111,7 +111,7 @@ class Source:
                 raise UserError(str(rejected))
             reading.rejected.append(rejected)
         if reading.rejected and not reading.prompts:
-            raise UserError(f"{reading.rejected[0]}; {self.label} has no prompts in it that can be used")
+            raise UserError(f"{reading.rejected[0]}; {self.label} has no usable prompts")
         if not reading.prompts:
             raise UserError(f"{self.label}: no prompts in it; give one JSON record a line")
         return reading
@@ -138,13 +138,13 @@ class Reading:
     """Result of reading a source.
 
     Attributes:
-        source: that was read.
+        source: the source.
         records: number of records, including malformed ones.
-        lost: about how many more are behind a fault that ends reading.
-        prompts: valid ones; after mixing, those that are used.
-        rejected: malformed ones.
+        lost: estimated number of records after a fault that ends reading.
+        prompts: valid prompts; after mixing, the used ones.
+        rejected: malformed records.
         duplicates: number of prompts dropped as duplicates.
-        unread: fields that were not read -> number of prompts whose records have them.
+        unread: unread fields -> number of records that have them.
     """
 
     source: Source
@@ -156,7 +156,7 @@ class Reading:
     unread: Counter[str] = field(default_factory=Counter)
 
     def unread_line(self) -> str:
-        """Which fields were not read, in one line; empty if all were."""
+        """Describe unread fields in one line; empty if there are none."""
         if not self.unread:
             return ""
         what = describe_unread(self.unread)
@@ -176,7 +176,7 @@ def to_sources(options: Mapping[str, Any]) -> list[Source]:
     """The sources of a `prompts` group: a single one, or its list `sources`.
 
     Raises:
-        UserError: both given, or a malformed entry of the list.
+        UserError: both are given, or a malformed entry of the list.
     """
     fields = [f for f in Source.__dataclass_fields__ if f in options]
     shared = {name: options[name] for name in fields if options[name] is not None}

@@ -23,23 +23,23 @@ from distill.utils.progress import first_rank, say
 from distill.utils.provenance import digest
 from drafters.checkpoint.atomic import publish
 
-SHOWN = 3  # of what is set aside for one reason
+SHOWN = 3  # omitted prompts shown per reason
 RECORD, QUARANTINE = "prompts.json", "quarantine.jsonl"
 
 
 @dataclass(slots=True)
 class Inputs:
-    """Prompts, and where they come from.
+    """Prompts and their sources.
 
     Attributes:
-        train: to be answered, and trained on.
-        held: to be scored, each up to the first place that the target answers.
-        readings: of the sources.
-        heldout: of the held-out file, where there is one.
-        record: what a run writes down.
-        refused: by the chat template.
-        limit: on the tokens of a prompt.
-        too_long: of `train` and of `held`, and left out.
+        train: prompts to answer and train on.
+        held: prompts to score, each up to the target's first answer.
+        readings: readings of the sources.
+        heldout: reading of the held-out file, if any.
+        record: content of the run's record.
+        refused: prompts that the chat template refuses.
+        limit: limit on the tokens of a prompt.
+        too_long: omitted prompts of `train` and `held`.
         none_held: why no prompt is held out; empty if one is.
     """
 
@@ -55,7 +55,7 @@ class Inputs:
 
     @property
     def rejected(self) -> list[Rejected]:
-        """Malformed records of all of them."""
+        """Malformed records of all sources."""
         read = [one for reading in [*self.readings, *self.heldout] for one in reading.rejected]
         return read + self.refused
 
@@ -68,22 +68,21 @@ class Inputs:
 def read(
     options: PromptOptions, chat: Chat, limit: Limit, answers: str | None = None, score: bool = False
 ) -> Inputs:
-    """Read, mix and split the prompts that the options name.
+    """Read, mix and split the prompts of the options.
 
     Args:
-        options: of the prompts.
-        chat: renders, and may refuse to.
-        limit: on the tokens of a prompt.
-        answers: rollout.answers: given ones have to be rendered as well; None: no rollouts are made.
-        score: held-out prompts are scored.
+        options: options of the prompts.
+        chat: renders prompts, and may refuse.
+        limit: limit on the tokens of a prompt.
+        answers: rollout.answers: given answers are rendered too; None without rollouts.
+        score: whether held-out prompts are scored.
 
     Raises:
-        UserError: nothing there, nothing of use, too many too long, or, with prompts.strict, anything
-            malformed.
+        UserError: no usable prompts, too many too long ones, or, with prompts.strict, a malformed record.
     """
     given = answers == "given"
     if given and options.answers == "drop":
-        raise UserError("rollout=given: prompts.answers=drop leaves given answers out; set it to keep")
+        raise UserError("rollout=given: prompts.answers=drop omits given answers; set prompts.answers=keep")
     if not (sources := to_sources(asdict(options))) and not options.heldout and not options.self:
         raise UserError("prompts: none are named; give prompts.path, prompts.dataset or prompts.sources")
     readings = [source.read(options.strict) for source in sources]
@@ -103,7 +102,7 @@ def read(
         LeftOut("prompts", measured, refused, *_malformed(readings), limit, advice),
         LeftOut("held-out prompts", openings, refused_held, *_malformed(heldout), limit),
     )
-    if answers:  # commands that score read training prompts too, and use none
+    if answers:  # commands that only score do not use training prompts
         parts[0].check(options.max_left_out)
     if score:
         parts[1].check(options.max_left_out)
@@ -129,13 +128,13 @@ def read(
 
 
 def _malformed(readings: Sequence[Reading]) -> tuple[list[Rejected], int, int]:
-    """Malformed records, the number of all that were read, and of those that could not be."""
+    """Malformed records, number of records read, and estimated number of unreadable ones."""
     malformed = [one for r in readings for one in r.rejected]
     return malformed, sum(r.records for r in readings), sum(r.lost for r in readings)
 
 
 def _why_none_held(listed: Sequence[Prompt], options: PromptOptions, held: LeftOut) -> str:
-    """Why no prompt is held out, and what helps."""
+    """Why no prompt is held out, and advice."""
     if held.count:
         return f"all {held.count} of {options.heldout or 'those that would be'} are left out"
     if not listed or options.heldout_share <= 0:
@@ -217,7 +216,7 @@ def keep_record(inputs: Inputs, folder: Path) -> None:
     """Record training, held-out and rejected prompts in the run folder.
 
     Raises:
-        UserError: the run began with other prompts.
+        UserError: the run started with other prompts.
     """
     record = folder / RECORD
     advice = "remove it to continue with the prompts as they are now; resume=never starts another run"

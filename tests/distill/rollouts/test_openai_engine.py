@@ -306,7 +306,7 @@ def test_no_more_tokens_are_kept_than_were_asked_for(chat, start, capsys):
     choice = {"finish_reason": "stop", "message": {"content": "x"}, "token_ids": [7] * 200_000}
     fake.fault(1, 200, json.dumps(whole | {"choices": [choice]}))
     assert answers_of(fake, "a", params=PARAMS._replace(max_new_tokens=10)) == [([7] * 10, False, True)]
-    assert "gives more tokens than max_tokens=10; answers are cut there" in capsys.readouterr().out
+    assert "returns more tokens than max_tokens=10; answers are cut there" in capsys.readouterr().out
 
 
 def test_list_of_models_of_any_content(chat, start):
@@ -336,7 +336,7 @@ def test_server_killed_and_started_again_loses_nothing(chat, start, capsys):
     assert heard(chat, answers) == SO
     assert 0 < len(after.asked) < 24
     said = capsys.readouterr().out
-    assert said.count("; waiting up to 20 s for it") == 1
+    assert said.count("; retrying for up to 20 s") == 1
     assert said.count(": answers again") == 1
 
 

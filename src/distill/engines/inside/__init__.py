@@ -1,1 +1,1 @@
-"""Code that runs inside an engine, in the engine's interpreter: it imports nothing of ours."""
+"""Code that runs in the engine's interpreter; it imports nothing from this project."""

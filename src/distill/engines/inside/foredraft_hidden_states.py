@@ -1,9 +1,9 @@
 """A vLLM connector that writes hidden states to files, on devices with and without CUDA.
 
-vLLM's `ExampleHiddenStatesConnector` (0.32) copies through `torch.cuda.Stream`, which a CPU build does not
-have, and writes under the final name. This one does the same work on any device, and a file has its name
-once it is whole. It is loaded by name (`kv_connector_module_path`), with this folder on PYTHONPATH, and needs
-vLLM's speculative method `extract_hidden_states`.
+vLLM's `ExampleHiddenStatesConnector` (0.32) needs `torch.cuda.Stream`, which CPU builds lack, and writes
+under the final name. This connector works on any device, and renames complete files. vLLM loads it by name
+(`kv_connector_module_path`) with this folder on PYTHONPATH; it needs the speculative method
+`extract_hidden_states`.
 
 A file has `hidden_states` (n, L, D), in the order of the layers, and `token_ids` (n,).
 """
@@ -22,10 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 
 
 class Copied:
-    """Stands for a CUDA event of a copy that is done."""
+    """Replaces the CUDA event of a finished copy."""
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Whether the copy is finished."""
         return True
 
     def synchronize(self) -> None:
@@ -46,7 +46,7 @@ class ForedraftHiddenStates(ExampleHiddenStatesConnector):
             Path(f"{filename}.part").replace(filename)
         finally:
             if lock_fd is not None:
-                os.close(lock_fd)  # which also releases it
+                os.close(lock_fd)  # also releases the lock
 
     def _submit_async_write(self, pending: Any) -> None:
         # private API: the only step of the connector that copies

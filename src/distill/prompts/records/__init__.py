@@ -1,1 +1,1 @@
-"""Records of files and data sets: kinds of files, forms of records, and the messages that they give."""
+"""Records of files and data sets: file types, record formats, and their messages."""

@@ -1,4 +1,4 @@
-"""Values of a record, and which of its fields were read."""
+"""Access to a record's values; tracks which fields were read."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-SHOWN_FIELDS = 5  # that were not read
+SHOWN_FIELDS = 5  # maximum number of unread fields in a message
 
 
 class Fields:
-    """A JSON object that remembers which fields were asked for, so that the others can be named.
+    """A JSON object that tracks which fields were read.
 
     Args:
-        values: of the object.
-        ignored: fields that are neither used nor named, since their values mean nothing.
+        values: values of the object.
+        ignored: fields without meaning, which are not reported as unread.
     """
 
     def __init__(self, values: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
         self.values, self._read = values, set(ignored)
 
     def get(self, name: str) -> Any:
-        """A field's value; None where it is absent or empty."""
+        """A field's value; None if absent or empty."""
         value = self.raw(name)
         return None if is_empty(value) else value
 
     def raw(self, name: str) -> Any:
-        """A field's value, empty ones as they are; None where it is absent."""
+        """A field's value, including empty ones; None if absent."""
         self._read.add(name)
         return self.values.get(name)
 
     def first(self, names: Collection[str]) -> str | None:
-        """The first of these fields that has a value; those behind it are not read."""
+        """The first of these fields that has a value; later ones stay unread."""
         return next((name for name in names if self.get(name) is not None), None)
 
     def unread(self, prefix: str = "") -> set[str]:
-        """Names of the fields that have a value, and that nothing read."""
+        """Names of unread fields that have a value."""
         return {f"{prefix}{k}" for k, v in self.values.items() if k not in self._read and not is_empty(v)}
 
 
 def describe_unread(counts: Counter[str]) -> str:
-    """Which fields of how many records were not read, the commonest first."""
+    """Describe which fields were not read, and in how many records, the most common first."""
     shown = [
         f"`{name}` of {count:,} record{'s' * (count > 1)}" for name, count in counts.most_common(SHOWN_FIELDS)
     ]
@@ -53,12 +53,12 @@ def describe_unread(counts: Counter[str]) -> str:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value says nothing: null, or an empty text, list or object."""
+    """Whether a value is null, or an empty text, list or object."""
     return value is None or (isinstance(value, str | list | tuple | dict) and not value)
 
 
 def is_text(value: Any, empty: bool = False) -> bool:
-    """Whether this is a text that a tokenizer takes; blank ones are none unless `empty`."""
+    """Whether this is a valid text for a tokenizer; blank texts only with `empty`."""
     if not isinstance(value, str) or not (empty or value.strip()):
         return False
     try:
@@ -69,10 +69,10 @@ def is_text(value: Any, empty: bool = False) -> bool:
 
 
 class JsonReader:
-    """A JSON decoder that notices keys that stand twice in one object: the first of the two would be gone.
+    """A JSON decoder that detects duplicate keys in an object; a plain decoder drops the first.
 
     Attributes:
-        twice: such keys, in what was read last.
+        twice: duplicate keys in the last value.
     """
 
     def __init__(self) -> None:
@@ -87,23 +87,23 @@ class JsonReader:
         return made
 
     def read(self, text: str) -> Any:
-        """The value of a whole text; raises as `json.loads`."""
+        """Decode a whole text; raises like `json.loads`."""
         self.twice = []
         return self._decoder.decode(text)
 
     def read_from(self, text: str, place: int) -> tuple[Any, int]:
-        """The value that begins at a place, and where it ends."""
+        """Decode the value at an offset; also returns its end."""
         self.twice = []
         return self._decoder.raw_decode(text, place)
 
     @property
     def fault(self) -> str:
-        """Why what was read last cannot be used; empty if it can."""
+        """Why the last value cannot be used; empty if it can."""
         return f"the key {self.twice[0]!r} stands twice in an object" if self.twice else ""
 
 
 def parse_json(value: Any) -> Any:
-    """The value of a JSON text; anything else, and JSON with a key that stands twice, unchanged."""
+    """Decode a JSON text; returns other values, and JSON with duplicate keys, unchanged."""
     if isinstance(value, str):
         reader = JsonReader()
         try:
@@ -115,7 +115,7 @@ def parse_json(value: Any) -> Any:
 
 
 def without_null(value: Any) -> Any:
-    """Drop null entries: columnar files give every object the keys of all others."""
+    """Drop null entries: columnar files give every object all keys."""
     if isinstance(value, dict):
         return {key: without_null(v) for key, v in value.items() if v is not None}
     return [without_null(v) for v in value] if isinstance(value, list) else value

@@ -1,9 +1,9 @@
 """Parse a record of a file or dataset, in any of the common formats, into a Prompt.
 
-A record is one JSON object. Its format is the first key of `FORMS` that it has: OpenAI's `messages`, a
-request's `body` with them, MT-Bench's `turns`, ShareGPT's `conversations`, Alpaca's `instruction` (and
-`input`, Dolly's `context`), or a plain `prompt`, `question` (SQuAD's with its `context`), `query`, `text`
-or `input`, whose answer may stand under one of `ANSWERS`. docs/data.md has a line of each.
+A record is one JSON object. The first key of `FORMS` in it determines its format: OpenAI's `messages`, a
+request's `body`, MT-Bench's `turns`, ShareGPT's `conversations`, Alpaca's `instruction` (and `input`, Dolly's
+`context`), or a plain `prompt`, `question` (SQuAD's with its `context`), `query`, `text` or `input` with an
+answer under one of `ANSWERS`. docs/data.md has examples.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from distill.prompts.records.messages import REASONING, role_of, to_messages, us
 # The first of these keys that a record has determines its format.
 LISTS = ("messages", "turns", "conversations", "conversation")
 TEXTS = ("instruction", "prompt", "question", "query", "text", "input")
-REQUESTS = ("body", "params")  # of a batch file: OpenAI's, Anthropic's
+REQUESTS = ("body", "params")  # keys of requests in batch files: OpenAI's, Anthropic's
 FORMS = ("messages", *REQUESTS, *LISTS[1:], *TEXTS)
-# What else belongs to the question of a form, in the order in which it is written.
+# Additional fields of a form's question, in the order of rendering.
 ASKED = {"instruction": ("instruction", "input", "context"), "question": ("context", "question")}
 ANSWERS = ("answer", "response", "output", "completion", "answers")
 SYSTEMS = ("system", "system_prompt")
@@ -32,7 +32,7 @@ IDS = ("id", "question_id", "task_id", "prompt_id", "custom_id")
 WEIGHTS = ("weight", "reward")
 FIELDS = (*CONTENT, *IDS, *WEIGHTS, "category", "tools", "functions")  # all keys that are read
 PRINTED = re.compile(r"\s*\[\s*\{'(role|from|content|value)'\s*:")
-ANSWERED = ("/completions", "/responses", "/messages")  # where requests go that ask for an answer
+ANSWERED = ("/completions", "/responses", "/messages")  # paths of requests that have an answer
 Tools = tuple[dict[str, Any], ...]
 
 
@@ -80,14 +80,14 @@ def to_prompt(
     """Convert a parsed record to a Prompt.
 
     Args:
-        record: of which FIELDS are used.
-        default_id: for records without an id.
-        answers: `keep` the record's answers, or `drop` them unless tools are called, so that the target
+        record: record; FIELDS of it are used.
+        default_id: id of records without one.
+        answers: `keep` the record's answers, or `drop` those without tool calls, so that the target
             writes its own.
-        columns: field -> its name in the record, or its path (`body.messages`). If one of them is a format
-            of FORMS, other content fields of the record are ignored.
-        columnar: it is a row of a table, whose objects have nulls for the keys that others have.
-        unread: fields with a value that nothing read are added to it.
+        columns: field -> its name or path (`body.messages`) in the record. If one of them is a format of
+            FORMS, other content fields are ignored.
+        columnar: the record is a row of a table, with nulls for absent keys.
+        unread: output set of unread fields with a value.
 
     Raises:
         UserError: malformed record.
@@ -105,7 +105,7 @@ def to_prompt(
     messages = to_messages(raw, unread, columnar)
     if not turns(unanswered(messages)):
         no_user = messages and all(m["role"] == "assistant" for m in messages)
-        reason = "only the assistant speaks in it" if no_user else "no user's or tool's message stands last"
+        reason = "only the assistant speaks in it" if no_user else "the last message is no user's or tool's"
         raise UserError(f"{reason}; there is nothing to answer")
     unread |= _unread(record, fields, columns)
     try:  # columns can hold dates or bytes, and any text lone surrogates
@@ -133,7 +133,7 @@ def _column(record: dict[str, Any], column: str) -> Any:
 
 
 def _unread(record: dict[str, Any], fields: Fields, columns: Mapping[str, str]) -> set[str]:
-    """Fields of a record with a value that nothing read, under the record's own names."""
+    """Unread fields of a record that have a value, under the record's own names."""
     unread = fields.unread()
     read = {column for field, column in columns.items() if field not in unread}
     paths = {column for column in columns.values() if column not in record}
@@ -148,7 +148,7 @@ def _unread(record: dict[str, Any], fields: Fields, columns: Mapping[str, str]) 
 def _conversation(
     fields: Fields, unread: set[str], columnar: bool, request: bool = False
 ) -> tuple[list[Any], Tools]:
-    """Messages of a record of any format, not validated yet, and its tools."""
+    """Messages of a record of any format, not validated, and its tools."""
     form = _form(fields, request)
     if form in REQUESTS:
         if isinstance(fields.values.get("method"), str):
@@ -182,11 +182,13 @@ def _conversation(
 def _form(fields: Fields, request: bool) -> str:
     names = [name for name in FORMS if not is_empty(fields.values.get(name))]
     for name in names:
-        if name in REQUESTS:  # in other records a text, or settings
+        if name in REQUESTS:  # other records use these keys differently
             value = parse_json(fields.values[name])
             if not request and isinstance(value, dict) and any(form in value for form in FORMS):
                 return name
-        elif name not in LISTS[1:] or isinstance(parse_json(fields.values[name]), list):  # a number of turns
+        elif name not in LISTS[1:] or isinstance(
+            parse_json(fields.values[name]), list
+        ):  # can be a number of turns
             return name
     given = [name for name in FORMS if name not in REQUESTS and fields.values.get(name) is not None]
     return (given or ["messages"])[0]
@@ -197,7 +199,7 @@ def _user(text: Any) -> dict[str, Any]:
 
 
 def _asked(fields: Fields, form: str, content: Any) -> list[Any]:
-    """Messages of a record with one question, and what was said before it."""
+    """Messages of a record with one question, and earlier turns."""
     messages: list[Any] = []
     for asked, answer in _pairs(fields):
         messages += [_user(asked), {"role": "assistant", "content": answer}]
@@ -212,7 +214,7 @@ def _asked(fields: Fields, form: str, content: Any) -> list[Any]:
 
 
 def _answer(fields: Fields) -> list[Any]:
-    """The assistant's message of a record with one question; none if it has no answer."""
+    """The assistant's message of a record with one question; empty without an answer."""
     for name in ANSWERS:
         value = fields.get(name)
         if name == "answers":  # SQuAD's, TriviaQA's: several texts for the same answer
@@ -237,13 +239,13 @@ def _first_text(answers: Any) -> Any:
 
 
 def _is_asked(fields: Fields, form: str, name: str) -> bool:
-    """Whether a field belongs to the question; a context of another shape is none, and is named as unread."""
+    """Whether a field belongs to the question; a context of another type stays unread."""
     value = fields.values.get(name)
     return name == form or (not is_empty(value) and (name != "context" or isinstance(value, str)))
 
 
 def _pairs(fields: Fields) -> list[Any]:
-    """LLaMA-Factory's `history`: earlier questions with their answers; none if it is anything else."""
+    """Earlier questions and answers of LLaMA-Factory's `history`; empty if it is anything else."""
     turns = fields.values.get("history")
     if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
         return []
@@ -251,13 +253,13 @@ def _pairs(fields: Fields) -> list[Any]:
 
 
 def _messages_in(value: Any) -> list[Any] | None:
-    """Messages that stand where a text may stand, or as their JSON text; None for any other value.
+    """Messages, possibly as JSON text, in a place for text; None for any other value.
 
     Raises:
-        UserError: messages as Python prints them, which no JSON reader takes.
+        UserError: messages in Python's notation, which is no JSON.
     """
     if isinstance(value, str) and PRINTED.match(value):
-        raise UserError("messages as Python prints them stand where a text belongs; write them as JSON")
+        raise UserError("messages in Python's notation instead of a text; write them as JSON")
     found = parse_json(value)
     if isinstance(found, dict) and found is not value:
         found = found.get("messages")
@@ -283,7 +285,7 @@ def _tools(fields: Fields, columnar: bool) -> Tools:
 
 
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """A schema as OpenAI's chat interface has it, where it is Anthropic's or a function by itself."""
+    """Convert a schema of Anthropic's form, or a plain function, to OpenAI's form."""
     if (kind := tool.get("type", "function")) not in ("function", "custom", None):
         raise UserError(f"a tool of type {kind!r}; only schemas of functions can be written")
     if "name" not in tool or "function" in tool:

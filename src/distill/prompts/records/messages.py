@@ -1,10 +1,9 @@
-"""Messages in the forms that people bring, as chat templates read them.
+"""Convert messages of common formats to the form that chat templates read.
 
-A message that leaves here has `role` (of ROLES) and a text `content`, and may have `reasoning_content`,
-`tool_calls` ([{type: function, function: {name, arguments}}], with an id where one was given), `name`,
-`tool_call_id`, and `train: False` where an answer is not to be learned. Sources of the forms: the
-references of OpenAI's and Anthropic's chat interfaces, ShareGPT's files, and the data formats that
-axolotl, LLaMA-Factory and ms-swift document.
+A converted message has `role` (of ROLES) and a text `content`, and may have `reasoning_content`, `tool_calls`
+([{type: function, function: {name, arguments}}], with an optional id), `name`, `tool_call_id`, and `train:
+False` for an answer that is not trained on. Sources of the formats: the references of OpenAI's and
+Anthropic's chat interfaces, ShareGPT's files, and the documentation of axolotl, LLaMA-Factory and ms-swift.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ ALIASES = {
 PLAIN = {"role", "content"}
 REASONING = ("reasoning_content", "thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text")
-# Whether an answer is to be learned: OpenAI's, axolotl's, ms-swift's; and the two that say the opposite.
+# Keys for whether an answer is trained on: OpenAI's, axolotl's, ms-swift's; and two with inverse meaning.
 LEARNED, MASKED = ("weight", "train", "training", "loss"), ("masked", "mask")
 
 
 @dataclass
 class _Content:
-    """What the content of a message holds.
+    """Parsed content of a message.
 
     Attributes:
-        text: of its text parts, joined.
-        reasoning: of its reasoning parts, joined.
-        calls: of functions.
-        results: of calls, as messages.
+        text: joined text parts.
+        reasoning: joined reasoning parts.
+        calls: calls of functions.
+        results: results of calls, as messages.
     """
 
     text: Any = None
@@ -53,15 +52,15 @@ class _Content:
 
 
 def to_messages(raw: Sequence[Any], unread: set[str], columnar: bool = False) -> tuple[Message, ...]:
-    """Validate messages, and write them as chat templates read them.
+    """Validate messages, and convert them to the form of chat templates.
 
     Args:
-        raw: in any of the known forms.
-        unread: names of fields that nothing reads are added to it, as in `messages.timestamp`.
-        columnar: they come from a table, whose objects have nulls for the keys that others have.
+        raw: messages in any known format.
+        unread: output set of unread fields, as in `messages.timestamp`.
+        columnar: they come from a table, with nulls for absent keys.
 
     Raises:
-        UserError: a malformed message; the line has its number, role and key.
+        UserError: a malformed message, with its number, role and key.
     """
     messages: list[Message] = []
     for number, value in enumerate(raw, 1):
@@ -79,13 +78,13 @@ def to_messages(raw: Sequence[Any], unread: set[str], columnar: bool = False) ->
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a message has a role and a text and nothing else, as most have."""
+    """Whether a message has only a role and a text, which is the common case."""
     plain = isinstance(value, dict) and value.keys() == PLAIN and is_text(value["content"])
     return plain and isinstance(value["role"], str) and value["role"] in ROLES
 
 
 def role_of(value: Any) -> str | None:
-    """Role of a raw message; None where it has none that is known."""
+    """Role of a raw message; None if unknown."""
     speaker = _speaker(parse_json(value))
     if not isinstance(speaker, str):
         return None
@@ -95,7 +94,7 @@ def role_of(value: Any) -> str | None:
 
 
 def uses_tools(value: Any) -> bool:
-    """Whether a raw message calls a tool, or is what one returned."""
+    """Whether a raw message calls a tool or is a tool's result."""
     value = parse_json(value)
     if not isinstance(value, Mapping):
         return False
@@ -110,10 +109,10 @@ def uses_tools(value: Any) -> bool:
 
 
 def conversation(prompt: Any) -> tuple[Message, ...]:
-    """The messages of a prompt of the public face: a user's text, a message, or a list of messages.
+    """Convert a prompt of the public API to messages: a user's text, a message, or a list of messages.
 
     Raises:
-        UserError: none of these, a field that nothing reads, or nothing to answer.
+        UserError: none of these, an unknown field, or nothing to answer.
     """
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -134,7 +133,7 @@ def conversation(prompt: Any) -> tuple[Message, ...]:
 
 
 def _speaker(value: Any) -> Any:
-    """What a raw message calls its role: OpenAI's `role`, or ShareGPT's `from`."""
+    """Raw role of a message: OpenAI's `role`, or ShareGPT's `from`."""
     if not isinstance(value, Mapping):
         return None
     return value.get("from") if is_empty(value.get("role")) else value["role"]
@@ -175,7 +174,7 @@ def _message(value: Any, unread: set[str], columnar: bool) -> list[Message]:
             message[name] = named
     message |= {"reasoning_content": reasoning} if reasoning else {}
     message |= {"tool_calls": calls} if calls else {}
-    if not _learned(fields, role):
+    if not _trained_on(fields, role):
         message["train"] = False
     unread |= fields.unread("messages.")
     if content.results and is_empty(text):
@@ -198,18 +197,18 @@ def _content(value: Any, role: str, unread: set[str]) -> _Content:
         kind = fields.get("type") or ("text" if "text" in fields.values else None)
         if kind in TEXT_PARTS:
             if content.calls:
-                raise UserError("a text stands behind a 'tool_use' part; no template writes it there")
+                raise UserError("a text follows a 'tool_use' part; no template renders it there")
             texts.append(_part_text(fields, ("text",), kind))
         elif kind in ("thinking", "reasoning") and role == "assistant":
             if content.calls or "".join(texts).strip():
-                raise UserError(f"a {kind!r} part stands behind text or calls; no template writes it there")
+                raise UserError(f"a {kind!r} part follows text or calls; no template renders it there")
             content.reasoning += _part_text(fields, ("text", "content", *REASONING), kind)
         elif kind == "tool_use" and role == "assistant":
             function = {"name": fields.get("name"), "arguments": fields.raw("input")}
             content.calls.append({"id": fields.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role in ("user", "tool"):
             if texts:
-                raise UserError("a 'tool_result' part stands behind text; it has to come first")
+                raise UserError("a 'tool_result' part follows text; it must come first")
             content.results.append(_result(fields, unread))
         else:
             raise UserError(f"'content' has a part of type {kind!r}, which is no text of the {role}")
@@ -233,7 +232,7 @@ def _part_text(fields: Fields, names: Sequence[str], kind: str) -> str:
 
 
 def _result(fields: Fields, unread: set[str]) -> Message:
-    """What a tool returned, in Anthropic's form."""
+    """A tool's result, in Anthropic's format."""
     content = _content(fields.get("content"), "tool", unread)
     if content.results or not is_text(content.text):
         raise UserError("'content' of a 'tool_result' part must be a text")
@@ -257,23 +256,23 @@ def _reasoning(fields: Fields, parts: str) -> str:
     return next(iter(found.values()), "")
 
 
-def _learned(fields: Fields, role: str) -> bool:
-    """Whether a message is to be learned where its role is; only answers can be."""
-    said = {}
+def _trained_on(fields: Fields, role: str) -> bool:
+    """Whether a message may be trained on, if its role is; only answers can be."""
+    flags = {}
     for name in (*LEARNED, *MASKED):
         if is_empty(value := fields.values.get(name)):
             continue
         if value not in (0, 1):  # also True and False, and 1.0
             raise UserError(f"{name!r} of a message must be 0 or 1, true or false")
-        said[name] = bool(value) != (name in MASKED)
-    if role == "assistant" or not any(said.values()):
-        for name in said:
+        flags[name] = bool(value) != (name in MASKED)
+    if role == "assistant" or not any(flags.values()):
+        for name in flags:
             fields.raw(name)
     if role != "assistant":
-        return True  # the target learns no other role's
-    if len(set(said.values())) > 1:
-        raise UserError(f"{' and '.join(map(repr, said))} contradict each other")
-    return all(said.values())
+        return True  # other roles are never trained on
+    if len(set(flags.values())) > 1:
+        raise UserError(f"{' and '.join(map(repr, flags))} contradict each other")
+    return all(flags.values())
 
 
 def _call_in_text(value: Any) -> list[Any]:
@@ -306,7 +305,7 @@ def _call(call: Any, unread: set[str], columnar: bool) -> dict[str, Any]:
     if (kind := outer.get("type")) not in (None, "function"):
         raise UserError(f"'tool_calls' has a call of type {kind!r}; chat templates write functions only")
     function = outer.get("function")
-    inner = Fields(function) if isinstance(function, Mapping) else outer  # also {name, arguments} by itself
+    inner = Fields(function) if isinstance(function, Mapping) else outer  # also plain {name, arguments}
     name, number = inner.get("name"), outer.get("id")
     if (function is not None and inner is outer) or not is_text(name):
         raise UserError("'tool_calls' must be a list of calls of a 'function' with a name")

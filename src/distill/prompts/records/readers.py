@@ -23,8 +23,8 @@ from distill.prompts.records.fields import JsonReader
 from distill.prompts.records.forms import FIELDS, FORMS, WEIGHTS
 
 SPACE = re.compile(r"\s*")
-SHOWN_CHARS = 500  # characters of a malformed record that are shown
-SHOWN_NAMES = 20  # columns that a message lists
+SHOWN_CHARS = 500  # characters shown of a malformed record
+SHOWN_NAMES = 20  # maximum number of columns in a message
 PARQUET = b"PAR1"
 OPENERS: dict[bytes, Any] = {
     b"\x1f\x8b": gzip.open,
@@ -32,7 +32,7 @@ OPENERS: dict[bytes, Any] = {
     b"\xfd7zXZ\0": lzma.open,
     b"\x28\xb5\x2f\xfd": lambda path: io.BufferedReader(pa.input_stream(str(path), compression="zstd")),
 }
-# First bytes of files that are no text -> what helps.
+# First bytes of binary files -> advice.
 FOREIGN = {
     b"PK\x03\x04": "a zip archive or a workbook; unpack it, or save it as CSV",
     b"7z\xbc\xaf": "a 7z archive; unpack it",
@@ -48,12 +48,12 @@ class Record(NamedTuple):
     """A raw record.
 
     Attributes:
-        line: of the file, or row of the table, from 1.
+        line: line of the file, or row of the table, from 1.
         value: an unparsed line of JSON (bytes), or a parsed value.
         fault: why it cannot be used; empty if it can.
-        skipped: names of columns of its table that are not read.
-        columnar: it is a row of a table, whose objects have nulls for the keys that others have.
-        lost: about how many records behind it cannot be read because of its fault.
+        skipped: names of unread columns of its table.
+        columnar: it is a row of a table, with nulls for absent keys.
+        lost: estimated number of later records that its fault makes unreadable.
     """
 
     line: int
@@ -72,14 +72,13 @@ class Record(NamedTuple):
 
 
 def read_file(path: Path, columns: Mapping[str, str], max_bytes: int) -> Iterator[Record]:
-    """Records of JSON lines, a JSON list or an object with one, CSV, TSV, Parquet, or lines of a .txt.
+    """Yield records of JSON lines, a JSON list or an object with one, CSV, TSV, Parquet, or lines of a .txt.
 
-    What compresses it (gzip, bzip2, xz, zstd) is seen in the file. A table has its `columns` (field ->
-    name) read besides FIELDS. Records longer than `max_bytes` are faults, and lines longer than that are
-    not loaded into memory.
+    Detects compression (gzip, bzip2, xz, zstd) from the content. Of a table, `columns` (field -> name) and
+    FIELDS are read. Records longer than `max_bytes` are faults; longer lines are not loaded into memory.
 
     Raises:
-        UserError: no such file, a kind that is not read, or a damaged one.
+        UserError: no such file, an unsupported type, or a damaged file.
     """
     if path.is_dir():
         raise UserError(f"prompts={path}: a folder; prompts.dataset={path} reads one, or name a file in it")
@@ -124,7 +123,7 @@ def _texts_of(path: Path, start: bytes, columns: Mapping[str, str], max_bytes: i
 
 
 def _bounded(file: io.BufferedReader | io.BytesIO, max_bytes: int) -> Iterator[tuple[bytes, str]]:
-    """Lines of a file, and why one is not whole."""
+    """Yield lines of a file, and why one is incomplete."""
     while line := file.readline(max_bytes + 1):
         fault = ""
         if len(line) > max_bytes and not line.endswith(b"\n"):
@@ -159,11 +158,11 @@ def _texts(file: io.BufferedReader, max_bytes: int) -> Iterator[Record]:
 def _cells(
     file: io.BufferedReader, path: Path, suffix: str, columns: Mapping[str, str], max_bytes: int
 ) -> Iterator[Record]:
-    """Rows of a table in a text, whose first row has the names."""
+    """Yield rows of a text table, with column names in the first row."""
 
     def lines() -> Iterator[str]:
         for number, (line, fault) in enumerate(_bounded(file, max_bytes), 1):
-            if fault:  # it may end inside a cell, so what is behind it cannot be read
+            if fault:  # it may end inside a cell, so later rows are unreadable
                 raise UserError(f"prompts={path}:{number}: a line {fault}")
             yield line.decode("utf-8", "surrogateescape")
 
@@ -182,12 +181,12 @@ def _cells(
     numbers = {columns.get(name, name) for name in WEIGHTS}
     rows, end = csv.reader(texts, delimiter=mark, strict=True), 0
     while True:
-        number = end + 2  # from 1, behind the names
+        number = end + 2  # from 1, after the names
         try:
             if (row := next(rows, None)) is None:
                 return
         except csv.Error as error:
-            lost = rows.line_num - end - 1  # lines that a quote without its end takes in
+            lost = rows.line_num - end - 1  # lines swallowed by an unclosed quote
             end = rows.line_num
             yield Record(number, b"", f"not {suffix[1:].upper()} ({error})", lost=lost)
             continue
@@ -211,12 +210,12 @@ def _number(cell: str) -> float | str | None:
 
 
 def _text(file: io.BufferedReader) -> str:
-    # Invalid UTF-8 becomes lone surrogates, and then a fault of the record that contains it.
+    # Invalid UTF-8 becomes lone surrogates, a fault of the record that contains them.
     return file.read().decode("utf-8-sig", "surrogateescape")
 
 
 def _list(text: str, max_bytes: int) -> Iterator[Record]:
-    """Elements of a JSON list; reading stops at an element that is not JSON."""
+    """Yield elements of a JSON list; stops at an element that is not JSON."""
     reader, number = JsonReader(), 0
     line, counted, place = 1, 0, _skip(text, _skip(text, 0) + 1)
     closed = text[place : place + 1] == "]"
@@ -230,8 +229,8 @@ def _list(text: str, max_bytes: int) -> Iterator[Record]:
         except (ValueError, RecursionError) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deep"
             raw = text[place : place + SHOWN_CHARS].encode(errors="surrogateescape")
-            lost = number * (len(text) - place) // place  # as long as those before it
-            yield Record(line, raw, f"not JSON ({reason}); nothing behind it was read", lost=lost)
+            lost = number * (len(text) - place) // place  # assumes records of equal length
+            yield Record(line, raw, f"not JSON ({reason}); nothing after it was read", lost=lost)
             return
         number += 1
         yield Record(line, value, reader.fault or _fault(text[place:end], max_bytes))
@@ -242,7 +241,7 @@ def _list(text: str, max_bytes: int) -> Iterator[Record]:
 def _object(
     file: io.BufferedReader, path: Path, columns: Mapping[str, str], max_bytes: int
 ) -> Iterator[Record]:
-    """The records that one JSON object lists, or itself; where more follows it, JSON lines."""
+    """Yield the records in a JSON object's list, or the object itself; if more follows, JSON lines."""
     first = file.readline(max_bytes + 1)
     if first.endswith(b"\n") and _is_json(first) and file.peek(1):
         yield Record(1, first)
@@ -280,7 +279,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def _passages(listed: list[Any]) -> Iterator[Any]:
-    """SQuAD's own file has passages in articles, and questions in passages; others stay as they are."""
+    """Flatten SQuAD's files (passages in articles, questions in passages); other records are unchanged."""
     for element in listed:
         passages = element.get("paragraphs") if isinstance(element, dict) else None
         if isinstance(passages, list) and all(isinstance(p, dict) and "qas" in p for p in passages):
@@ -317,7 +316,7 @@ def _table(path: Path, columns: Mapping[str, str]) -> Iterator[Record]:
                     yield Record(row, batch.slice(i, 1).to_pylist()[0], "", skipped, True)
                 except UnicodeDecodeError:
                     yield Record(row, None, "not UTF-8")
-                except ValueError:  # pyarrow's, for an object with a key twice
+                except ValueError:  # pyarrow's error for duplicate keys
                     yield Record(row, None, "an object in it has two fields of one name")
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: cannot be read as Parquet ({_first_line(error)})") from None
@@ -331,15 +330,15 @@ def read_dataset(
     files: str | list[str] | None,
     columns: Mapping[str, str],
 ) -> Iterator[Record]:
-    """Rows of a dataset of the Hub or of a folder; dataset scripts are never run.
+    """Yield rows of a dataset of the Hub or of a folder; dataset scripts are never run.
 
     Args:
         dataset: hub id or folder, or the name of a format (json, parquet, ...) with `files`.
-        name: of the configuration.
-        split: of the dataset.
+        name: name of the configuration.
+        split: split of the dataset.
         revision: branch, tag or commit on the Hub.
         files: data files or URLs.
-        columns: field -> name of a column that is read besides FIELDS.
+        columns: field -> name of a column to read in addition to FIELDS.
 
     Raises:
         UserError: the dataset cannot be loaded.
@@ -356,12 +355,12 @@ def read_dataset(
 
 
 def _columns(names: Collection[str], columns: Collection[str], where: str) -> tuple[list[str], list[str]]:
-    """Names of the columns to read, and of the others, such as images."""
+    """Names of the columns to read, and of other columns, such as images."""
     tops = {column: column if column in names else column.partition(".")[0] for column in columns}
     missing = [column for column, top in tops.items() if top not in names]
     selected = [name for name in names if name in FIELDS or name in tops.values()]
     if missing or not selected:
-        problem = f"no column {missing[0]!r}" if missing else "no column that says what is asked"
+        problem = f"no column {missing[0]!r}" if missing else "no column with a question"
         raise UserError(
             f"{where}: {problem}; it has {_some(names)}; name them as in prompts.columns={{prompt: ...}}"
         )
@@ -371,7 +370,7 @@ def _columns(names: Collection[str], columns: Collection[str], where: str) -> tu
 
 
 def _some(names: Collection[str]) -> str:
-    """The first of these names, in a line."""
+    """The first of these names, as one line."""
     shown = [" ".join(str(name).split())[:80] for name in [*names][:SHOWN_NAMES]]
     return ", ".join([*shown, *(["..."] if len(names) > SHOWN_NAMES else [])])
 
