@@ -124,10 +124,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         )
     rows.append(("engines apply", ", ".join(found["engines apply"]) or "nothing by default"))
     template = found["template"] or {"": "none; prompts.template=none"}
-    rows += [
-        ("chat template", f"{about}: {description}" if about else description)
-        for about, description in template.items()
-    ]
+    rows += [("chat template", f"{about}: {trait}" if about else trait) for about, trait in template.items()]
     rows += [
         ("can be used to", f"{use}: {'no: ' + why if why else 'yes'}") for use, why in found["able"].items()
     ]

@@ -91,12 +91,12 @@ class RenderedTexts:
             for text in _texts(parts):
                 if token := self._found(text.strip()):
                     return (
-                        f"message {number} ({message['role']}): already rendered text: {token} "
+                        f"message {number} ({message['role']}): a text that is rendered already: {token} "
                         "belongs to the chat template; leave it out, or set prompts.template=none"
                     )
             if self.rendered and message["role"] == "user" and BEGUN.match(message["content"].strip()):
                 return (
-                    f"message {number} (user): an already rendered conversation, in another format "
+                    f"message {number} (user): a conversation that is rendered already, in another format "
                     "than the chat template's; give it as messages, or set prompts.template=none"
                 )
         return ""

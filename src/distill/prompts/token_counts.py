@@ -1,4 +1,4 @@
-"""Number of tokens of each prompt: counted once, by several processes, and remembered in the cache folder."""
+"""Number of tokens of each prompt: counted by several processes, and cached."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from distill.utils.progress import Bar, bar
 from distill.utils.provenance import digest
 from drafters.checkpoint.atomic import publish
 
-FEW = 1000  # up to so many prompts are counted without a file of counts
-CHUNK = 500  # prompts that a process counts at a time
-SECONDS = 30.0  # of counting that several processes share, which take seconds to start
+FEW = 1000  # up to this many prompts are counted without the cache
+CHUNK = 500  # prompts per task of a process
+SECONDS = 30.0  # expected counting time that justifies several processes
 SCHEMA = 1
 COUNTS = np.dtype([("prompt", "<u8"), ("tokens", "<i4")])  # `content_hash`
-_chat: list[Chat] = []  # of a counting process
+_chat: list[Chat] = []  # chat of a counting process
 
 
 class PromptTokens(NamedTuple):
     """Numbers of tokens.
 
     Attributes:
-        tokens: (N,) of each prompt up to where the target's first answer begins; -1 where it is refused.
-        refusals: index -> why the chat template refuses it.
+        tokens: (N,) tokens of each prompt up to the target's first answer; -1 for refused prompts.
+        refusals: index -> reason of the chat template's refusal.
     """
 
     tokens: np.ndarray
@@ -48,13 +48,13 @@ class PromptTokens(NamedTuple):
 def count_tokens(prompts: Sequence[Prompt], chat: Chat, given: bool) -> PromptTokens:
     """Count tokens, and find prompts that the chat template refuses.
 
-    Processes that need the same counts wait for the one that makes them. What an interrupted process has
-    counted is kept. Refused prompts are not remembered.
+    Processes that need the same counts wait for the first one. Counts of an interrupted process are kept.
+    Refused prompts are not cached.
 
     Args:
-        prompts: to be counted.
-        chat: renders them.
-        given: their own answers are rendered as well, and have to have a loss mask.
+        prompts: prompts to count.
+        chat: renders prompts.
+        given: the prompts' own answers are rendered too, and must have a loss mask.
     """
     refusals: dict[int, str] = {}
     tokens = np.full(len(prompts), -1, np.int32)
@@ -82,7 +82,7 @@ def count_tokens(prompts: Sequence[Prompt], chat: Chat, given: bool) -> PromptTo
 
 @contextmanager
 def _shared(path: Path) -> Iterator[bool]:
-    """Hold the lock of the counts; False where the folder cannot be written: then nothing is remembered."""
+    """Hold the lock of the cache; yields False if the folder is not writable (no cache)."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.with_suffix(".lock").open("a")
@@ -95,12 +95,12 @@ def _shared(path: Path) -> Iterator[bool]:
 
 
 def _write(path: Path, counts: np.ndarray) -> None:
-    with suppress(OSError), publish(path) as temporary, temporary.open("wb") as file:  # a full disk: not kept
+    with suppress(OSError), publish(path) as temporary, temporary.open("wb") as file:  # full disk: not cached
         np.save(file, counts[np.argsort(counts["prompt"])])
 
 
 def _remembered(path: Path) -> np.ndarray:
-    """Counts sorted by hash; none where there is no file, or a damaged one."""
+    """Cached counts, sorted by hash; empty if there is no file or it is damaged."""
     try:
         counts = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError):
@@ -139,7 +139,7 @@ def _results(
     if expected < SECONDS or processes < 2:
         yield from _shown(map(work, texts), shown)
         return
-    # Spawned, since forked copies of a process with threads may hang.
+    # Spawned, since forking a process with threads may hang it.
     with ProcessPoolExecutor(processes, get_context("spawn"), _begin, (chat,)) as pool:
         try:
             yield from _shown(pool.map(work, texts), shown)
@@ -158,7 +158,7 @@ def _begin(chat: Chat) -> None:
 
 
 def _count_chunk(prompts: list[Prompt], given: bool) -> list[int | str]:
-    """Number of tokens of each, or why it is refused."""
+    """Number of tokens of each prompt, or why it is refused."""
     chat, results = _chat[0], list[int | str]()
     for prompt in prompts:
         try:

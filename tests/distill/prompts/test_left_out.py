@@ -90,11 +90,11 @@ def test_records_after_a_fault_count_too(tmp_path):
     whole = json.dumps([asked(i) for i in range(100)])
     path = tmp_path / "p.json"
     assert len(read(path, [whole[:-9]], *ALL).train) == 99
-    with pytest.raises(UserError, match="about 80 stand behind these and were not read") as caught:
+    with pytest.raises(UserError, match="about 80 after these were not read") as caught:
         read(path, [whole.replace('"question 20"', "question 20")])
     assert 0.75 < float(str(caught.value).rpartition("max_left_out=")[2].split()[0]) < 0.85
     table = [f"question {i},a" for i in range(100)]
-    with pytest.raises(UserError, match="about 59 stand behind these"):
+    with pytest.raises(UserError, match="about 59 after these"):
         read(tmp_path / "p.csv", ["prompt,answer", *table[:40], '"question', *table[41:]])
 
 

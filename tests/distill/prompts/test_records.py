@@ -144,7 +144,7 @@ REFUSED = {
     ),
     "a result after text": (
         talk(user([*TEXT, typed("tool_result", content="x")])),
-        "'tool_result' part stands behind text",
+        "'tool_result' part follows text",
     ),
     "a result that is a picture": (
         talk(user([typed("tool_result", content=[typed("image", source={})])])),
@@ -165,8 +165,8 @@ REFUSED = {
     "a contradiction": (talk(user(), answer(weight=1, masked=True)), "'weight' and 'masked' contradict"),
     "embeddings": ({"url": "/v1/embeddings", "body": {"input": "q"}}, "'url' is /v1/embeddings"),
     "OpenAI's preferences": ({"input": talk(user()), "preferred_output": [answer()]}, "content"),
-    "printed prompt": ({"prompt": str([user()])}, "messages as Python prints them"),
-    "printed answer": ({"prompt": "q", "completion": str([answer()])}, "messages as Python prints them"),
+    "printed prompt": ({"prompt": str([user()])}, "messages in Python's notation"),
+    "printed answer": ({"prompt": "q", "completion": str([answer()])}, "messages in Python's notation"),
     "NaN": ({"prompt": "q", "weight": float("nan")}, NOT_FINITE),
     "beyond a float": ({"prompt": "q", "weight": 10**400}, NOT_FINITE),
     "negative": ({"prompt": "q", "reward": -0.1}, "'reward' must be a finite number"),

@@ -58,7 +58,7 @@ def test_dataset_is_read_by_its_columns(local_dataset):
     ("options", "said"),
     [
         ({"columns": {"prompt": "qury"}}, "no column 'qury'; it has wish, pixels"),
-        ({}, "no column that says what is asked; it has wish, pixels"),
+        ({}, "no column with a question; it has wish, pixels"),
         ({"split": "dev", "columns": {"prompt": "wish"}}, "prompts.dataset="),
         ({"name": "other", "columns": {"prompt": "wish"}}, "prompts.dataset="),
     ],
@@ -78,7 +78,7 @@ def test_duplicates_are_dropped_and_equal_ids_are_numbered(tmp_path):
     mixed = mix(readings, 6)
     assert [r.duplicates for r in readings] == [0, 2]
     assert sorted(p.id for p in mixed) == ["a/3", "a/x", "a/x~2", "b/x"]
-    with pytest.raises(UserError, match=r"a\.jsonl: every prompt of it is in a source before it"):
+    with pytest.raises(UserError, match=r"a\.jsonl: all its prompts are in earlier sources"):
         mix([first.read(True), first.read(True)], 0)
 
 

@@ -186,9 +186,7 @@ def _form(fields: Fields, request: bool) -> str:
             value = parse_json(fields.values[name])
             if not request and isinstance(value, dict) and any(form in value for form in FORMS):
                 return name
-        elif name not in LISTS[1:] or isinstance(
-            parse_json(fields.values[name]), list
-        ):  # can be a number of turns
+        elif name not in LISTS[1:] or isinstance(parse_json(fields.values[name]), list):  # or a number
             return name
     given = [name for name in FORMS if name not in REQUESTS and fields.values.get(name) is not None]
     return (given or ["messages"])[0]

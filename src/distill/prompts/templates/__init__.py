@@ -1,1 +1,1 @@
-"""Chat templates: rendering within limits, what a template loses, ends of answers, loss masks."""
+"""Chat templates: rendering within limits, detection of omitted texts, end tokens, loss masks."""

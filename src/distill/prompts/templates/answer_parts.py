@@ -1,8 +1,8 @@
-"""What a generated answer says, apart from what it thinks: read back by the chat template that wrote it.
+"""Split a generated answer into reasoning and content, using the chat template that rendered its prompt.
 
-Reasoning models write their answers in a format of their own, and the history of a conversation holds the
-parts, as a server with the family's parser returns them. The format is read off the template: a marker for
-the reasoning and one for the content are rendered, and an answer is split at what stands around them.
+Reasoning models have their own answer formats; the history of a conversation holds the parts, as servers with
+a reasoning parser return them. The format is inferred by rendering markers as reasoning and content: the text
+around them splits the answer.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from distill.prompts.prompt import Message
 from distill.prompts.templates.renderer import TemplateRenderer
 
 REASONING, CONTENT, NAME = "\u2407r\u2407", "\u2407c\u2407", "\u2407n\u2407"
-TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")  # what formats are made of, where it is no token of its own
+TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")  # parts of formats that are not added tokens
 OPENED = re.compile(r"<(\w+)>\s*\Z")  # at the end of a prompt
 
 
 def answer_parts(
     render: TemplateRenderer, messages: Sequence[Message], answer: Sequence[int]
 ) -> Message | None:
-    """The message that an answer is, its reasoning apart.
+    """Parse an answer into a message with separate reasoning.
 
     Args:
         render: the template, with the tools of the conversation.
-        messages: up to the answer.
-        answer: its tokens, without the one that ended it.
+        messages: messages before the answer.
+        answer: its tokens, without the end token.
 
     Returns:
-        The message; None where the answer has marks of the format in places that the template gives no
-        meaning, or calls tools.
+        The message; None if the answer has marks of the format in invalid places, or calls tools.
     """
     tokenizer = render.tokenizer
     written = str(tokenizer.decode(list(answer), skip_special_tokens=False))
@@ -82,7 +81,7 @@ def _around(
 
 
 def _pattern(form: list[tuple[str, str]]) -> re.Pattern[str]:
-    """Matches a whole answer of this form, with any white space around what the template writes."""
+    """Pattern of a whole answer in this form, with any white space around the template's text."""
     names = {REASONING: "r", CONTENT: "c"}
     pattern = ""
     for number, (literal, marker) in enumerate(form, 1):
@@ -92,13 +91,13 @@ def _pattern(form: list[tuple[str, str]]) -> re.Pattern[str]:
 
 
 def _marks(render: TemplateRenderer, literal: str) -> set[str]:
-    """Tokens and tags in what a template writes around the parts of an answer."""
+    """Tokens and tags that a template writes around the parts of an answer."""
     added = {token.content for token in render.tokenizer.added_tokens_decoder.values()}
     return {*TAG.findall(literal), *(token for token in added if token.strip() and token in literal)}
 
 
 def _call_marks(render: TemplateRenderer, messages: Sequence[Message], prompt: str) -> set[str]:
-    """What stands in an answer that calls a tool, where there are tools."""
+    """Marks of an answer that calls a tool, if there are tools."""
     if not render.tools:
         return set()
     call = {"type": "function", "id": "call00000", "function": {"name": NAME, "arguments": {}}}

@@ -1,8 +1,8 @@
-"""The moment that a chat template is told when it asks for the date or the time.
+"""Date and time that chat templates render.
 
-Some templates write today's date into every prompt (Llama-3.2, gpt-oss). So that all renderings of a run
-agree, and one that is resumed tomorrow renders as it began, a template is told one moment. Where it asks for
-no more than the date, the moment is the date, so that the runs of a day share their answers.
+Some templates write today's date into every prompt (Llama-3.2, gpt-oss). A template gets one fixed moment, so
+that all renderings of a run agree, also after it is resumed. If a template renders only the date, the moment
+is the date, so that runs of the same day share their answers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distill.utils.atomic_files import read_json, write_json
 
 NAME = "strftime_now"  # what templates call
 KEPT = "moment.json"  # in a run folder
-# From the coarsest on.
+# From coarse to fine.
 PARTS = [
     {"month": 1, "day": 1, "hour": 0, "minute": 0, "second": 0, "microsecond": 0},
     {"day": 1, "hour": 0, "minute": 0, "second": 0, "microsecond": 0},
@@ -33,22 +33,22 @@ PARTS = [
     {"microsecond": 0},
     {},
 ]
-_LOCK = RLock()  # transformers has one environment for each template
+_LOCK = RLock()  # transformers has one environment per template
 
 
 def now() -> datetime:
-    """The moment, in local time, from the clock that transformers reads."""
+    """The current local time, from the clock that transformers reads."""
     return chat_template_utils.datetime.now()
 
 
 class Clock:
-    """Tells a template a moment.
+    """Formats a fixed moment for a template.
 
     Args:
-        moment: that is told.
+        moment: the moment.
 
     Attributes:
-        asked: the formats that were asked for.
+        asked: the requested formats.
     """
 
     def __init__(self, moment: datetime) -> None:
@@ -56,17 +56,17 @@ class Clock:
         self.asked: set[str] = set()
 
     def __call__(self, form: str) -> str:
-        """The moment in this format."""
+        """Format the moment."""
         self.asked.add(form)
         return self.moment.strftime(form)
 
 
 class Known(Clock):
-    """Tells a moment in the formats that a template is known to ask for.
+    """Formats a fixed moment, in known formats only.
 
     Args:
-        moment: that is told.
-        forms: the formats.
+        moment: the moment.
+        forms: the known formats.
     """
 
     def __init__(self, moment: datetime, forms: set[str]) -> None:
@@ -74,10 +74,10 @@ class Known(Clock):
         self._forms = forms
 
     def __call__(self, form: str) -> str:
-        """The moment in this format.
+        """Format the moment.
 
         Raises:
-            TemplateError: nothing says that it would be the same in another rendering.
+            TemplateError: an unknown format, which may differ in other renderings.
         """
         if form not in self._forms:
             raise jinja2.TemplateError(
@@ -95,10 +95,10 @@ def coarsest(moment: datetime, forms: set[str]) -> datetime:
 
 
 def parse(moment: str) -> datetime:
-    """A moment as an option gives it.
+    """Parse a moment in an option.
 
     Raises:
-        UserError: it is none.
+        UserError: it is invalid.
     """
     try:
         return datetime.fromisoformat(moment)
@@ -108,12 +108,12 @@ def parse(moment: str) -> datetime:
 
 @contextmanager
 def told(template: str, clock: Callable[[str], str]) -> Iterator[None]:
-    """Let transformers' own rendering of a template be told this moment."""
+    """Use this clock in transformers' own rendering of a template."""
     if NAME not in template:
         yield
         return
     with _LOCK:
-        # private API: what templates call has no public way to be given
+        # private API: there is no public way to replace this function
         functions: Any = chat_template_utils._compile_jinja_template(template).environment.globals
         real, functions[NAME] = functions[NAME], clock
         try:
@@ -123,7 +123,7 @@ def told(template: str, clock: Callable[[str], str]) -> Iterator[None]:
 
 
 def kept(folder: Path) -> str | None:
-    """The moment at which a run began, if its template asks for one."""
+    """The moment at which a run began, if its template renders one."""
     advice = "remove it to render the prompts at the present time"
     found = read_json(folder / KEPT, advice, moment=str)
     return str(found["moment"]) if found else None
@@ -135,7 +135,7 @@ def of_run(checkpoint: Path) -> str | None:
 
 
 def keep(folder: Path, moment: str) -> str:
-    """Write down the moment of a run that begins; of several processes the first says which it is."""
+    """Record the moment of a new run; the first of several processes decides it."""
     with locked(folder / f"{KEPT}.lock"):
         if (known := kept(folder)) is None:
             write_json(folder / KEPT, {"moment": moment})

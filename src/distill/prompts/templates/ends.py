@@ -1,4 +1,4 @@
-"""What ends an answer: as the chat template writes it, the tokenizer names it, and the model's files say."""
+"""End tokens of answers: from the chat template, the tokenizer and the model's files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGER: Message = {
     "role": "user",
     "content": "Which river runs through the capital of France, and how long is it?",
 }
-# Conversations up to an answer, of which a template takes one: it may ask for a system message, or for more.
+# Conversations up to an answer; a template may require a system message or more.
 STARTS = ([QUESTION], [SYSTEM, QUESTION], [LONGER], [SYSTEM, LONGER])
 ANSWER: Message = {"role": "assistant", "content": MARK}
 CALL: Message = {
@@ -31,14 +31,14 @@ RESULT: Message = {"role": "tool", "name": MARK, "content": "."}
 
 
 class AnswerFrame(NamedTuple):
-    """What a template writes around an answer.
+    """Text that a template writes around an answer.
 
     Attributes:
-        header: the first token of what a prompt adds to a question; empty if that begins otherwise.
-        token: that the target writes behind its answer; empty where the template writes none.
-        tail: what the template puts behind that, at the end of a conversation.
-        between: tokens right behind earlier answers, as the template writes them: gpt-oss has `<|end|>`
-            there and `<|return|>` behind the last, GLM-4 the next turn's `<|user|>` or `<|observation|>`.
+        header: first token that a prompt adds to a question; empty if it adds no token.
+        token: token after an answer, which the target writes; empty if there is none.
+        tail: further text of the template, at the end of a conversation.
+        between: tokens directly after earlier answers: gpt-oss has `<|end|>` there and `<|return|>` after
+            the last one; GLM-4 has the next turn's `<|user|>` or `<|observation|>`.
     """
 
     header: str = ""
@@ -47,7 +47,7 @@ class AnswerFrame(NamedTuple):
     between: tuple[str, ...] = ()
 
     def fit(self, span: Span, text: str) -> Span:
-        """The span, extended to include the end token and shortened to exclude the tail."""
+        """The span, extended by the end token and shortened by the tail."""
         start, end = span
         place = text.rfind(self.token, start, end) + len(self.token)
         if self.token and place >= start + len(self.token) and self.tail.startswith(text[place:end]):
@@ -66,9 +66,9 @@ class Ends:
     """Tokens that end an answer, by source.
 
     Attributes:
-        generation: of generation_config.json, or else config.json.
-        tokenizer: its end token; empty if it has none.
-        template: those that the chat template writes behind an answer.
+        generation: from generation_config.json, or else config.json.
+        tokenizer: the tokenizer's end token; empty if it has none.
+        template: tokens that the chat template writes after an answer.
     """
 
     generation: tuple[int, ...]
@@ -77,11 +77,11 @@ class Ends:
 
     @property
     def ids(self) -> list[int]:
-        """All of them, the model's files' first."""
+        """All of them, starting with those of the model's files."""
         return list(dict.fromkeys([*self.generation, *self.tokenizer, *self.template]))
 
     def remark(self, tokenizer: PreTrainedTokenizerBase) -> str | None:
-        """One line where the sources disagree; None where the model's files name all ends."""
+        """Describe a disagreement of the sources in one line; None if the model's files name all ends."""
         unknown = [token for token in self.ids if token not in self.generation]
         if not unknown:
             return None
@@ -98,26 +98,26 @@ class Ends:
 
 
 def find_frame(render: TemplateRenderer, starts: Sequence[Sequence[Message]] = STARTS) -> AnswerFrame:
-    """Read off conversations whose texts are known what stands around an answer.
+    """Infer the text around an answer by rendering known conversations.
 
     Args:
         render: the template.
-        starts: conversations up to an answer; the first is taken that the template does not refuse.
+        starts: conversations up to an answer; the first one that the template accepts is used.
     """
-    asked = next((start for start in starts if _behind(render, [*start, ANSWER]) is not None), None)
+    asked = next((start for start in starts if _after(render, [*start, ANSWER]) is not None), None)
     if asked is None:
         return AnswerFrame()
-    last = _behind(render, [*asked, ANSWER]) or ""
-    between = _behind(render, [*asked, ANSWER, asked[-1]]) or ""
+    last = _after(render, [*asked, ANSWER]) or ""
+    between = _after(render, [*asked, ANSWER, asked[-1]]) or ""
     shared = common_start(last, between)
-    # What stands behind the answer in both places belongs to it; else the template adds to whole
-    # conversations (Phi-3), or ends the last answer in another way.
+    # Text after the answer in both places belongs to it. Otherwise, the template adds text to whole
+    # conversations (Phi-3), or ends the last answer differently.
     places = list(render.added.any.finditer(shared))
     eos = render.tokenizer.eos_token
     closing = next((m for m in places if m.group() == eos), places[-1] if places else None)
     closing = closing or render.added.any.search(last)
     token = closing.group() if closing else ""
-    following = [_first(render, between), "" if token else _behind_call(render, asked)]
+    following = [_first(render, between), "" if token else _after_call(render, asked)]
     return AnswerFrame(
         _first(render, prompt_header(render, asked) or ""),
         token,
@@ -127,9 +127,9 @@ def find_frame(render: TemplateRenderer, starts: Sequence[Sequence[Message]] = S
 
 
 def template_ends(render: TemplateRenderer) -> list[int]:
-    """Ids of the tokens that a template writes behind an answer at the end of a conversation.
+    """Ids of the tokens that a template writes after an answer at the end of a conversation.
 
-    Where it writes none, the next turn's first token ends an answer, that of a tool's result among them.
+    If there are none, the first token of the next turn ends an answer, including that of a tool's result.
     """
     end = find_frame(render)
     ids = [render.ids(token) for token in ([end.token] if end.token else end.between)]
@@ -137,7 +137,7 @@ def template_ends(render: TemplateRenderer) -> list[int]:
 
 
 def prompt_header(render: TemplateRenderer, messages: Sequence[Message]) -> str | None:
-    """What a prompt adds to its messages; None if the template refuses them without an answer."""
+    """Text that a prompt adds to its messages; None if the template refuses them without an answer."""
     try:
         prompt, plain = (render.text(messages, prompt=is_prompt) for is_prompt in (True, False))
     except UserError:
@@ -148,8 +148,8 @@ def prompt_header(render: TemplateRenderer, messages: Sequence[Message]) -> str 
     return prompt[border:]
 
 
-def _behind_call(render: TemplateRenderer, asked: Sequence[Message]) -> str:
-    """The token right behind a call whose result follows; empty if there is none."""
+def _after_call(render: TemplateRenderer, asked: Sequence[Message]) -> str:
+    """Token directly after a call that a result follows; empty if there is none."""
     try:
         call, answered = (render.text([*asked, CALL, *more]) for more in ((), (RESULT,)))
     except UserError:
@@ -160,13 +160,13 @@ def _behind_call(render: TemplateRenderer, asked: Sequence[Message]) -> str:
 
 
 def _first(render: TemplateRenderer, text: str) -> str:
-    """The added token that a text begins with; empty if it begins otherwise."""
+    """The added token at the start of a text; empty if there is none."""
     found = render.added.any.match(text)
     return found.group() if found else ""
 
 
-def _behind(render: TemplateRenderer, messages: Sequence[Message]) -> str | None:
-    """What a template writes behind the answer MARK; None where it refuses the conversation."""
+def _after(render: TemplateRenderer, messages: Sequence[Message]) -> str | None:
+    """Text that a template writes after the answer MARK; None if it refuses the conversation."""
     try:
         _, mark, behind = render.text(messages).rpartition(MARK)
     except UserError:
@@ -179,7 +179,7 @@ def _named(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def named_token(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A token's text and id; only the id where the tokenizer has no such token."""
+    """A token's text and id; only the id if the tokenizer has no such token."""
     if not 0 <= token < len(tokenizer):
         return str(token)
     return f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})"

@@ -1,8 +1,7 @@
-"""What a chat template leaves out of a conversation, or writes in a form that nobody meant.
+"""Detect texts of a conversation that a chat template omits or changes.
 
-A message is taken apart into texts: its content, its reasoning, names and arguments of its calls. Each of
-them has a place of its own in the rendering. A template may trim a text or escape it, and what
-stands around it is its own affair.
+A message is split into texts: its content, its reasoning, names and arguments of its calls. Each must have
+its own place in the rendering. A template may trim or escape a text, and write any text around it.
 """
 
 from __future__ import annotations
@@ -14,28 +13,28 @@ from typing import Any, NamedTuple
 
 from distill.prompts.prompt import Message
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows
-# Templates write these tags again, with other white space around them.
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys that transformers knows
+# Templates rewrite these tags with different white space.
 TAGS = re.compile(r"</?think(?:ing)?>")
 OPENING, THOUGHT = "<think>", "</think>"
-SHOWN = 40  # characters of a text in a message
+SHOWN = 40  # characters of a text shown in a message
 
 
 class Part(NamedTuple):
-    """A text that a message consists of."""
+    """A text of a message."""
 
-    what: str  # with a place for the text
+    what: str  # description with a placeholder for the text
     text: str
-    spellings: tuple[str, ...]  # of which one has to stand in the rendering
+    spellings: tuple[str, ...]  # the rendering must contain one of them
 
 
 def fault_in_answer(message: Message, span: str, before: str) -> str | None:
-    """Say what a template does wrong to an answer; None if it keeps every part.
+    """Describe how a template damages an answer; None if it keeps every part.
 
     Args:
         message: the answer.
-        span: its own part of the rendering.
-        before: what stands before that.
+        span: the answer's part of the rendering.
+        before: the rendering before it.
     """
     return (
         _prints_objects(message, span)
@@ -45,32 +44,32 @@ def fault_in_answer(message: Message, span: str, before: str) -> str | None:
 
 
 def fault_in_prompt(messages: Sequence[Message], text: str) -> str | None:
-    """Say which text of users, tools or the system a template leaves out of a prompt; None if all are there.
+    """Name a text of users, tools or the system that a template omits from a prompt; None if all are kept.
 
-    Calls in earlier answers count as such; what else these said may have been changed by the template.
+    This includes calls in earlier answers; other parts of answers may be changed by the template.
     """
     asked = [part for m in messages if m["role"] != "assistant" for part in parts(m)]
     answers = [m for m in messages if m["role"] == "assistant"]
     if fault := next(filter(None, (_prints_objects(m, text) for m in answers)), None):
         return fault
     calls = [part for m in answers for part in _calls(m)]
-    return _leaves_out(asked + calls, [part for m in answers for part in _said(m)], text)
+    return _leaves_out(asked + calls, [part for m in answers for part in _content_parts(m)], text)
 
 
 def fault_in_tools(tools: Sequence[Mapping[str, Any]], text: str) -> str | None:
-    """Say which tool a template leaves out of a prompt, by its name: schemas are written in many ways."""
+    """Name a tool that a template omits from a prompt; only names are compared, since schemas vary."""
     names = [tool.get("function", tool).get("name") for tool in tools]
     missing = (n for n in names if isinstance(n, str) and _find(_spellings(n), text)[0] < 0)
     return next((f"leaves out the tool {shortened(name)!r}" for name in missing), None)
 
 
 def parts(message: Message) -> Iterator[Part]:
-    """The texts of a message, in no order, without white space around them."""
-    yield from _said(message)
+    """Yield the texts of a message, unordered, without white space around them."""
+    yield from _content_parts(message)
     yield from _calls(message)
 
 
-def _said(message: Message) -> Iterator[Part]:
+def _content_parts(message: Message) -> Iterator[Part]:
     role = message["role"]
     content = "the content {}" if role == "assistant" else f"the text {{}} of the {role}"
     yield from _pieces(content, message.get("content"), role == "tool")
@@ -86,7 +85,7 @@ def _calls(message: Message) -> Iterator[Part]:
 
 
 def as_object(arguments: Any) -> Any:
-    """Arguments of a call, parsed where they are JSON text."""
+    """Arguments of a call, parsed if they are JSON text."""
     if isinstance(arguments, str):
         try:
             return json.loads(arguments)
@@ -96,7 +95,7 @@ def as_object(arguments: Any) -> Any:
 
 
 def _pieces(what: str, text: Any, parsed: bool = False) -> Iterator[Part]:
-    """Parts of a text that has to be there whole; of one with reasoning tags, what stands around them."""
+    """Parts of a text that must be kept whole; for a text with reasoning tags, the parts around the tags."""
     if not isinstance(text, str):
         return
     for piece in TAGS.split(text):
@@ -105,7 +104,7 @@ def _pieces(what: str, text: Any, parsed: bool = False) -> Iterator[Part]:
 
 
 def _spellings(text: str, parsed: bool = False) -> tuple[str, ...]:
-    """A text as it is, and as JSON or Python escapes it; with `parsed`, JSON text in its compact form."""
+    """A text unchanged, and escaped as in JSON or Python; with `parsed`, also compact JSON."""
     forms = [text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1], repr(text)[1:-1]]
     if parsed and not isinstance(value := as_object(text), str):
         forms += [json.dumps(value, ensure_ascii=False), json.dumps(value), str(value)]
@@ -113,7 +112,7 @@ def _spellings(text: str, parsed: bool = False) -> tuple[str, ...]:
 
 
 def _leaves(value: Any) -> Iterator[tuple[str, ...]]:
-    """Spellings of each key and value of arguments; null has none, since templates may leave it out."""
+    """Spellings of each key and value of arguments; null has none, since templates may omit it."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield _spellings(str(key))
@@ -128,7 +127,7 @@ def _leaves(value: Any) -> Iterator[tuple[str, ...]]:
 
 
 def _leaves_out(asked: Sequence[Part], others: Sequence[Part], text: str) -> str | None:
-    """Give each part a place of its own, the longest first; name the first of `asked` that finds none."""
+    """Assign each part its own place, the longest first; name the first of `asked` without a place."""
     wanted = [(part, True) for part in asked] + [(part, False) for part in others]
     for part, needed in sorted(wanted, key=lambda pair: -len(pair[0].text)):
         place, spelling = _find(part.spellings, text)
@@ -145,7 +144,7 @@ def _find(spellings: Iterable[str], text: str) -> tuple[int, str]:
 
 
 def _prints_objects(message: Message, span: str) -> str | None:
-    """Arguments that a template prints as it prints any object, with Python's quotes."""
+    """Report arguments that a template prints as a Python object."""
     for call in message.get("tool_calls") or []:
         arguments = as_object(call.get("function", call).get("arguments"))
         if isinstance(arguments, dict) and arguments and str(arguments) in span:
@@ -154,13 +153,13 @@ def _prints_objects(message: Message, span: str) -> str | None:
 
 
 def _reasons_twice(message: Message, span: str, before: str) -> str | None:
-    """A block of reasoning in the content that a template takes for text, or a text that it takes for one."""
+    """Report reasoning in the content that is rendered as text, or text that is rendered as reasoning."""
     content = message.get("content")
     if not isinstance(content, str) or THOUGHT not in content:
         return None
     opened = before.rstrip().endswith(OPENING) or content.lstrip().startswith(OPENING)
     if not opened and not message.keys() & {*REASONING} and content.strip() not in span:
-        return f"takes what stands before {THOUGHT} in the content for reasoning"
+        return f"takes the content before {THOUGHT} for reasoning"
     if span.count(THOUGHT) + before.rstrip().endswith(THOUGHT) > content.count(THOUGHT):
         return f"puts reasoning before the {THOUGHT} of the content, which belongs into reasoning_content"
     return None

@@ -1,8 +1,8 @@
-"""Chat templates within limits of work and size: they are programs, and come with models from anywhere.
+"""Render chat templates within limits of work and size: they are untrusted programs.
 
 A conversation is rendered here before transformers renders it. The template is compiled in transformers' own
-environment, in which loops, calls, filters and operators are counted on top. What is counted does not depend
-on the machine, so that the same prompts are refused everywhere; a limit of time stands behind it.
+environment, extended by counters of loops, calls, filters and operators. Counts do not depend on the machine,
+so the same prompts are refused everywhere; a time limit exists in addition.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from typing_extensions import override
 
 SIZE = 2**24  # characters of a text, entries of a list
 STEPS = 2**21  # iterations, calls, and pieces of text
-PIECE = 64  # characters that count as one step
+PIECE = 64  # characters per step
 CALL = 8  # steps of a call
-CONSTANT = 2**16  # characters or entries of what a template makes while it is compiled
+CONSTANT = 2**16  # characters or entries of a compile-time constant
 BITS = 2**20  # of a number
 SECONDS = 5.0
-TICK, MADE = "foredraft_tick", "foredraft_made"  # filters of our own
-# They make texts or lists as long as a number says.
+TICK, MADE = "foredraft_tick", "foredraft_made"  # our own filters
+# They make texts or lists of a given length.
 SIZED = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch", "slice", "tojson", "truncate"}
-WIDTH = re.compile(r"\d{7}|\*|\{[^{}]*\{")  # in a format: a large one, or one that an argument gives
+WIDTH = re.compile(r"\d{7}|\*|\{[^{}]*\{")  # a width in a format that is large, or given by an argument
 
 
 class TooMuchWork(jinja2.TemplateError):
-    """A rendering is past a limit."""
+    """A rendering exceeds a limit."""
 
 
 class Budget:
-    """What a rendering may still do.
+    """Remaining work of a rendering.
 
     Args:
-        given: characters of the conversation, which may be long itself.
+        given: characters of the conversation, which may be long.
     """
 
     def __init__(self, given: int = 0) -> None:
@@ -55,7 +55,7 @@ class Budget:
         """Count steps.
 
         Raises:
-            TooMuchWork: there were too many, or they took too long.
+            TooMuchWork: there were too many steps, or they took too long.
         """
         self.steps -= steps
         if self.steps < 0:
@@ -64,7 +64,7 @@ class Budget:
             self._refuse(f"it takes more than {SECONDS:g} seconds")
 
     def made(self, value: Any) -> Any:
-        """Count a value that was made, and return it."""
+        """Count a new value, and return it."""
         if isinstance(value, str | bytes):
             self._fits(len(value))
             self.spend(1 + len(value) // PIECE)
@@ -78,7 +78,7 @@ class Budget:
         return value
 
     def before_call(self, name: str, value: Any, given: tuple[Any, ...]) -> None:
-        """Count a call of a method or filter, and look at what may make something large at once."""
+        """Count a call of a method or filter, and check it if it can make a large value."""
         entries = len(value) if isinstance(value, list | tuple | dict | range) else 0
         self.spend(CALL + entries)
         numbers = [one for one in given if isinstance(one, int)]
@@ -97,7 +97,7 @@ class Budget:
             self._format(value)
 
     def before_operator(self, operator: str, left: Any, right: Any) -> None:
-        """Look at an operation that may make something large at once."""
+        """Check an operation that can make a large value."""
         if operator == "*":
             for one, times in ((left, right), (right, left)):
                 if isinstance(one, str | bytes | list | tuple) and isinstance(times, int):
@@ -127,7 +127,7 @@ class Budget:
 
 
 class _Counted(ImmutableSandboxedEnvironment):
-    """The environment of chat templates, in which a budget counts."""
+    """The environment of chat templates, with a budget."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
     budget: Budget
@@ -147,9 +147,9 @@ class _Counted(ImmutableSandboxedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Puts the filters that count into a parsed template, and looks at what compiling it computes.
+    """Inserts counting filters into a parsed template, and checks constants computed at compile time.
 
-    Jinja computes what is constant while it compiles, and transformers compiles without a budget.
+    Jinja computes constants while it compiles, and transformers compiles without a budget.
     """
 
     def __init__(self, environment: _Counted) -> None:
@@ -171,15 +171,15 @@ class _Counting(NodeTransformer):
         return self._environment.binop_table[node.operator](left, right)
 
     def _constant(self, node: nodes.Expr, compute: Callable[[], Any]) -> nodes.Node:
-        """The node, or its value where that is known already.
+        """The node, or its value if it is constant.
 
         Raises:
-            TooMuchWork: it is too large.
+            TooMuchWork: the value is too large.
         """
         budget = self._environment.budget
         try:
             value = compute()
-        except Exception:  # what is no constant, or fails; a budget's error is no constant to Jinja either
+        except Exception:  # not constant, or failing
             if budget.exceeded:
                 raise budget.exceeded from None
             return node
@@ -216,12 +216,12 @@ def _tick(line: int, steps: int = 1, result: Any = None) -> nodes.Filter:
     return _filtered(nodes.Const(result, lineno=line), TICK, nodes.Const(steps, lineno=line))
 
 
-_LOCK = RLock()  # there is one environment, and its budget is for one rendering
+_LOCK = RLock()  # the environment is shared, its budget is per rendering
 
 
 @cache
 def _environment() -> _Counted:
-    # private API: the environment in which transformers compiles chat templates has no public name
+    # private API: transformers' environment of chat templates has no public name
     base = chat_template_utils._compile_jinja_template("").environment
     counted: Any = base.overlay()
     counted.__class__ = _Counted
@@ -233,7 +233,7 @@ def _environment() -> _Counted:
 
 
 def _counted(environment: _Counted, name: str, known: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that counts; Jinja's marks on it, which say what it is called with, are kept."""
+    """A counting version of a filter; keeps Jinja's marks, which determine its arguments."""
     first = int(hasattr(known, "jinja_pass_arg"))
 
     @wraps(known)
@@ -247,10 +247,10 @@ def _counted(environment: _Counted, name: str, known: Callable[..., Any]) -> Cal
 
 def _random(*args: Any, **kwargs: Any) -> Any:
     del args, kwargs
-    raise jinja2.TemplateError("it draws at random, so that no prompt is rendered twice as it was")
+    raise jinja2.TemplateError("it draws at random, so renderings of a prompt differ")
 
 
-@jinja2.pass_context  # such a filter is not called while a template is compiled
+@jinja2.pass_context  # keeps Jinja from calling it at compile time
 def _ticks(context: Context, value: Any, steps: int) -> Any:
     context.environment.budget.spend(steps)  # pyright: ignore[reportAttributeAccessIssue]
     return value
@@ -272,16 +272,16 @@ def _compiled(template: str) -> jinja2.Template:
 def render_within_limits(
     template: str, variables: Mapping[str, Any], strftime_now: Callable[[str], str]
 ) -> str:
-    """Render a template in transformers' environment, and count what it does.
+    """Render a template in transformers' environment, within the limits.
 
     Args:
-        template: its source.
-        variables: that it reads.
-        strftime_now: what it asks for the date and the time.
+        template: source of the template.
+        variables: variables of the template.
+        strftime_now: formats the date and the time.
 
     Raises:
-        TooMuchWork: it is past a limit.
-        jinja2.TemplateError: it is no template, or it refuses the conversation.
+        TooMuchWork: a limit is exceeded.
+        jinja2.TemplateError: an invalid template, or it refuses the conversation.
     """
     with _LOCK:
         compiled, environment = _compiled(template), _environment()

@@ -1,9 +1,9 @@
 """Loss mask of a rendered conversation: 1 for tokens that the target wrote, end tokens included.
 
 For each answer, its prompt (`add_generation_prompt`) and the conversation up to its end are rendered; the
-answer is the difference of the two. A template may mark its answers itself. What is supervised holds all
-that was written in the answer, and nothing that users, tools or the system wrote. Borders are checked as
-token ids too, since a tokenizer may merge characters across them.
+answer is the difference. A template may also mark its answers. The mask covers everything written in the
+answer, and nothing by users, tools or the system. Borders are also checked as token ids, since a tokenizer
+may merge characters across them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from distill.prompts.templates.faults import (
 from distill.prompts.templates.marked_answers import marked_answers
 from distill.prompts.templates.renderer import Answer, IncompletePromptError, Span, TemplateRenderer
 
-MOST_ANSWERS = 500  # of a conversation: each is rendered with all that stands before it
-# Texts of fewer characters may stand in a template's own markup, too.
+MOST_ANSWERS = 500  # limit per conversation: each is rendered with all messages before it
+# Shorter texts may occur in a template's own markup.
 SHORT = 12
 DIFFERS = (
     "target: its chat template renders an answer differently from its prompt, so no loss mask can be read "
-    "off it; give its tokenizer a template whose answers begin where its prompts end"
+    "off it; give its tokenizer a template with answers that begin where prompts end"
 )
 
 
@@ -39,14 +39,14 @@ def supervise(
 ) -> tuple[list[int], list[int]]:
     """Token ids of a conversation that ends with an answer, and their loss mask.
 
-    The last answer is supervised exactly: its prompt is encoded as the target would get it, then the
-    answer. Earlier answers are supervised if the conversation contains them as the target wrote them: not
-    if the template drops their reasoning, or if the tokenizer merges their start with the prompt. Answers
-    with `train: false` are context.
+    The last answer is supervised exactly: its prompt is encoded as the target would get it, then the answer.
+    Earlier answers are supervised if the conversation contains them as the target wrote them: not if the
+    template drops their reasoning, or if the tokenizer merges their start with the prompt. Answers with
+    `train: false` are context.
 
     Raises:
-        UserError: the last answer does not extend its prompt or has none; an answer that is trained on
-            lost a part of itself or holds an end token; a text of the prompt is missing.
+        UserError: the last answer does not extend its prompt or has none; a trained answer lost a part or
+            contains an end token; a text of the prompt is missing.
     """
     if len(messages) < 2:
         raise UserError("rollout=given: a record of only an answer has no prompt")
@@ -82,10 +82,10 @@ def supervise(
 
 
 def check_short_texts(render: TemplateRenderer, messages: Sequence[Message]) -> None:
-    """Refuse a short text that the template leaves out while its own markup has the same characters.
+    """Reject a short text that the template omits while its own markup has the same characters.
 
-    The conversation is rendered again with marks in place of such texts; those of earlier answers may be
-    left out.
+    The conversation is rendered again with marks instead of such texts; marks of earlier answers may be
+    missing.
 
     Raises:
         IncompletePromptError: a mark is missing.
@@ -102,7 +102,7 @@ def check_short_texts(render: TemplateRenderer, messages: Sequence[Message]) -> 
     marked = [m | {"content": marks[n]} if n in marks else m for n, m in enumerate(messages)]
     try:
         rendered = render.text(marked)
-    except UserError:  # the text decides what the template does
+    except UserError:  # the template depends on the text
         return
     for number, mark in marks.items():
         if mark not in rendered:
@@ -115,10 +115,10 @@ def check_short_texts(render: TemplateRenderer, messages: Sequence[Message]) -> 
 def _check_end(
     render: TemplateRenderer, text: str, answer: Answer, frame: AnswerFrame, is_last: bool
 ) -> None:
-    """Refuse a marked answer that does not end with its end token.
+    """Reject a marked answer that does not end with its end token.
 
     Raises:
-        UserError: the block ends before the token, or holds what others say behind it.
+        UserError: the block ends before the token, or includes text of others after it.
     """
     start, end = answer.spans[-1]
     expected = ((frame.token,) if frame.token else ()) if is_last else frame.tokens
@@ -129,7 +129,7 @@ def _check_end(
         fault = "reach beyond"
     elif text[end:].lstrip().startswith(expected):
         fault = "end before"
-    else:  # an answer without an end, as a call that its result follows
+    else:  # an answer without an end, such as a call followed by its result
         return
     raise UserError(
         f"target: its chat template's {{% generation %}} blocks {fault} the token that ends an answer"
@@ -137,7 +137,7 @@ def _check_end(
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Spans that meet as one."""
+    """Join adjacent spans."""
     joined: list[Span] = []
     for span in spans:
         if joined and joined[-1].end == span.start:
@@ -158,7 +158,7 @@ def _mask(tokens: Tokens, answers: Sequence[Answer], prompt: int) -> tuple[list[
 
 
 class Tokens:
-    """Token ids of a text that starts with a prompt, such that the prompt's ids are a prefix.
+    """Token ids of a text that starts with a prompt, with the prompt's ids as a prefix.
 
     Raises:
         UserError: the tokenizer cannot encode the rest of the text separately.
@@ -168,10 +168,10 @@ class Tokens:
         self._render, self._text, self._prompt = render, text, prompt
         self._head = render.ids(text[:prompt])
         self.ids = whole = render.ids(text)
-        self._known = Span(0, 0)  # characters, and ids of them, up to a token that splits the text
+        self._known = Span(0, 0)  # characters, and their ids, up to a token that splits the text
         self._prefix_matches = whole[: len(self._head)] == self._head
         if not self._prefix_matches:
-            # A token spans the border. The target starts after the prompt, so encode the parts separately.
+            # A token spans the border. The target starts after the prompt, so encode both separately.
             self.ids = self._head + render.ids(text[prompt:])
             decode = partial(render.tokenizer.decode, clean_up_tokenization_spaces=False)
             if decode(self.ids) != decode(whole):
@@ -183,8 +183,8 @@ class Tokens:
     def count(self, characters: int) -> int | None:
         """Number of ids of the first `characters` characters; None if an id spans the border.
 
-        Calls with growing numbers encode each character about once: ids before a token that splits the
-        text do not depend on what follows it.
+        Calls with growing numbers encode each character about once, since ids before a token that splits the
+        text do not depend on later text.
         """
         if not self._prefix_matches and characters > self._prompt:
             part = self._head + self._render.ids(self._text[self._prompt : characters])
@@ -202,35 +202,35 @@ class Tokens:
         return count + len(part) if self.ids[count : count + len(part)] == part else None
 
 
-class _Alone(NamedTuple):
-    """An answer that ends its conversation: where it stands, in which text."""
+class _FinalAnswer(NamedTuple):
+    """An answer that ends its conversation: its span and the rendered text."""
 
     span: Span
     text: str
 
     @property
     def parts(self) -> tuple[str, str]:
-        """The answer, and what stands before it."""
+        """The answer, and the text before it."""
         return self.text[self.span.start :], self.text[: self.span.start]
 
 
-def _alone(render: TemplateRenderer, messages: Sequence[Message]) -> _Alone | None:
-    """The last message's own span; None if the template refuses the conversation, or rewrites the prompt."""
+def _final_answer(render: TemplateRenderer, messages: Sequence[Message]) -> _FinalAnswer | None:
+    """Span of the last message; None if the template refuses the conversation or rewrites the prompt."""
     try:
         before, after = render.text(messages[:-1], prompt=True), render.text(messages)
     except UserError:  # templates may reject a partial conversation
         return None
-    return _Alone(Span(len(before), len(after)), after) if after.startswith(before) else None
+    return _FinalAnswer(Span(len(before), len(after)), after) if after.startswith(before) else None
 
 
 def _earlier(
     render: TemplateRenderer, messages: Sequence[Message], text: str, frame: AnswerFrame
 ) -> Iterator[Answer]:
-    """Earlier answers that the text contains unchanged, but for the token that ends them."""
+    """Yield earlier answers that the text contains unchanged, except for their end token."""
     for i, message in enumerate(messages[:-1]):
         if message["role"] != "assistant" or not i:  # an opening message answers nothing
             continue
-        if (alone := _alone(render, messages[: i + 1])) is None:
+        if (alone := _final_answer(render, messages[: i + 1])) is None:
             continue
         start, stop = frame.fit(*alone)
         if text.startswith(alone.text[:stop]):
@@ -244,11 +244,10 @@ def _earlier(
 def _is_whole(
     render: TemplateRenderer, messages: Sequence[Message], text: str, answer: Answer, frame: AnswerFrame
 ) -> bool:
-    """Whether an answer stands in the text with all its parts; if not, it is context.
+    """Whether the text contains an answer with all its parts; if not, it is context.
 
     Raises:
-        UserError: it holds an end token; a part is missing though the answer ends the conversation, or
-            would be missing if it did.
+        UserError: it contains an end token; or a part is missing even if the answer ends the conversation.
     """
     message = messages[answer.number]
     ends = {*frame.tokens, str(render.tokenizer.eos_token or frame.token)} - {""}
@@ -266,7 +265,7 @@ def _is_whole(
     if not (fault := fault_in_answer(message, own, text[: answer.spans[0].start])):
         return True
     if not is_last:
-        alone = _alone(render, messages[: answer.number + 1])
+        alone = _final_answer(render, messages[: answer.number + 1])
         fault = alone and fault_in_answer(message, *alone.parts)
     if fault:
         raise UserError(f"target: its chat template {fault}, so the answer cannot be trained on")
@@ -274,13 +273,13 @@ def _is_whole(
 
 
 def _check_prompt(messages: Sequence[Message], text: str, more: str = "") -> None:
-    """Refuse a text of users, tools or the system that is missing."""
+    """Raise if a text of users, tools or the system is missing."""
     if fault := fault_in_prompt(messages, text):
         raise IncompletePromptError(f"target: its chat template {fault}{more}")
 
 
 def _blanked(text: str, spans: Sequence[Span]) -> str:
-    """The text with its spans blanked out."""
+    """The text with blanks instead of its spans."""
     for start, end in spans:
         text = text[:start] + "\0" * (end - start) + text[end:]
     return text

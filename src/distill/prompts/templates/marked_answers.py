@@ -1,7 +1,7 @@
-"""Answers that a chat template marks itself, with `{% generation %}` blocks.
+"""Answers that a chat template marks with `{% generation %}` blocks.
 
-A block may begin with what the prompt of its answer holds already (`<|start|>assistant`, an empty
-reasoning block); that is taken off, in every turn alike.
+A block may begin with text that the answer's prompt already has (`<|start|>assistant`, an empty reasoning
+block). Such text is removed, in every turn.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ TAG = re.compile(rf"{MARK}(\d+){MARK}")
 def marked_answers(
     render: TemplateRenderer, messages: Sequence[Message], text: str, prompt: str, blocks: Sequence[Span]
 ) -> list[Answer]:
-    """The marked answers of a conversation whose last one begins behind the prompt.
+    """The marked answers of a conversation, with the last one starting after the prompt.
 
-    An earlier answer that does not begin as its prompt ends is left out: the target was given another.
+    Omits earlier answers that do not begin where their prompts end, since the target had another prompt.
 
     Raises:
         UserError: blocks that belong to no answer.
@@ -38,7 +38,7 @@ def marked_answers(
         elif owner not in answers:
             begins = _behind_header(text, start, prompt_header(render, messages[:owner]))
             start = block.end if begins is None else min(begins, block.end)
-            if begins is None or not owner:  # a message that opens the conversation answers nothing
+            if begins is None or not owner:  # an opening message answers nothing
                 others.add(owner)
         answers.setdefault(owner, []).append(Span(start, block.end))
     return [Answer(number, spans) for number, spans in sorted(answers.items()) if number not in others]
@@ -50,9 +50,9 @@ def filled(blocks: Sequence[Span]) -> list[Span]:
 
 
 def _behind_header(text: str, start: int, header: str | None) -> int | None:
-    """Where an answer begins whose block begins at `start`; None if the text has no such header there.
+    """Start of the answer in a block that begins at `start`; None if the text has no such header there.
 
-    A part of the header may stand before the block and the rest in it.
+    A part of the header may precede the block and the rest be in it.
     """
     if header is None:
         return None
@@ -66,7 +66,7 @@ def _behind_header(text: str, start: int, header: str | None) -> int | None:
 def _owners(
     render: TemplateRenderer, messages: Sequence[Message], prompt: int, blocks: Sequence[Span]
 ) -> list[int]:
-    """For each block, the number of the message that it belongs to."""
+    """Number of the message that each block belongs to."""
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if len(blocks) == len(answers):
         return answers
@@ -78,13 +78,13 @@ def _owners(
     owners: list[int | None] = []
     for span in spans:
         inside = (n for place, n in tags if span.start <= place < span.end and n in answers)
-        # One without a text of its own, such as an end token or a header, belongs to the answer before it,
-        # or to the next one where somebody else spoke last.
+        # A block without text, such as an end token or a header, belongs to the answer before it, or to the
+        # next answer after another role.
         before = max((n for place, n in tags if place < span.start), default=-1)
         owners.append(next(inside, next((n for n in answers if n >= before), None)))
     if len(spans) != len(blocks) or None in owners:
         raise UserError(
-            "target: its chat template's {% generation %} blocks cannot be told apart by answers, so no loss "
+            "target: its chat template's {% generation %} blocks cannot be assigned to answers, so no loss "
             "mask can be read off them"
         )
     return [owner for owner in owners if owner is not None]
@@ -95,7 +95,7 @@ def _tag(number: int) -> str:
 
 
 def _tagged(message: Message, number: int) -> Message:
-    """The message with its tag in place of each of its texts."""
+    """The message with its tag instead of each of its texts."""
     tag = _tag(number)
     texts: dict[str, Any] = {key: tag for key in ("content", *REASONING) if message.get(key)}
     if calls := message.get("tool_calls"):

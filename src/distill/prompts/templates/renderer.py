@@ -1,4 +1,4 @@
-"""A chat template with its tokenizer: conversations as text, in a form that the template reads."""
+"""A chat template with its tokenizer: renders conversations in a form that the template accepts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from distill.prompts.templates.faults import as_object
 from distill.prompts.templates.rendering import RefusedByTemplateError, Rendering, Tools
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
-OURS = ("train",)  # keys of a message that are no template's affair
+OURS = ("train",)  # our own keys of a message, hidden from templates
 
 
 class IncompletePromptError(UserError):
-    """The rendered prompt lacks what users, tools or the system say."""
+    """The rendered prompt lacks a text of users, tools or the system."""
 
 
 class Span(NamedTuple):
@@ -31,21 +31,21 @@ class Span(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The spans of a conversation's text that a message of the assistant wrote."""
+    """Spans of a rendered conversation that belong to one message of the assistant."""
 
-    number: int  # of the message
+    number: int  # number of the message
     spans: list[Span]
 
 
 class AddedTokens(NamedTuple):
-    """Patterns of the tokens that a tokenizer has besides its vocabulary's words."""
+    """Patterns of a tokenizer's added tokens."""
 
     any: re.Pattern[str]
-    splits: re.Pattern[str]  # those taken out of a text as they are, before what is between is split
+    splits: re.Pattern[str]  # tokens that split a text before it is tokenized
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Self:
-        """Those of a tokenizer, without such as are white space."""
+        """Patterns for a tokenizer, without tokens of white space."""
         tokens = list(tokenizer.added_tokens_decoder.values())
         plain = [t for t in tokens if not (t.normalized or t.lstrip or t.rstrip or t.single_word)]
         names = {t.content for t in tokens} | set(tokenizer.all_special_tokens)
@@ -59,27 +59,27 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class Form:
-    """How a template is handed what has several forms.
+    """Form of messages that a template expects.
 
     Attributes:
-        text_arguments: arguments of calls as JSON text, as OpenAI has them (DeepSeek-V3's template).
-        typed_content: contents as a list of parts with a type (templates of models that see pictures).
+        text_arguments: arguments of calls as JSON text, as in OpenAI's API (DeepSeek-V3's template).
+        typed_content: contents as a list of typed parts (templates of vision models).
     """
 
     text_arguments: bool = False
     typed_content: bool = False
 
     def apply(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages in this form."""
+        """Convert messages to this form."""
         return [self._message(message) for message in messages]
 
     def changes(self, messages: Sequence[Message]) -> bool:
-        """Whether it is another form than the plain one for these messages."""
+        """Whether this form differs from the plain one for these messages."""
         calls = any(message.get("tool_calls") for message in messages)
         return self == Form() or self.typed_content or (self.text_arguments and calls)
 
     def printed(self, messages: Sequence[Message], text: str) -> bool:
-        """Whether a template, which does not know this form, has printed its objects as they are."""
+        """Whether a template that does not support this form has printed its objects."""
         objects: list[Any] = []
         for message in self.apply(messages):
             if self.typed_content and message.get("content"):
@@ -109,7 +109,7 @@ class Form:
         return {**call, "function": function} if "function" in call else function
 
 
-# In the order in which they are tried; the first in which nothing is lost is the template's.
+# Tried in this order; the first one that loses nothing is used.
 FORMS = (Form(), Form(text_arguments=True), Form(typed_content=True), Form(True, True))
 
 
@@ -117,10 +117,10 @@ class TemplateRenderer:
     """Renders conversations as text.
 
     Args:
-        rendering: of the template, with its options.
+        rendering: the template with its options.
         tools: schemas of functions that may be called.
-        form: of the messages that the template is handed.
-        added: the tokenizer's added tokens; read here where they are not given.
+        form: form of the messages.
+        added: the tokenizer's added tokens; None: read them.
 
     Attributes:
         template: source of the template.
@@ -143,10 +143,10 @@ class TemplateRenderer:
         return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def text(self, messages: Sequence[Message], prompt: bool = False) -> str:
-        """The conversation; a `prompt` ends where the assistant's next message begins.
+        """Render the conversation; a `prompt` ends where the assistant's next message begins.
 
         Raises:
-            RefusedByTemplateError: see `Rendering.text`; or the template prints this form as it is.
+            RefusedByTemplateError: see `Rendering.text`; or the template prints the objects of this form.
         """
         text = self.rendering.text(self.form.apply(messages), self.tools, prompt)
         if self.form.printed(messages, text):
@@ -161,6 +161,6 @@ class TemplateRenderer:
 
 
 def common_start(one: str, other: str) -> str:
-    """The longest beginning that two texts share."""
+    """Longest common prefix of two texts."""
     differs = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return one[: next(differs, min(len(one), len(other)))]

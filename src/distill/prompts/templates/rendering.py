@@ -1,4 +1,4 @@
-"""Conversations as text: transformers renders a chat template, within limits and at one moment."""
+"""Render conversations with transformers' chat templates, within limits and at a fixed moment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distill.prompts.templates.faults import REASONING, shortened
 from distill.prompts.templates.limits import TooMuchWork, render_within_limits
 
 Tools = Sequence[dict[str, Any]]
-# Conversations with which a template is asked whether it reads the clock.
+# Conversations that show whether a template reads the clock.
 PROBES: list[list[Message]] = [
     [{"role": "user", "content": "a"}],
     [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}],
@@ -32,22 +32,22 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "d", "param
 
 
 class RefusedByTemplateError(UserError):
-    """The template itself refuses a conversation: a role, the order of roles, tools, a type."""
+    """The template refuses a conversation: a role, the order of roles, tools, a type."""
 
 
 class Rendering:
     """Renders with a tokenizer's template.
 
     Args:
-        tokenizer: whose template it is.
-        options: handed to the template.
-        moment: that it is told; without its finer parts where it does not show them.
+        tokenizer: tokenizer with the template.
+        options: options of the template.
+        moment: date and time for the template; parts that it does not render are removed.
 
     Attributes:
-        moment: ISO; "" where the template does not ask for it.
+        moment: ISO; "" if the template renders no date or time.
 
     Raises:
-        UserError: no conversation is rendered within the limits.
+        UserError: the template renders no conversation within the limits.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Rendering:
         self._clock = Known(datetime.fromisoformat(self.moment) if self.moment else moment, clock.asked)
 
     def having(self, options: Mapping[str, Any]) -> Self:
-        """The same template at the same moment, with these options besides its own."""
+        """The same template and moment with additional options."""
         other = copy.copy(self)
         other.options = self.options | dict(options)
         return other
@@ -73,14 +73,14 @@ class Rendering:
             self._text(messages, tools, prompt=True)
         except TooMuchWork as error:
             raise UserError(f"target: its chat template cannot be used: {error}") from None
-        except Exception:  # templates may reject roles or tools; a prompt that they reject is set aside
+        except Exception:  # templates may reject roles or tools; rejected prompts are omitted
             return
 
     def text(self, messages: Sequence[Message], tools: Tools | None, prompt: bool = False) -> str:
-        """The conversation; a `prompt` ends where the assistant's next message begins.
+        """Render the conversation; a `prompt` ends where the assistant's next message begins.
 
         Raises:
-            RefusedByTemplateError: the template refuses it, fails, passes a limit, or renders it otherwise
+            RefusedByTemplateError: the template refuses it, fails, exceeds a limit, or renders it differently
                 each time.
         """
         try:
@@ -91,7 +91,7 @@ class Rendering:
     def _text(self, messages: Sequence[Message], tools: Tools | None, prompt: bool) -> str:
         template = self.template(tools)
         seen = {
-            "messages": [_as_transformers_names_it(message) for message in messages],
+            "messages": [_normalized(message) for message in messages],
             "tools": tools,
             "documents": None,
             "add_generation_prompt": prompt,
@@ -99,9 +99,9 @@ class Rendering:
         names = {**self.tokenizer.special_tokens_map, **self.options}
         counted = render_within_limits(template, names | seen, self._clock)
         text = self._rendered(template, messages, tools, prompt)
-        # Transformers may prepare messages in ways that are unknown here; then it agrees with itself.
+        # Transformers may preprocess messages in unknown ways; then compare two of its renderings.
         if text != counted and text != self._rendered(template, messages, tools, prompt):
-            raise jinja2.TemplateError("it renders the same conversation otherwise each time")
+            raise jinja2.TemplateError("it renders the same conversation differently each time")
         return text
 
     def _rendered(self, template: str, messages: Sequence[Message], tools: Tools | None, prompt: bool) -> str:
@@ -117,20 +117,20 @@ class Rendering:
         return text
 
     def template(self, tools: Tools | None) -> str:
-        """Source of the template that renders with these tools, of which some models have another."""
+        """Source of the template for these tools; some models have a separate one for tools."""
         try:
             return self.tokenizer.get_chat_template(None, tools)  # pyright: ignore[reportArgumentType]
-        except ValueError:  # several, and none for these
+        except ValueError:  # several templates without a default
             named = ", ".join(sorted(map(str, self.tokenizer.chat_template or ())))
             raise UserError(
                 f"target: of its chat templates ({named}) none is the default; call one 'default'"
             ) from None
 
     def blocks(self, messages: Sequence[Message], tools: Tools | None) -> list[tuple[int, int]]:
-        """Characters from and to which the text of a conversation is in `{% generation %}` blocks.
+        """Start and end characters of a rendered conversation's `{% generation %}` blocks.
 
-        `apply_chat_template` rounds blocks outwards to tokens, and drops them where a character is in no
-        token; these are the characters.
+        `apply_chat_template` rounds blocks outwards to tokens and drops those with a character outside of
+        tokens; these are the characters.
         """
         template = self.template(tools)
         try:
@@ -147,8 +147,8 @@ class Rendering:
         return [(int(start), int(end)) for start, end in blocks[0]]
 
 
-def _as_transformers_names_it(message: Message) -> Message:
-    """A message without fields that are null, its reasoning under the names that templates read."""
+def _normalized(message: Message) -> Message:
+    """A message without null fields, with its reasoning under the keys that templates read."""
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[key] for key in REASONING if key in message), None)
     if reasoning is not None:

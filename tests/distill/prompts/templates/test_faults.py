@@ -161,7 +161,7 @@ def test_developer_is_the_system_where_the_template_knows_none(capsys):
     chat = Chat(tokenizer_of("chatml"))
     assert chat.encode(messages) == chat.encode([{**messages[0], "role": "system"}, *messages[1:]])
     assert chat.encode_answered(messages)
-    assert capsys.readouterr().out.count("the chat template knows no developer") == 1
+    assert capsys.readouterr().out.count("the chat template has no developer role") == 1
     known = chat_of(turns(PLAIN, "{# developer #}"))
     assert "<|im_start|>developer\nBrief." in known.tokenizer.decode(known.encode(messages))
     assert not capsys.readouterr().out

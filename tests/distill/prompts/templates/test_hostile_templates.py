@@ -135,7 +135,7 @@ def test_rendering_within_limits_is_the_same(template):
             with pytest.raises(type(error)):
                 render_within_limits(template, seen | {"messages": messages}, str)
         else:
-            named = [rendering._as_transformers_names_it(message) for message in messages]
+            named = [rendering._normalized(message) for message in messages]
             assert render_within_limits(template, seen | {"messages": named}, str) == text
 
 
@@ -152,5 +152,5 @@ def test_template_that_differs_each_time_is_refused(monkeypatch):
     monkeypatch.setattr(
         chat.tokenizer, "apply_chat_template", lambda *a, **o: f"{real(*a, **o)}{next(count)}"
     )
-    with pytest.raises(UserError, match="renders the same conversation otherwise each time"):
+    with pytest.raises(UserError, match="renders the same conversation differently each time"):
         chat.encode(HI)

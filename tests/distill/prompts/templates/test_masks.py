@@ -401,7 +401,7 @@ def test_blocks_that_do_not_end_with_the_end_token_are_refused(template, said):
 
 def test_answer_that_speaks_of_the_end_of_thoughts_is_not_rewritten():
     chat = Chat(tokenizer_of("qwen3"))
-    with pytest.raises(UserError, match="takes what stands before </think> in the content for reasoning"):
+    with pytest.raises(UserError, match="takes the content before </think> for reasoning"):
         chat.encode_answered(say("How do I end it?", "use `</think>` to close"))
 
 
