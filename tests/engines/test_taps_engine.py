@@ -119,7 +119,7 @@ def test_engine_states_match_the_target_and_survive_a_kill(serve, tmp_path, monk
     before = sum(asked[:3])
     engine.rest()
     cache = TapCache(engine, rows, 48, tmp_path, "store", 1.0, packing=True)
-    assert f"going on after {before} of 12 rows" in capsys.readouterr().out
+    assert f"continuing after {before} of 12 rows" in capsys.readouterr().out
     whole = Target(AutoModelForCausalLM.from_pretrained(POCKET, dtype=torch.bfloat16), TAPS)
     own = TapCache(whole, rows, 48, tmp_path / "own", "store", 1.0, packing=True)
     for row in range(12):

@@ -1,1 +1,1 @@
-"""Training batches, the data module, and taps kept in memory or on disk."""
+"""Training batches, the data module, and cached hidden states in memory or on disk."""

@@ -1,4 +1,4 @@
-"""Batches of stored rollouts, each a pure function of (seed, step, store).
+"""Batches of stored rollouts; each is a pure function of (seed, step, store).
 
 Shapes: B rows of a micro-batch, T tokens, A micro-batches per step (accumulation), W ranks, S steps.
 """
@@ -20,7 +20,7 @@ from decode.model.target import TargetOutput
 from distill.data.rows import list_batches
 from distill.data.taps_bounded import Taps
 
-BUCKET = 8  # batches that are sorted by length together; less padding, less randomness
+BUCKET = 8  # batches sorted by length together: less padding, less randomness
 
 
 class MicroBatch(NamedTuple):
@@ -29,13 +29,13 @@ class MicroBatch(NamedTuple):
     Attributes:
         tokens: (B, T) right-padded.
         loss_mask: (B, T) bool.
-        anchors: supervised anchors of the whole optimizer step, over micro-batches and ranks.
+        anchors: number of supervised anchors of the whole optimizer step, over micro-batches and ranks.
         step: optimizer step.
-        seed: of the drafter's noise; depends on the rows, not on how ranks share them.
-        target_states: hidden states of the target on these tokens, if they are cached.
-        on_policy: supervised anchors in answers that the drafter wrote.
-        weight: (B,) of the rows in the loss; None where all are 1.
-        lengths: of the rows, where the target reads them packed (without padding).
+        seed: seed of the drafter's noise; independent of the split of rows over ranks.
+        target_states: cached hidden states of the target on these tokens, if any.
+        on_policy: number of supervised anchors in answers that the drafter wrote.
+        weight: (B,) weights of the rows in the loss; None if all are 1.
+        lengths: lengths of the rows, if the target reads them packed (without padding).
     """
 
     tokens: Tensor
@@ -52,18 +52,18 @@ class MicroBatch(NamedTuple):
 class RolloutBatches(Dataset[MicroBatch]):
     """Micro-batch m of optimizer step k on rank r is item k * accumulate + m.
 
-    Rows are shuffled every epoch and grouped by length to reduce padding. An epoch uses a row at
-    most once; the remainder that does not fill a step differs between epochs.
+    Rows are shuffled every epoch and grouped by length to reduce padding. An epoch uses a row at most once;
+    the remainder that does not fill a step differs between epochs.
 
     Args:
-        rows: with `tokens`, `loss_mask` and `weight`.
+        rows: rows with `tokens`, `loss_mask` and `weight`.
         batch_size: rows of one micro-batch.
-        steps: optimizer steps.
+        steps: number of optimizer steps.
         accumulate: micro-batches per step.
-        rank: of this process.
+        rank: rank of this process.
         world: number of processes.
-        seed: of the order.
-        max_tokens: longer rows are cut.
+        seed: seed of the order.
+        max_tokens: longer rows are truncated.
         memory: cached hidden states of the target, or None.
         packing: the target reads rows without padding.
     """
@@ -92,7 +92,7 @@ class RolloutBatches(Dataset[MicroBatch]):
             raise UserError("rollouts: no row has a supervised token; check the loss masks")
 
     def unused(self) -> str:
-        """One line on tokens and rows that training does not use; empty if it uses all."""
+        """Describe unused tokens and rows in one line; empty if training uses all."""
         cut, unsupervised = int((self._lost > 0).sum()), len(self._anchors) - len(self._usable)
         parts = []
         if cut:
@@ -123,7 +123,7 @@ class RolloutBatches(Dataset[MicroBatch]):
             tokens[i, :n] = torch.as_tensor(row["tokens"][:n])
             mask[i, :n] = torch.as_tensor(row["loss_mask"][:n], dtype=torch.bool)
         target_states = self.memory.batch(shards[micro, rank]) if self.memory else None
-        # micro * world + rank numbers the rows' place in the step, the same for any split over ranks.
+        # micro * world + rank is the place in the step, the same for any split over ranks.
         key = np.random.SeedSequence([self.seed, step, micro * self.world + rank])
         noise = int(key.generate_state(1)[0])
         weight = torch.tensor([row["weight"] for row in rows])  # (B,)
@@ -143,11 +143,11 @@ class RolloutBatches(Dataset[MicroBatch]):
         return self._shards(step)[:, self.rank].tolist()
 
     def tokens_of(self, step: int) -> int:
-        """Tokens of an optimizer step's rows, over all its micro-batches and ranks, without padding."""
+        """Tokens of an optimizer step's rows over all micro-batches and ranks, without padding."""
         return int(self._length[self._step_rows(step)].sum())
 
     def largest(self, first: int) -> MicroBatch:
-        """The micro-batch of any rank with the longest row, over the rest of the epoch from step `first`.
+        """The micro-batch of any rank with the longest row, from step `first` to the end of the epoch.
 
         It is the same on every rank, so that collectives inside a trial run match.
         """
@@ -167,7 +167,7 @@ class RolloutBatches(Dataset[MicroBatch]):
         epoch, place = divmod(step, per_epoch)
         order = self._order
         if order is None or order[0] != epoch:
-            # One assignment: a thread that reads ahead may be in another epoch.
+            # One assignment, since a thread that reads ahead may be in another epoch.
             order = self._order = (epoch, self._shuffle(epoch, size, per_epoch))
         return order[1][place]
 
@@ -190,17 +190,17 @@ class RolloutBatches(Dataset[MicroBatch]):
 
 
 def _measure(rows: datasets.Dataset, max_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(N,) lengths, anchors (t is one if token t + 2 is supervised) and supervised tokens cut off."""
+    """(N,) lengths, anchors (t is an anchor if token t + 2 is supervised) and truncated supervised tokens."""
     parts, number = [], 0
     for offsets, mask in list_batches(rows, "loss_mask"):
         start, stop = offsets[:-1], offsets[1:]
         end = np.minimum(stop, start + max_tokens)
-        supervised = np.concatenate([[0], np.cumsum(mask != 0)])  # tokens before each place
+        supervised = np.concatenate([[0], np.cumsum(mask != 0)])  # supervised tokens before each place
         whole = supervised[stop] - supervised[start] == stop - start
         if whole.any():
             raise UserError(
-                f"rollouts: row {number + int(whole.argmax())} says that the target wrote all of it, its "
-                "first token included; check the loss masks"
+                f"rollouts: the loss mask of row {number + int(whole.argmax())} covers the whole row, "
+                "including its first token; check the loss masks"
             )
         anchors = supervised[end] - supervised[np.minimum(start + 2, end)]
         parts.append((end - start, anchors, supervised[stop] - supervised[end]))
@@ -212,8 +212,8 @@ def _measure(rows: datasets.Dataset, max_tokens: int) -> tuple[np.ndarray, np.nd
 class ResumeSampler(Sampler[int]):
     """Yields indices from `start` on; there is no sampler state to restore.
 
-    The length stays the whole run's: Lightning restores its batch counter, and on a shorter
-    loader would end the epoch early and step too soon.
+    The length is the whole run's: Lightning restores its batch counter, and would end the epoch early with a
+    shorter loader.
     """
 
     def __init__(self, start: int, stop: int) -> None:

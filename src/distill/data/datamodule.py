@@ -32,23 +32,23 @@ from distill.rollouts.store import RolloutStore
 from distill.utils.phase_log import PhaseLog
 from distill.utils.progress import say
 
-AHEAD = 4  # micro-batches that an engine reads before they are needed
+AHEAD = 4  # micro-batches that an engine reads ahead
 
 
 @dataclass(frozen=True)
 class TapStorage:
     """Decides where hidden states of the target are cached: in memory, on disk or not at all.
 
-    Where they are more than the limit, those of the first rows are kept (`BoundedTaps`).
+    If they exceed the limit, the states of the first rows are kept (`BoundedTaps`).
 
     Args:
-        target: with its taps set.
+        target: target with its taps set.
         taps: see `keeps_in_memory`.
         limit: gigabytes.
-        packing: the target reads rows without padding, here and in every step.
+        packing: the target reads rows without padding, for the cache and in every step.
         stored: name of the vectors' format on disk.
-        held: caches shared by runs of this process that train on the same rows; they grow with the rows
-            these runs use. None: all rows are read before the first step.
+        held: caches shared by runs of this process on the same rows; they grow with the used rows.
+            None: all rows are read before the first step.
     """
 
     target: Target
@@ -61,7 +61,7 @@ class TapStorage:
     def __call__(
         self, rows: datasets.Dataset, store: RolloutStore, max_tokens: int, epochs: float
     ) -> Taps | None:
-        """Cache for rows that are used `epochs` times; None: the target reads them in every step."""
+        """Cache for rows that are used `epochs` times; None: the target computes them in every step."""
         if self.taps in ("cache", "engine"):
             place = (store.cache, store.content(), self.limit)
             cache = TapCache(self.target, rows, max_tokens, *place, self._packed, FORMATS[self.stored])
@@ -91,11 +91,11 @@ class TapStorage:
 
     @property
     def _packed(self) -> bool:
-        """Whether rows are read without padding; an engine does so by itself."""
+        """Whether rows are read without padding; engines always do so."""
         return self.packing or self.taps == "engine"
 
     def _shared(self, rows: datasets.Dataset, store: RolloutStore, max_tokens: int, need: float) -> TapMemory:
-        """That of all runs of this process on these rows."""
+        """The cache that all runs of this process share for these rows."""
         held = self.held
         assert held is not None
         key = (store.content(), self.target.taps, max_tokens, self.packing)
@@ -104,7 +104,7 @@ class TapStorage:
         return cache
 
     def _make_room(self, key: tuple, need: float) -> None:
-        """Drop the oldest caches until one that may grow to `need` gigabytes fits into the common limit."""
+        """Drop the oldest caches until a cache of `need` gigabytes fits the common limit."""
         held = self.held or {}
         others = [k for k in held if k != key]
         while others and need + sum(held[k].bytes for k in others) / 2**30 > self.limit:
@@ -112,13 +112,13 @@ class TapStorage:
 
 
 class PhasedBatches(Dataset[MicroBatch]):
-    """Micro-batches of a run whose rollouts are regenerated every few steps.
+    """Micro-batches of a run that regenerates its rollouts every few steps.
 
     Args:
-        load: step -> the batches of its phase, indexed by steps of the whole run.
+        load: step -> batches of its phase, indexed by steps of the whole run.
         every: optimizer steps per phase; 0: a single phase.
         accumulate: micro-batches per step.
-        steps: of the run.
+        steps: steps of the run.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class PhasedBatches(Dataset[MicroBatch]):
         return self.of(index // self.accumulate)[index]
 
     def phase_end(self, index: int) -> int:
-        """The first micro-batch of the phase after an item's."""
+        """The first micro-batch after the phase of an item."""
         size = self.every * self.accumulate or len(self)
         return (index // size + 1) * size
 
@@ -164,10 +164,10 @@ class RolloutData(L.LightningDataModule):
         every: optimizer steps per store; 0: one store for the whole run.
         keep: caches hidden states of the target.
         batch_size: rows of one micro-batch.
-        max_tokens: longer rows are cut.
-        seed: of the order.
-        watchdog: is told of the work between two phases.
-        phases: of the run, to which reading hidden states belongs.
+        max_tokens: longer rows are truncated.
+        seed: seed of the order.
+        watchdog: notified of the work between two phases.
+        phases: phase log of the run, which records the reading of hidden states.
     """
 
     def __init__(
@@ -192,13 +192,13 @@ class RolloutData(L.LightningDataModule):
         """The rows of an optimizer step's phase, and the cache of their hidden states.
 
         Raises:
-            UserError: there are none.
+            UserError: there are no rows.
         """
         phase = step // self.every if self.every else 0
         if self._open and self._open[0] == phase:
             return self._open[1:]
         if self._open and self._open[2]:
-            self._open[2].remove()  # nobody reads these rows again
+            self._open[2].remove()  # these rows are not read again
         self._open = None
         store = self.stores(phase)
         rows = open_rows(store)
@@ -222,7 +222,7 @@ class RolloutData(L.LightningDataModule):
         assert trainer is not None
 
         def load(step: int) -> RolloutBatches:
-            with self.watchdog.working():  # rollouts may be made again, and taps read
+            with self.watchdog.working():  # may regenerate rollouts and read taps
                 rows, cache = self.open(step, trainer)
             batches = RolloutBatches(
                 rows,
@@ -241,10 +241,10 @@ class RolloutData(L.LightningDataModule):
             return batches
 
         self.batches = PhasedBatches(load, self.every, trainer.accumulate_grad_batches, trainer.max_steps)
-        # A resumed run continues at its step, which Lightning has already restored.
+        # A resumed run continues at the step that Lightning has restored.
         start = trainer.global_step * trainer.accumulate_grad_batches
         batches: Dataset[MicroBatch] = self.batches
-        if self.keep.target.source:  # another program reads what is not kept, while this one trains
+        if self.keep.target.source:  # an engine reads the other rows while this process trains
             batches = self._ahead = ReadAhead(self.batches, AHEAD, self.batches.phase_end)
         return DataLoader(batches, batch_size=None, sampler=ResumeSampler(start, len(self.batches)))
 

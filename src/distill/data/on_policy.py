@@ -1,8 +1,8 @@
 """On-policy training on texts of the drafter (DistillSpec, arXiv:2310.08461; GKD, arXiv:2306.13649).
 
-A share of the rows keep their prompts and get an answer sampled from the drafter; the teacher is the
-target, run on that text. There is no gradient through the sampling. It works with any drafter that has
-`as_target`, independently of its `unroll` and of the objective.
+A share of the rows keep their prompts and get an answer sampled from the drafter; the target is the teacher
+on that text. There is no gradient through the sampling. Works with any drafter that has `as_target`,
+independent of its `unroll` and of the objective.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ from distill.data.batches import MicroBatch
 from drafters import optional
 from drafters.base import Drafter, supervised_anchors
 
-ROWS = 128  # positions whose distributions are in memory at once
+ROWS = 128  # positions processed at once
 
 
 @dataclass(frozen=True)
 class OnPolicy:
-    """Replaces answers of some rows by the drafter's own, cut where the target would long have rejected.
+    """Replaces answers of some rows by the drafter's, truncated where the target would probably reject.
 
-    Decoding never continues behind a rejected token. An answer is therefore cut after the first token
-    at which the probability that all tokens so far are accepted, the running product of min(1, p / q),
-    falls below `cut`; that token is still trained on.
+    Decoding never continues after a rejected token. An answer is therefore truncated after the first token
+    with an acceptance probability of all tokens so far, the running product of min(1, p / q), below `cut`.
 
     Args:
-        share: probability that a row is answered by the drafter; lambda of DistillSpec and GKD.
+        share: probability that the drafter answers a row; lambda of DistillSpec and GKD.
         cut: from 0 (no cut) to 1.
-        sampler: the distribution of the answers, and of p and q.
-        max_new_tokens: of an answer.
-        max_tokens: of a row.
+        sampler: distribution of the answers, and of p and q.
+        max_new_tokens: maximum length of an answer.
+        max_tokens: maximum length of a row.
         stop: end tokens.
 
     Raises:
@@ -60,7 +59,7 @@ class OnPolicy:
                 raise UserError(f"on_policy.{name}={getattr(self, name)}: must be from 0 to 1")
 
     def __call__(self, micros: Sequence[MicroBatch], drafter: Drafter, target: Target) -> list[MicroBatch]:
-        """Micro-batches with some answers replaced; depends only on their seeds and the drafter.
+        """Replace some answers of micro-batches; depends only on their seeds and the drafter.
 
         `anchors` is not updated, since it includes other ranks.
         """
@@ -81,7 +80,7 @@ class OnPolicy:
         rows = [(micro.tokens[i, :end], micro.loss_mask[i, :end]) for i, end in enumerate(ends)]
         replaced = []
         for row, tokens, mask in self._answered(micro, chosen, student, target):
-            if supervised_anchors(mask[None], 1).any():  # else the answer is too short to train on
+            if supervised_anchors(mask[None], 1).any():  # otherwise too short to train on
                 rows[row] = tokens, mask
                 replaced.append(row)
         if not replaced:
@@ -95,7 +94,7 @@ class OnPolicy:
     def _answered(
         self, micro: MicroBatch, chosen: list[int], student: Target, target: Target
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yields row number, its (n,) tokens up to the cut and their (n,) loss mask."""
+        """Yield row number, (n,) tokens up to the cut and their (n,) loss mask."""
         starts = micro.loss_mask.int().argmax(1).clamp_min(1).tolist()  # first token of each answer
         room = min(self.max_tokens, student.max_positions or self.max_tokens)
         chosen = [row for row in chosen if starts[row] < room]
@@ -105,7 +104,7 @@ class OnPolicy:
         outputs = generate(student, None, prompts, **options, seed=micro.seed).outputs
         for row, output in zip(chosen, outputs, strict=True):
             start = starts[row]
-            # The head of the drafter may be padded with ids that the target does not have.
+            # The drafter's head may be padded with ids that the target lacks.
             answer = list(takewhile(lambda token: token < target.vocab_size, output.tokens))
             text = torch.cat([micro.tokens[row, :start], micro.tokens.new_tensor(answer)])[: self.max_tokens]
             # (n, D) states that predict each of the n tokens of the answer.
@@ -124,6 +123,6 @@ class OnPolicy:
 
 
 def accepted_prefix(p: Tensor, q: Tensor, cut: float) -> Tensor:
-    """(n,) bool: tokens up to which the running product of min(1, p / q), exclusive, is at least `cut`."""
+    """(n,) bool: tokens with a running product of min(1, p / q), exclusive, of at least `cut`."""
     accepted = (p / q.clamp_min(torch.finfo(q.dtype).tiny)).clamp_max(1).cumprod(0)
     return torch.cat([accepted.new_ones(1), accepted[:-1]])[: len(p)] >= cut

@@ -1,4 +1,4 @@
-"""Items of a dataset, made in the background while those before them are used."""
+"""Make items of a dataset in the background."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ReadAhead(Dataset[T_co], Generic[T_co]):
-    """A dataset that is read from front to back, whose next items a thread makes meanwhile.
+    """A sequentially read dataset with a thread that makes the next items.
 
-    Worth it where making an item is waiting for another program. What making an item raises is raised where
-    it is asked for.
+    Useful if making an item means waiting for another program. Exceptions are raised where the item is
+    requested.
 
     Args:
-        items: whose items do not depend on when they are made.
-        count: items ahead, at the most.
-        end: index -> the first index that may not be made before this one has been used.
+        items: dataset with items that do not depend on when they are made.
+        count: maximum number of items ahead.
+        end: index -> first index that must not be made before this one has been used.
     """
 
     def __init__(self, items: Dataset[T_co], count: int, end: Callable[[int], int]) -> None:
@@ -42,5 +42,5 @@ class ReadAhead(Dataset[T_co], Generic[T_co]):
         return value
 
     def close(self) -> None:
-        """Make no more; waits for the item that is being made."""
+        """Stop; waits for the item in progress."""
         self._threads.shutdown(cancel_futures=True)

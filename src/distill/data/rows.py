@@ -1,4 +1,4 @@
-"""The rows of a store as one memory-mapped Arrow file: a copy of its shards, checked when it is opened."""
+"""Rows of a store as one memory-mapped Arrow file: a copy of its shards, checked when opened."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from distill.utils.atomic_files import sha256
 from distill.utils.progress import say
 from drafters.checkpoint.atomic import publish
 
-CHUNK = 1000  # rows of a record batch, among which a row is found by a search
+CHUNK = 1000  # rows of a record batch; lookups search a batch
 
 
 def open_rows(store: RolloutStore) -> datasets.Dataset:
-    """The rows of a complete store, in its order, from a copy whose hash is compared with the recorded one.
+    """Open the rows of a complete store, in order, from a copy with a recorded hash.
 
-    Processes that need the same copy wait for the one that makes it. A copy that was changed is made again.
+    Processes that need the same copy wait for the one that makes it. A changed copy is made again.
 
     Raises:
         UserError: the store has no rows.
@@ -41,18 +41,18 @@ def open_rows(store: RolloutStore) -> datasets.Dataset:
         whole = _is_whole(path)
     if not whole:
         with _locked(path, fcntl.LOCK_EX):
-            if not _is_whole(path):  # nor has another process made it
+            if not _is_whole(path):  # not made by another process meanwhile
                 if path.exists():
-                    say(f"{path}: does not have the sha256 that it was made with; made again from the shards")
+                    say(f"{path}: sha256 differs from the recorded one; made again from the shards")
                 _write(path, shards)
     return datasets.Dataset.from_file(str(path))
 
 
 def list_batches(rows: datasets.Dataset, column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Record batches of a column of lists, mapped from the file: see `lists`.
+    """Yield record batches of a list column, mapped from the file: see `lists`.
 
     Args:
-        rows: as a store has them, not a selection.
+        rows: all rows of a store, no selection.
         column: `tokens` or `loss_mask`.
     """
     return lists(rows.data.column(column))
@@ -80,14 +80,14 @@ def _is_whole(path: Path) -> bool:
 
 @cache
 def _sha256(path: Path, changed: int, size: int) -> str:
-    """Hash of a file, computed once in a process as long as the file's time and size are the same."""
+    """Hash of a file, cached in the process by the file's time and size."""
     del changed, size
     return sha256(path)
 
 
 def _write(path: Path, shards: list[Path]) -> None:
-    shutil.rmtree(path.parent / "cache", ignore_errors=True)  # of versions without hashes
-    for old in path.parent.glob("rows-*.arrow*"):  # of other rows, or of a killed writer
+    shutil.rmtree(path.parent / "cache", ignore_errors=True)  # of older versions
+    for old in path.parent.glob("rows-*.arrow*"):  # of other rows, or left by a killed writer
         old.unlink(missing_ok=True)
     with publish(path) as temporary:
         with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_stream(file, COLUMNS) as writer:

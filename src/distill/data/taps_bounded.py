@@ -1,4 +1,4 @@
-"""Hidden states of as many rows as fit a limit; the target reads the others whenever they are used."""
+"""Cache the hidden states of as many rows as fit a limit; the target computes the others on use."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from distill.data.taps_memory import TapMemory, cut, padded, read_rows
 class BoundedTaps:
     """The first rows from memory or disk, the others from the target.
 
-    The same rows stay kept: an epoch uses every row once, so evicting some for others would save no reads.
+    The cached rows never change: an epoch uses every row once, so eviction would save no reads.
 
     Args:
-        kept: of the first `count` rows.
-        count: number of rows that are kept.
-        share: of all bytes that these have.
-        target: with its taps set.
-        rows: all, with `tokens`.
-        max_tokens: longer rows are cut.
+        kept: cache of the first `count` rows.
+        count: number of cached rows.
+        share: their share of all bytes.
+        target: target with its taps set.
+        rows: all rows, with `tokens`.
+        max_tokens: longer rows are truncated.
         packing: rows are read without padding.
     """
 
@@ -44,7 +44,7 @@ class BoundedTaps:
     def batch(self, rows: Sequence[int]) -> TargetOutput:
         """Right-padded (B, T, D) head inputs and (B, T, L, D) taps of rows, on the target's device.
 
-        Rounding of a row that is not kept depends on the rows of the batch that are not, either.
+        Rounding of an uncached row depends on the other uncached rows of the batch.
         """
         numbers, device = [int(row) for row in rows], self._target.device
         found: dict[int, tuple[Tensor, Tensor]] = {}
@@ -58,7 +58,7 @@ class BoundedTaps:
         return padded([found[n] for n in numbers])
 
     def remove(self) -> None:
-        """Delete what is on disk."""
+        """Delete the files on disk."""
         self._kept.remove()
 
 

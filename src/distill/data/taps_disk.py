@@ -30,21 +30,21 @@ from distill.utils.progress import bar, rank_and_world, say
 from distill.utils.provenance import digest
 from drafters.checkpoint.atomic import publish
 
-FILE_BYTES = 2**25  # of vectors, from which a file is full: what a limit rounds down to
-FILE_ROWS = 2048  # of a file at the most: what a killed process loses
-FILES = 4096  # about, at the most: each is mapped into memory
+FILE_BYTES = 2**25  # bytes of vectors of a full file; a limit is rounded down to files
+FILE_ROWS = 2048  # maximum rows of a file: lost if a process is killed
+FILES = 4096  # approximate maximum; each is mapped into memory
 SCHEMA = 3
 LAYOUT = "layout.json"
 LOCK = "taps.lock"  # in the folder of caches: one process prepares or cleans at a time
 
 
 class TapPositions(NamedTuple):
-    """Positions of each row whose hidden states training uses; (N,) each.
+    """Positions of each row with hidden states that training uses; (N,) each.
 
     Attributes:
-        taps: number of positions with taps, all up to the last anchor: drafters attend to the prompt too.
-        teacher: number of positions that predict a supervised token; their last hidden state is the teacher.
-        length: tokens of the row, cut.
+        taps: number of positions with taps: all up to the last anchor, since drafters attend to the prompt.
+        teacher: number of positions that predict a supervised token; they need the last hidden state.
+        length: tokens of the truncated row.
     """
 
     taps: np.ndarray
@@ -82,7 +82,7 @@ def _only_last(target: Target) -> bool:
 
 
 def file_starts(row_bytes: np.ndarray) -> np.ndarray:
-    """(F + 1,) number of the first row of each file, and of all rows."""
+    """(F + 1,) number of the first row of each file, followed by the number of rows."""
     total = np.concatenate([[0], np.cumsum(row_bytes)])
     most_bytes = max(FILE_BYTES, int(total[-1]) // FILES)
     most_rows = max(FILE_ROWS, len(row_bytes) // FILES)
@@ -96,23 +96,23 @@ def file_starts(row_bytes: np.ndarray) -> np.ndarray:
 class TapCache:
     """Head inputs and taps of rows in safetensors files, written once and memory-mapped.
 
-    Which rows a file has follows from their lengths, so the processes of a run write different files at the
-    same time. A file gets its name when it is complete; one that is there is used by all of them. Where the
-    rows exceed the limit, only the first files are written.
+    The rows of a file follow from their lengths, so the processes of a run write different files at the same
+    time. Complete files are renamed and used by all processes. If the rows exceed the limit, only the first
+    files are written.
 
     Args:
-        target: with its taps set.
-        rows: with `tokens` and `loss_mask`.
-        max_tokens: longer rows are cut.
+        target: target with its taps set.
+        rows: rows with `tokens` and `loss_mask`.
+        max_tokens: longer rows are truncated.
         root: folder of caches.
         store: hash of the rows.
-        limit: largest size in gigabytes.
-        packing: rows are read without padding, up to their last position that training uses.
-        stored: how vectors are.
+        limit: maximum size in gigabytes.
+        packing: rows are read without padding, up to the last position that training uses.
+        stored: format of the vectors.
 
     Attributes:
-        count: number of rows that it has, from the first on.
-        share: of the bytes of all rows that these have.
+        count: number of cached rows, from the first on.
+        share: their share of the bytes of all rows.
 
     Raises:
         UserError: it exceeds the free disk space, or its files were changed.
@@ -149,11 +149,11 @@ class TapCache:
             list(target.taps),
         ]
         key += [max_tokens]
-        key += ["packed"] * packing + [target.source] * bool(target.source)  # which change rounding
+        key += ["packed"] * packing + [target.source] * bool(target.source)  # both affect rounding
         key += [stored.name] * (stored is not FORMATS["bfloat16"])
         self.folder = root / f"taps-{digest(json.dumps(key))[:12]}"
         missing = self._missing()
-        # Positions that the target reads now, in all processes
+        # Positions that the target has to read, over all processes
         parts = [self._positions.taps[self._starts[i] : self._starts[i + 1]] for i in missing]
         self.tokens_read = sum(int(part.sum()) for part in parts)
         # (N + 1,) rows of each stored tensor before a row, over all files
@@ -171,9 +171,9 @@ class TapCache:
         self._files = [self._open(number) for number in range(len(self._starts) - 1)]
 
     def _kept(self, starts: np.ndarray, limit: float) -> np.ndarray:
-        """Those of the files that fit the limit."""
+        """The files that fit the limit."""
         ends = np.concatenate([[0], np.cumsum(self._bytes)])[starts]
-        files = int(np.searchsorted(ends, limit * 2**30, side="right"))  # of F + 1 ends, so one at least
+        files = int(np.searchsorted(ends, limit * 2**30, side="right"))  # F + 1 ends, so at least one
         if files == len(starts):
             return starts
         announce(self._bytes, int(starts[files - 1]), limit)
@@ -186,7 +186,7 @@ class TapCache:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of it that are in memory: files are mapped."""
+        """Bytes in memory: 0, since files are mapped."""
         return 0
 
     def _path(self, number: int) -> Path:
@@ -198,10 +198,10 @@ class TapCache:
 
     @contextmanager
     def _writing(self, source: str) -> Iterator[None]:
-        """Hold a lock that says that the folder is being written."""
+        """Hold a lock that marks the folder as being written."""
         root = self.folder.parent
         root.mkdir(parents=True, exist_ok=True)
-        with locked(root / LOCK):  # or another process could find a folder that nobody writes yet
+        with locked(root / LOCK):  # keeps other processes from finding the folder before it is locked
             self._prepare(root, source)
             lock = (self.folder / "folder.lock").open("a")
             fcntl.flock(lock, fcntl.LOCK_SH)
@@ -209,10 +209,10 @@ class TapCache:
             yield
 
     def _prepare(self, root: Path, source: str) -> None:
-        """Make the folder, and room for its files.
+        """Make the folder, and check the free space.
 
         Raises:
-            UserError: there is none.
+            UserError: not enough space.
         """
         for other in set(root.glob("taps-*")) - {self.folder}:
             _remove_unfinished(other)
@@ -228,7 +228,7 @@ class TapCache:
         write_json(self.folder / LAYOUT, {"schema": SCHEMA, "files": len(self._starts) - 1})
 
     def _fill(self, target: Target) -> None:
-        """Write the missing files, this process's share first; then those of processes that ended."""
+        """Write the missing files: this process's share first, then shares of ended processes."""
         rank, world = rank_and_world()
         row_counts = np.diff(self._starts)
 
@@ -237,7 +237,7 @@ class TapCache:
 
         missing = self._missing()
         if len(missing) < len(row_counts):
-            say(f"taps: {len(self._bytes) - left(missing)} of {len(self._bytes)} rows are there already")
+            say(f"taps: {len(self._bytes) - left(missing)} of {len(self._bytes)} rows exist already")
         with bar(len(self._bytes), "taps", "rows", len(self._bytes) - left(missing)) as progress:
             while missing:
                 made = False
@@ -254,7 +254,7 @@ class TapCache:
 
     def _clean(self) -> None:
         """Remove temporary files of killed writers, unless a process is writing."""
-        # A process that prepares the folder holds the first lock, and not yet the second.
+        # A process that prepares the folder holds the first lock, but not yet the second.
         with locked(self.folder.parent / LOCK), locked(self.folder / "folder.lock", wait=False) as free:
             if free:
                 clean(self.folder)
@@ -262,16 +262,16 @@ class TapCache:
                     lock.unlink(missing_ok=True)
 
     def _write(self, target: Target, number: int) -> None:
-        """One file: vectors of its rows, one row after the other, and a checksum of each row.
+        """Write one file: vectors of its rows in order, and a checksum of each row.
 
-        Where an engine fails, the rows that it had read are kept in a file next to it.
+        If an engine fails, the rows read so far are kept in a file next to it.
         """
         first, last = self._starts[number : number + 2].tolist()
         part = self._path(number).with_suffix(".part")
         kept = self._begun(part, first) if target.source else []
         done = first + len(kept)
         rows = self._rows.select(range(done, last))
-        # A packed row costs what is read of it; one without a tap has no use for its only token.
+        # A packed row costs only the read positions; a row without taps does not need its only token.
         ends = np.maximum(1, self._positions.taps) if self._packing else self._positions.length
         texts = [row[:end].tolist() for row, end in zip(rows["tokens"], ends[done:last], strict=True)]
         try:
@@ -295,7 +295,7 @@ class TapCache:
             save_file(content | {"sums": torch.tensor([_checksum(*row) for row in rows])}, temporary)
 
     def _begun(self, part: Path, first: int) -> list[tuple[Tensor, ...]]:
-        """Vectors of the rows from `first` on that an engine had read of a file when it failed."""
+        """Vectors of the rows from `first` on that were read before an engine failed."""
         try:
             content = load_file(part)
         except (FileNotFoundError, SafetensorError):
@@ -308,7 +308,7 @@ class TapCache:
         rows = list(zip(*columns, strict=True))
         whole = list(takewhile(lambda row: _checksum(*rows[row]) == sums[row], range(len(rows))))
         if whole:
-            say(f"taps: going on after {first + len(whole)} of {len(self._bytes)} rows in {part}")
+            say(f"taps: continuing after {first + len(whole)} of {len(self._bytes)} rows in {part}")
         return rows[: len(whole)]
 
     def _changed(self, number: int) -> UserError:
@@ -324,7 +324,7 @@ class TapCache:
         """Right-padded (B, T, D) head inputs and (B, T, L, D) taps of rows; 0 where training uses none.
 
         Raises:
-            UserError: a row whose vectors were changed since they were written.
+            UserError: vectors of a row were changed after they were written.
         """
         return padded([self.row(int(row)) for row in rows])
 
@@ -367,7 +367,7 @@ def _checksum(*vectors: Tensor) -> int:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove a cache that has not all its files, unless a process is writing them; and older layouts."""
+    """Remove an incomplete cache, unless a process is writing it, and caches of older layouts."""
     try:
         layout = read_json(folder / LAYOUT, "", schema=int, files=int) or {}
     except UserError:  # damaged

@@ -22,13 +22,13 @@ TOKENS = 4096  # per forward pass of the target
 class TapMemory:
     """Head inputs and taps of all rows, in memory, in the target's dtype.
 
-    Rows are read in store order, so that rounding does not depend on the training batch or on where a
-    run was resumed.
+    Rows are read in store order, so that rounding does not depend on the training batch or on the step of a
+    resumed run.
 
     Args:
-        target: with its taps set.
-        rows: with `tokens`.
-        max_tokens: longer rows are cut.
+        target: target with its taps set.
+        rows: rows with `tokens`.
+        max_tokens: longer rows are truncated.
         packing: rows are read without padding.
     """
 
@@ -36,7 +36,7 @@ class TapMemory:
         self, target: Target, rows: datasets.Dataset, max_tokens: int, packing: bool = False
     ) -> None:
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
-        self.tokens_read = 0  # by the target, when this was made
+        self.tokens_read = 0  # tokens that the target read to fill the cache
         with bar(len(rows), "taps", "rows") as progress:
             for number, pair in enumerate(read_rows(target, cut(rows, max_tokens), packing)):
                 self._rows[number] = pair
@@ -45,13 +45,13 @@ class TapMemory:
 
     @property
     def bytes(self) -> int:
-        """Size of the cache, on the device of the target; tensors that share storage count once."""
+        """Size of the cache on the target's device; shared storage counts once."""
         storages = (t.untyped_storage() for pair in self._rows.values() for t in pair)
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of it that are in memory."""
+        """Bytes in memory."""
         return self.bytes
 
     def row(self, number: int) -> tuple[Tensor, Tensor]:
@@ -63,13 +63,13 @@ class TapMemory:
         return padded([self.row(int(r)) for r in rows])
 
     def remove(self) -> None:
-        """Nothing: memory is freed with this."""
+        """No-op: memory is freed with this object."""
 
 
 class GrowingTaps(TapMemory):
-    """A `TapMemory` that reads rows when they are first used, for runs that may not use all of them.
+    """A `TapMemory` that reads rows on first use, for runs that may not use all of them.
 
-    Rounding of a row depends on the batch in which it was first used.
+    Rounding of a row depends on the batch of its first use.
 
     Args:
         target, rows, max_tokens, packing: see `TapMemory`; taps of the target may change between calls.
@@ -96,12 +96,12 @@ class GrowingTaps(TapMemory):
 def read_rows(
     target: Target, texts: Sequence[list[int]], packing: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (n, D) head inputs and (n, L, D) taps of texts, in their order.
+    """Yield (n, D) head inputs and (n, L, D) taps of texts, in order.
 
     Args:
-        target: with its taps set.
+        target: target with its taps set.
         texts: token ids.
-        packing: they are read without padding.
+        packing: texts are read without padding.
     """
     only_last = set(target.taps) == {LAST}
     for batch in _batches(texts, max(TOKENS, target.read_ahead)):
@@ -119,7 +119,7 @@ def padded(pairs: Sequence[tuple[Tensor, Tensor]]) -> TargetOutput:
 
 
 def cut(rows: datasets.Dataset, max_tokens: int) -> list[list[int]]:
-    """The texts of rows, of at most `max_tokens` tokens."""
+    """Texts of rows, truncated to `max_tokens` tokens."""
     return [tokens[:max_tokens] for tokens in rows["tokens"]]
 
 
@@ -145,12 +145,12 @@ def tap_memory_bytes(target: Target, rows: datasets.Dataset, max_tokens: int) ->
 
 
 def rows_that_fit(row_bytes: np.ndarray, limit: float) -> int:
-    """How many rows, from the first on, fit `limit` gigabytes."""
+    """Number of rows, from the first on, that fit `limit` gigabytes."""
     return int(np.searchsorted(np.cumsum(row_bytes), limit * 2**30, side="right"))
 
 
 def announce(row_bytes: np.ndarray, count: int, limit: float) -> None:
-    """Say, in one line, how many rows are kept and what the others cost."""
+    """Print how many rows are kept and what the others cost, in one line."""
     total, kept = float(row_bytes.sum()), float(row_bytes[:count].sum())
     read, all_gib = 1 - kept / total, total / 2**30
     say(
@@ -163,8 +163,8 @@ def keeps_in_memory(taps: str, epochs: float) -> bool:
     """Whether to cache taps in memory.
 
     Args:
-        taps: `online` runs the target in every training step, `memory` once before the first,
-            `auto` is `memory` if they are used more than once, `cache` and `engine` are on disk.
+        taps: `online` runs the target in every training step, `memory` once before the first step;
+            `auto` is `memory` if rows are used more than once; `cache` and `engine` store on disk.
         epochs: times that each row is trained on.
 
     Raises:

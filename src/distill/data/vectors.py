@@ -1,4 +1,4 @@
-"""How hidden states are stored: in bf16, or in int8 with a scale for each group of numbers."""
+"""Storage formats of hidden states: bf16, or int8 with a scale per group of numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-GROUP = 32  # numbers that share a scale, so that a large one costs only its neighbours
+GROUP = 32  # numbers that share a scale, to limit the effect of a large one
 LARGEST = 127
 
 
@@ -17,15 +17,15 @@ class VectorFormat(Protocol):
     """Stores (n, ..., D) vectors as tensors of n rows each.
 
     Attributes:
-        name: as options have it.
-        suffixes: of the tensors' names.
+        name: name in options.
+        suffixes: suffixes of the tensors' names.
     """
 
     name: str
     suffixes: tuple[str, ...]
 
     def size(self, hidden: int) -> int:
-        """Bytes of a vector of so many numbers."""
+        """Bytes of a vector of `hidden` numbers."""
         ...
 
     def encode(self, vectors: Tensor) -> tuple[Tensor, ...]:
@@ -33,12 +33,12 @@ class VectorFormat(Protocol):
         ...
 
     def decode(self, stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """The vectors that they stand for."""
+        """Restore the vectors."""
         ...
 
 
 class Bfloat16:
-    """Rounded to bf16: what a bf16 target has is stored as it is."""
+    """Rounded to bf16; lossless for bf16 targets."""
 
     name, suffixes = "bfloat16", ("",)
 
@@ -58,8 +58,8 @@ class Bfloat16:
 class Int8:
     """Each group of 32 numbers is rounded to 255 steps between minus and plus its largest magnitude.
 
-    A number is off by at most half a step, 1/254 of that magnitude (and the rounding of the scale to bf16).
-    Where 32 does not divide the hidden size, groups are smaller.
+    The error is at most half a step, 1/254 of that magnitude (plus the scale's rounding to bf16). Groups are
+    smaller if 32 does not divide the hidden size.
     """
 
     name, suffixes = "int8", ("", "_scales")
@@ -72,7 +72,7 @@ class Int8:
         """(n, ..., D) int8 and (n, ..., G) bf16 scales."""
         groups = vectors.to("cpu", torch.float32).unflatten(-1, (-1, gcd(vectors.shape[-1], GROUP)))
         scales = (groups.abs().amax(-1, keepdim=True) / LARGEST).bfloat16()
-        # By the scale as it is stored; a group of zeros has none.
+        # Divide by the stored scale; a group of zeros has none.
         steps = groups / scales.float().clamp_min(torch.finfo(torch.float32).tiny)
         return steps.round().clamp(-LARGEST, LARGEST).to(torch.int8).flatten(-2), scales[..., 0]
 

@@ -1,1 +1,1 @@
-"""Texts that a drafter looks tokens up in: read, tokenised, and sorted into a suffix array on disk."""
+"""Datastores of retrieval drafters: texts, tokenised and sorted into a suffix array on disk."""

@@ -1,4 +1,4 @@
-"""Make the datastore of a drafter, or find the one that an earlier run made of the same texts."""
+"""Make the datastore of a drafter, or find an earlier one of the same texts."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ from drafters.drafting.datastore import (
     datastore_folder,
 )
 
-BATCH = 1_000_000  # characters that the tokenizer is given at once
+BATCH = 1_000_000  # characters per call of the tokenizer
 
 
 def make_datastore(source: str, target: Target, most: int = MAX_TOKENS) -> str:
     """Make the datastore of these texts in the target's tokens, unless this machine has it.
 
-    Of several processes one makes it, and the others wait.
+    One of several processes makes it, and the others wait.
 
     Args:
         source: file or folder, see `Texts`.
-        target: whose tokenizer and chat template are used.
-        most: tokens of it; what is behind them is left out.
+        target: target with tokenizer and chat template.
+        most: maximum number of tokens; further ones are omitted.
 
     Returns:
         Its key, see `Datastore.open`.
 
     Raises:
-        UserError: no texts there, a target without a tokenizer, or a damaged datastore.
+        UserError: no texts, a target without a tokenizer, or a damaged datastore.
     """
     texts = Texts(Path(bundled(source)).expanduser(), _chat(target))
     key = digest(f"{FORMAT} {DEPTH} {most} {target.vocab_size} {texts.key()}")
@@ -98,19 +98,19 @@ def _write(folder: Path, texts: Texts, target: Target, most: int) -> str:
 def write_datastore(
     folder: Path, batches: Iterable[np.ndarray], vocab_size: int, most: int = MAX_TOKENS
 ) -> int:
-    """Write a datastore; nothing is there before it is finished.
+    """Write a datastore; its folder appears when it is finished.
 
     Args:
-        folder: whose name is its key.
-        batches: token ids of `token_type`, the separator behind each text.
+        folder: folder named by the key.
+        batches: token ids of `token_type`, with a separator after each text.
         vocab_size: V of the target.
-        most: tokens of it.
+        most: maximum number of tokens.
 
     Returns:
         Its number of tokens.
 
     Raises:
-        UserError: there are none.
+        UserError: there are no tokens.
     """
     kind = datastore.token_type(vocab_size)
     with publish(folder) as temporary:
@@ -135,7 +135,7 @@ def write_datastore(
 
 
 def _tokens(texts: Texts, kind: np.dtype, vocab_size: int) -> Iterator[np.ndarray]:
-    """Token ids of the texts, in batches, with a separator behind each text."""
+    """Yield token ids of the texts, in batches, with a separator after each text."""
     separator = np.iinfo(kind).max
     for batch in _batches(texts):
         encoded = texts.chat.tokenizer(
@@ -143,7 +143,7 @@ def _tokens(texts: Texts, kind: np.dtype, vocab_size: int) -> Iterator[np.ndarra
             add_special_tokens=False,
             return_attention_mask=False,
             return_token_type_ids=False,
-            verbose=False,  # about texts longer than the target's context
+            verbose=False,  # no warning about texts longer than the context
         )
         rows = []
         for ids, (_, ends) in zip(encoded["input_ids"], batch, strict=True):
@@ -167,7 +167,7 @@ def _batches(texts: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool
 
 
 def _write_tokens(path: Path, tokens: Iterable[np.ndarray], kind: np.dtype, most: int) -> int:
-    """Write at most `most` tokens, and the fill behind them; returns their number."""
+    """Write at most `most` tokens, followed by fill; returns their number."""
     size, separator = 0, np.iinfo(kind).max
     with path.open("wb") as file, bar(0, "datastore: reading", "tokens", leave=False) as progress:
         for part in tokens:

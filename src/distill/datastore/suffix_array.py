@@ -1,9 +1,9 @@
-"""Sort the places of a text by the tokens from each place on, in pieces: what is sorted may exceed memory.
+"""Sort the places of a text by the tokens that start there, in pieces: the data may exceed memory.
 
-Places are first distributed by their next 8 bytes into buckets of about `BUCKET` places, whose bounds are
-quantiles of a sample. Each bucket is then sorted by itself: by these bytes and, where some are tied, by the
-next 4, again and again. Beyond `depth` tokens ties are broken by place, so the order is a function of the
-text alone. (pydivsufsort 0.0.20 sorts to the ends of the suffixes and needs all of them in memory.)
+Places are distributed by their next 8 bytes into buckets of about `BUCKET` places; the bounds are quantiles
+of a sample. Each bucket is sorted by these bytes, and ties repeatedly by the next 4 bytes. After `depth`
+tokens, ties are broken by place, so the order depends only on the text. (pydivsufsort 0.0.20 sorts whole
+suffixes, all in memory.)
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from itertools import pairwise
 
 import numpy as np
 
-BUCKET = 2**23  # places that are sorted at once, at about 40 bytes each
-SAMPLES = 2**16  # places that choose the bounds of buckets
-KEY = 8  # bytes that places are compared by first
-PART = 4  # bytes that tied ones are compared by, again and again
+BUCKET = 2**23  # places sorted at once, at about 40 bytes each
+SAMPLES = 2**16  # sampled places that determine the bounds of buckets
+KEY = 8  # bytes of the first comparison
+PART = 4  # bytes of each comparison of ties
 
 
 def sort_places(text: np.ndarray, order: np.ndarray, depth: int, bucket: int = BUCKET) -> Iterator[int]:
-    """Write all places of a text into `order`, sorted; yields after each bucket how many places it had.
+    """Write all places of a text into `order`, sorted; yields the size of each finished bucket.
 
     Args:
-        text: (n + depth,) big-endian unsigned tokens, the last `depth` of them fill.
+        text: (n + depth,) big-endian unsigned tokens; the last `depth` are fill.
         order: (n,) uint32, written piece by piece.
         depth: in tokens; at least 8 bytes.
-        bucket: places of one.
+        bucket: places per bucket.
     """
     keys = _keys(text, KEY)[: len(order)]
     bounds = _bounds(keys, max(1, -(-len(order) // bucket)))
@@ -38,13 +38,13 @@ def sort_places(text: np.ndarray, order: np.ndarray, depth: int, bucket: int = B
 
 
 def _keys(text: np.ndarray, size: int) -> np.ndarray:
-    """The next `size` bytes from every place on, as one number that sorts as the tokens do."""
+    """The next `size` bytes from every place as one number; numbers sort like tokens."""
     width = text.itemsize
     return np.ndarray((len(text) - size // width + 1,), f">u{size}", text, strides=(width,))
 
 
 def _bounds(keys: np.ndarray, buckets: int) -> np.ndarray:
-    """(buckets - 1 or fewer,) keys that divide the places into parts of about one size."""
+    """(at most buckets - 1,) keys that divide the places into parts of similar size."""
     if buckets == 1:
         return np.empty(0, np.uint64)
     sample = np.sort(keys[:: max(1, len(keys) // SAMPLES)].astype(np.uint64))
@@ -52,7 +52,7 @@ def _bounds(keys: np.ndarray, buckets: int) -> np.ndarray:
 
 
 def _distribute(keys: np.ndarray, bounds: np.ndarray, order: np.ndarray, chunk: int) -> np.ndarray:
-    """Write every place into the part of `order` that belongs to its bucket; (buckets + 1,) their starts."""
+    """Write every place into its bucket's part of `order`; returns the (buckets + 1,) starts."""
     pieces = [slice(start, min(start + chunk, len(keys))) for start in range(0, len(keys), chunk)]
 
     def buckets_of(piece: slice) -> np.ndarray:
@@ -92,7 +92,7 @@ def _sorted(text: np.ndarray, places: np.ndarray, depth: int) -> np.ndarray:
 
 
 def _ties(keys: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The indices whose keys, in ascending order, are not unique, and the number of each one's group."""
+    """Indices with non-unique keys (keys ascending), and the group number of each."""
     new = np.append(True, keys[1:] != keys[:-1])  # first of its group
     tied = ~(new & np.append(new[1:], True))
     return indices[tied], new.cumsum()[tied].astype(np.uint64)

@@ -1,4 +1,4 @@
-"""The texts of a datastore: a file or a folder of records, documents or code."""
+"""Texts of a datastore: a file or a folder of records, documents or code."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from distill.prompts.records.fields import Fields
 from distill.prompts.records.forms import ANSWERS, FORMS, IDS, SYSTEMS, parse, to_prompt
 from distill.prompts.records.readers import Record, read_file
 
-RECORDS = (".jsonl", ".parquet")  # and .json with a list in it; every other file is one text
-ASKED = (*FORMS, *ANSWERS, *SYSTEMS)  # fields that make a record more than a text
-MAX_BYTES = 10_000_000  # of a record
-PIECE = 100_000  # characters of a file that are tokenised as one text, up to the end of the line
+RECORDS = (".jsonl", ".parquet")  # also .json with a list; every other file is one text
+ASKED = (*FORMS, *ANSWERS, *SYSTEMS)  # a record with one of these is a conversation
+MAX_BYTES = 10_000_000  # maximum bytes of a record
+PIECE = 100_000  # characters tokenised as one text, up to the end of a line
 
 
 @dataclass(slots=True)
 class Texts:
-    """Texts of a file, or of all files below a folder whose names do not begin with a dot.
+    """Texts of a file, or of all files below a folder except hidden ones.
 
-    A record with only a `text` is that text; any other is a conversation, as the target's chat template
-    writes it. Records that cannot be used are left out, and files from where they are not UTF-8.
+    A record with only a `text` is that text; others are conversations, rendered by the target's chat
+    template. Unusable records are omitted, and files from their first invalid UTF-8 byte.
 
     Args:
-        source: of them.
-        chat: the target's.
+        source: file or folder.
+        chat: chat of the target.
 
     Attributes:
-        left_out: what was, with the reason, after they were read.
-        unread: fields that were not read -> number of records that have them.
+        left_out: omitted parts with reasons, after reading.
+        unread: unread fields -> number of records that have them.
 
     Raises:
-        UserError: no such file or folder, or none in it.
+        UserError: no such file or folder, or no files.
     """
 
     source: Path
@@ -51,14 +51,14 @@ class Texts:
             raise UserError(f"drafter.store={self.source}: no files in it")
 
     def files(self) -> list[Path]:
-        """The files, in the order of their names."""
+        """The files, sorted by name."""
         if self.source.is_file():
             return [self.source]
         below = (path for path in self.source.rglob("*") if path.is_file())
         return sorted(p for p in below if not any(n[0] == "." for n in p.relative_to(self.source).parts))
 
     def key(self) -> str:
-        """Hash of names and contents of the files, and of what the chat makes of them."""
+        """Hash of names and contents of the files, and of the chat's fingerprint."""
         found = hashlib.sha256(f"{self.chat.template} {self.chat.fingerprint()}".encode())
         for path in self.files():
             found.update(f"\n{path.name} ".encode())
@@ -67,7 +67,7 @@ class Texts:
         return found.hexdigest()[:32]
 
     def __iter__(self) -> Iterator[tuple[str, bool]]:
-        """Pieces of the texts, each with whether a text ends with it."""
+        """Yield pieces of the texts, each with whether a text ends with it."""
         self.left_out.clear()
         self.unread.clear()
         for path in self.files():
@@ -97,7 +97,7 @@ class Texts:
         return self.chat.text(prompt.messages, prompt.tools)
 
     def _pieces(self, path: Path) -> Iterator[tuple[str, bool]]:
-        """A file in pieces that end with a line."""
+        """Yield pieces of a file that end with a line."""
         begun = False
         try:
             with path.open(encoding="utf-8-sig", newline="") as file:

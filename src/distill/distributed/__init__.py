@@ -1,1 +1,1 @@
-"""Ranks, graceful shutdown at a signal, and a watchdog."""
+"""Ranks, graceful shutdown on a signal, and a watchdog."""

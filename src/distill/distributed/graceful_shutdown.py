@@ -1,4 +1,4 @@
-"""Graceful shutdown: at SIGTERM finish the step, save, and exit with code 143 on every rank."""
+"""Graceful shutdown: on SIGTERM, finish the step, save, and exit with code 143 on every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Stopped(SystemExit):
-    """The run stopped at a signal after saving; it can be resumed."""
+    """The run stopped on a signal after saving; it can be resumed."""
 
 
 class _Abandoned(BaseException):
@@ -30,19 +30,19 @@ class _Abandoned(BaseException):
 
 
 class Stop(L.Callback):
-    """Graceful shutdown: a signal to any process of the run stops all of them at the same step.
+    """Graceful shutdown: a signal to any process of the run stops all processes at the same step.
 
-    The handler only sets a flag, so that saves and optimizer steps complete. Ranks sum the flags
-    together with the loss in every optimizer step (`DistillModule.on_before_optimizer_step`) and at every
-    save point, so that all ranks stop at the same step and none waits for a process that has exited.
+    The handler only sets a flag, so that saves and optimizer steps complete. Ranks sum the flags together
+    with the loss in every optimizer step (`DistillModule.on_before_optimizer_step`) and at every save point,
+    so that all ranks stop at the same step and none waits for a process that has exited.
 
-    Lightning's own handler broadcasts inside the handler, which blocks on ranks without a signal, and
-    exits after any micro-batch without saving; under SLURM it saves a checkpoint in its own format and
-    requeues the job. This callback replaces it during training; Lightning's teardown restores the
-    previous handlers, also after errors.
+    Lightning's own handler broadcasts inside the handler, which blocks on ranks without a signal, and exits
+    after any micro-batch without saving; under SLURM it saves a checkpoint in its own format and requeues the
+    job. This callback replaces it during training; Lightning's teardown restores the previous handlers, also
+    after errors.
 
     Attributes:
-        signal_name: of the signal, once all ranks know of it; empty before.
+        signal_name: name of the signal, once all ranks know of it; empty before.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Stop(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if threading.current_thread() is threading.main_thread():  # Python refuses it elsewhere
+        if threading.current_thread() is threading.main_thread():  # required by Python
             for number in SIGNALS:
                 signal.signal(number, self.handle_signal)
 
@@ -66,7 +66,7 @@ class Stop(L.Callback):
 
     @property
     def received(self) -> list[float]:
-        """1.0 for each of SIGNALS that this process has received, else 0.0; to be summed over ranks."""
+        """1.0 for each of SIGNALS that this process has received, else 0.0; summed over ranks by callers."""
         return list(self._received)
 
     def update(self, total: Sequence[float]) -> None:
@@ -88,7 +88,7 @@ class Stop(L.Callback):
         """Run work that can be repeated later; a signal aborts it, and the result is None."""
         try:
             try:
-                self._interruptible = True  # set before checking, or a signal in between would not abort
+                self._interruptible = True  # set before checking, so that a signal in between aborts
                 return None if self.signal_name or any(self._received) else work()
             finally:
                 self._interruptible = False
@@ -99,7 +99,7 @@ class Stop(L.Callback):
         """Exit the process.
 
         Args:
-            step: last saved one.
+            step: last saved step.
 
         Raises:
             Stopped: always.

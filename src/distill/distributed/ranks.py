@@ -35,13 +35,13 @@ PROCESSES_FILE = "state.json"  # next to the trainer state
 class Launcher(_SubprocessScriptLauncher):
     """Lightning's launcher with our own monitoring of the ranks that it starts.
 
-    Lightning kills all processes five seconds after a rank exits with a code other than 0, also after
-    a graceful shutdown, and prints nothing.
+    Lightning kills all processes five seconds after a rank exits with a code other than 0, also after a
+    graceful shutdown, and prints nothing.
     """
 
     started: tuple[subprocess.Popen, ...] = ()
 
-    @override  # private API: it is where processes start, and Lightning has no public hook there
+    @override  # private API: Lightning has no public hook for starting processes
     def _call_children_scripts(self) -> None:
         os.environ[PARENT] = str(os.getpid())
         super()._call_children_scripts()  # private API: as above
@@ -74,10 +74,10 @@ def explain_lost_ranks(folder: Path) -> Iterator[None]:
     """Turn errors of gloo and NCCL about another process into one line.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
 
     Raises:
-        LostRankError: in place of theirs.
+        LostRankError: instead of their errors.
     """
     try:
         yield
@@ -92,7 +92,7 @@ def explain_lost_ranks(folder: Path) -> Iterator[None]:
 
 
 def resume_hint(folder: Path) -> str:
-    """Where the same command resumes, as a sentence."""
+    """Sentence on where the same command resumes."""
     paths = checkpoints(folder)
     where = f"continues from {paths[-1].relative_to(folder)}" if paths else "begins again"
     return f"the same command {where}"
@@ -127,10 +127,10 @@ def write_processes(trainer: L.Trainer, folder: Path) -> None:
 
 
 def read_processes(folder: Path) -> dict[str, Any]:
-    """What `write_processes` recorded next to a trainer state.
+    """Read the record of `write_processes` next to a trainer state.
 
     Raises:
-        FileNotFoundError: nothing is recorded.
+        FileNotFoundError: there is no record.
         ValueError: it is damaged.
     """
     values = json.loads((folder / PROCESSES_FILE).read_text())
@@ -143,11 +143,11 @@ def read_processes(folder: Path) -> dict[str, Any]:
 def check_processes(trainer: L.Trainer, state: Path) -> None:
     """Compare the processes that saved a trainer state with the current ones.
 
-    With another world size ranks get other batches, so the run would not be reproducible, and sharded
-    states cannot be loaded.
+    With another world size, ranks get other batches, so the run would not be reproducible, and sharded states
+    cannot be loaded.
 
     Args:
-        trainer: that resumes.
+        trainer: trainer of the resumed run.
         state: file or folder of the state, in the checkpoint's folder `trainer`.
 
     Raises:
@@ -158,7 +158,7 @@ def check_processes(trainer: L.Trainer, state: Path) -> None:
         checkpoint = state.parents[1]
         raise UserError(
             f"resume: {checkpoint} was saved by {_describe(saved)}, and these are {_describe(current)}; "
-            f"start as many as then, or a new run with resume=never drafter.init_from={checkpoint}"
+            f"start as many, or a new run with resume=never drafter.init_from={checkpoint}"
         )
 
 

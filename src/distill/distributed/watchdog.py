@@ -1,4 +1,4 @@
-"""End a rank whose training makes no progress, from a thread: a hanging collective takes no signal."""
+"""End a rank without training progress, from a thread, since a hanging collective blocks signals."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from typing_extensions import override
 
 from distill.distributed.ranks import resume_hint
 
-POLL = 1.0  # seconds between two looks at the progress
+POLL = 1.0  # seconds between checks
 
 
 class Watchdog(L.Callback):
-    """Ends this process if, while it trains, it neither steps nor does declared work for some minutes.
+    """Ends this process if, during training, it neither steps nor does declared work for some minutes.
 
-    Each rank watches itself: the one that hangs and those that wait for it end with a line of their own
-    and exit code 1. The timeout of the process group could not do this. It raises in the ranks that wait,
-    not in the one that hangs, and it would also end those that wait while rank 0 scores for hours.
+    Each rank watches itself: the hanging rank and those that wait for it print a line and exit with code 1.
+    The process group's timeout is no replacement. It raises only in waiting ranks, and would also end ranks
+    that wait while rank 0 scores for hours.
 
     Args:
-        minutes: without progress; 0: forever.
-        folder: of the run.
+        minutes: allowed minutes without progress; 0: no limit.
+        folder: folder of the run.
     """
 
     def __init__(self, minutes: float, folder: Path) -> None:
         self.minutes, self.folder = minutes, folder
-        self._beats = 0  # counts progress; the thread compares it with what it saw before
-        self._working = 0  # declared works that are under way
+        self._beats = 0  # progress counter, which the thread compares with its last value
+        self._working = 0  # number of declared works in progress
         self._ended = threading.Event()
         self._where = "before the first step"
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Declare work that is no step and may take hours (a save point, rollouts), or a wait for it.
+        """Declare work that is no step and may take hours (a save point, rollouts), or waiting for it.
 
-        Every rank declares it, also those that only wait for rank 0: it watches itself.
+        Every rank declares it, including those that only wait for rank 0.
         """
         self._working += 1
         try:
@@ -81,7 +81,7 @@ class Watchdog(L.Callback):
         limit = 60.0 * self.minutes
         poll = min(POLL, limit / 10)
         idle, seen = 0.0, self._beats
-        # Looks are counted, not the clock: a process that was suspended has not hung.
+        # Counts checks instead of time, so that a suspended process does not count as hanging.
         while not self._ended.wait(poll):
             idle += poll
             if self._working or self._beats != seen:
@@ -90,7 +90,7 @@ class Watchdog(L.Callback):
                 self._exit(rank, main)
 
     def _exit(self, rank: int, main: int) -> None:
-        # private API: the standard library has no other way to see where another thread is.
+        # private API: the standard library has no public way to see another thread's position.
         frame = sys._current_frames().get(main)
         place = ""
         if frame is not None:

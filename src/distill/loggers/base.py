@@ -1,4 +1,4 @@
-"""Shared by loggers: a protocol, failures that end no run, and what is logged of a scorecard."""
+"""Shared parts of loggers: a protocol, failures that do not end a run, and logged values of a scorecard."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def scalars(card: Scorecard) -> dict[str, float]:
 
 
 def rows(card: Scorecard) -> list[list[Any]]:
-    """A scorecard as a table: the step and COLUMNS, one line for each setting; None where it has no value."""
+    """A scorecard as a table: step and COLUMNS, one line per setting; None for missing values."""
     common = {**as_json(card.conditions), **as_json(card.checkpoint)}
     common["audit"] = card.audited
     lines = []
@@ -115,6 +115,6 @@ def setting(row: Row) -> str:
 
 
 def accepted_lengths(row: Row) -> list[int]:
-    """How many of the decoder's rounds accepted 0, 1, 2, ... draft tokens."""
+    """Number of the decoder's rounds that accepted 0, 1, 2, ... draft tokens."""
     survival = [1.0, *row.survival, 0.0]
     return [round(row.rounds * (a - b)) for a, b in pairwise(survival)]

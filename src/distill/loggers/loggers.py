@@ -1,7 +1,7 @@
-"""Loggers of a run: a CSV file always, W&B and TensorBoard where the configuration names them.
+"""Loggers of a run: always a CSV file; W&B and TensorBoard if configured.
 
-Every run logs the same under the same names (docs/tracking.md). A tracker that fails (no
-network, a full disk, a server error) prints one line and is not used again: the run continues.
+All loggers use the same names (docs/tracking.md). A tracker that fails (network, full disk, server error)
+prints one line and is skipped; the run continues.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ WEIGHTS = ("end", "always", "never")
 
 
 def loggers(options: LoggerOptions, config: Mapping[str, Any], folder: Path, first_step: int) -> list[Logger]:
-    """The CSV logger and those that the configuration names.
+    """Build the CSV logger and the configured loggers.
 
     Args:
-        options: of the loggers.
-        config: that W&B records, without secrets.
-        folder: of the run.
-        first_step: that this process makes.
+        options: options of the loggers.
+        config: configuration for W&B, without secrets.
+        folder: folder of the run.
+        first_step: first step of this process.
 
     Raises:
-        UserError: a choice that is none, or an extra that is not installed.
+        UserError: an unknown choice, or an extra that is not installed.
     """
     if options.weights not in WEIGHTS:
         raise UserError(f"logger.weights={options.weights}: choose {', '.join(WEIGHTS)}")
-    # The CSV logger overwrites its file, so a resumed run gets another.
+    # The CSV logger overwrites its file, so a resumed run uses a new one.
     part = f"from-{first_step}" if first_step else ""
     run_loggers: list[Logger] = [CSVLogger(folder, name="csv", version=part)]
     if options.wandb:
@@ -52,7 +52,7 @@ def loggers(options: LoggerOptions, config: Mapping[str, Any], folder: Path, fir
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """Finish the W&B run that began inside, so that the next run of this process gets its own."""
+    """Finish the W&B run of the block, so that the next run of this process gets its own."""
     failed = True
     try:
         yield

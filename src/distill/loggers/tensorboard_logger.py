@@ -20,11 +20,11 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard(FailSafe, TensorBoardLogger):
-    """Logs to event files; of steps that are repeated after a kill, readers see the newer.
+    """Logs to event files; readers show the newer value of steps that are repeated after a kill.
 
     Args:
-        folder: of the run.
-        first_step: that this process makes.
+        folder: folder of the run.
+        first_step: first step of this process.
     """
 
     label = "TensorBoard"
@@ -36,7 +36,7 @@ class TensorBoard(FailSafe, TensorBoardLogger):
 
     @rank_zero_only
     def begin(self) -> None:
-        """Print where it is; log the score of the first step again, since readers purge that step."""
+        """Print the log folder; log the first step's score again, since readers purge that step."""
         folder = Path(self.save_dir)
         say(f"TensorBoard: tensorboard --logdir {self.log_dir}")
         checkpoint = folder / "checkpoints" / str(self.first_step)
@@ -86,4 +86,4 @@ class TensorBoard(FailSafe, TensorBoardLogger):
         writer.flush()
 
     def ended(self, folder: Path) -> None:
-        """Nothing: event files take neither the report nor weights."""
+        """No-op: event files contain neither the report nor weights."""

@@ -29,7 +29,7 @@ from distill.utils.run_folder import REPORT, best, checkpoints
 from drafters.checkpoint import io as checkpoint_io
 
 STEP = "trainer/global_step"
-JOURNAL = "history.jsonl"  # next to W&B's own files: [step, numbers] of all that was logged
+JOURNAL = "history.jsonl"  # next to W&B's own files: [step, numbers] per line
 UPLOAD = 600.0  # seconds to wait for weights after a run that succeeded
 FINISH = 60.0  # seconds to wait for everything else
 _turn = threading.Lock()
@@ -42,16 +42,16 @@ WEIGHTS_NOTE = {
 
 
 class Wandb(FailSafe, Logger):
-    """Logs to W&B: as WANDB_MODE says, else online where an API key is set, offline elsewhere.
+    """Logs to W&B: in WANDB_MODE if set, else online if an API key is set, else offline.
 
-    A run's folder is one W&B run: a run resumed after a kill continues it, and repeated steps are not
-    logged twice. Offline, W&B writes 32 KB at a time and a kill loses the rest, so the record is then
-    written again from a journal and replaces the truncated one.
+    A run's folder is one W&B run: a resumed run continues it, and repeated steps are not logged twice.
+    Offline, W&B writes 32 KB at a time and a kill loses the rest, so a resumed run rewrites the record from a
+    journal.
 
     Args:
-        folder: of the run.
-        project: of W&B.
-        config: that W&B shows.
+        folder: folder of the run.
+        project: W&B project.
+        config: configuration shown by W&B.
         weights: which checkpoints become artifacts: `end`, `always` or `never`.
     """
 
@@ -77,11 +77,11 @@ class Wandb(FailSafe, Logger):
 
     @override
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the configuration was given to W&B at its start."""
+        """No-op: W&B gets the configuration at its start."""
 
     @rank_zero_only
     def begin(self) -> None:
-        """Start or continue the W&B run, and print where it is."""
+        """Start or continue the W&B run, and print its location."""
         if os.environ.get("WANDB_MODE") == "disabled":
             self._off |= {"curves", "scorecards", "reports and weights"}
         self._try("curves", self._begin)
@@ -96,15 +96,15 @@ class Wandb(FailSafe, Logger):
             if mode == "offline":
                 raise
             say(f"W&B: {redact.reason(error)}; this run is recorded offline")
-            wandb.teardown()  # else the failed run blocks the next `init`
+            wandb.teardown()  # otherwise the failed run blocks the next `init`
             self._run = self._init("offline")
-        self._go_on(self._run)
+        self._continue(self._run)
         place = self._run.url or f"offline, `wandb sync {self._run.settings.sync_dir}` uploads it"
         say(f"W&B: {place}{WEIGHTS_NOTE[self.weights]}")
         return self._run
 
-    def _go_on(self, run: Any) -> None:
-        """Read what earlier processes of this run logged; offline, log it again."""
+    def _continue(self, run: Any) -> None:
+        """Read the entries of earlier processes of this run; offline, log them again."""
         place = Path(run.settings.wandb_dir)
         self._journal = place / JOURNAL
         lines = self._journal.read_text().splitlines() if self._journal.exists() else []
@@ -162,7 +162,7 @@ class Wandb(FailSafe, Logger):
                 try:
                     if thread in _busy and what not in self._off:
                         work()
-                except Exception as error:  # as in `_try`; nobody joins this thread for its result
+                except Exception as error:  # as in `_try`; the thread's result is not read
                     if thread in _busy:  # the W&B run has not been finished yet
                         self._turn_off(what, error)
 
@@ -225,7 +225,7 @@ class Wandb(FailSafe, Logger):
         def upload() -> None:
             logged = run.log_artifact(artifact, aliases=[f"step-{checkpoint.name}", *aliases])
             if run.url:
-                with suppress(Exception):  # `finish` reports what has not arrived
+                with suppress(Exception):  # `finish` reports missing uploads
                     logged.wait()
 
         self._later("weights", upload)
@@ -243,7 +243,7 @@ def _arguments_without_secrets() -> Iterator[None]:
 
 
 def _kind(metrics: Mapping[str, float]) -> str:
-    """Prefixes of the names, `train` for instance."""
+    """Prefixes of the names, such as `train`."""
     return " ".join(sorted({name.partition("/")[0] for name in metrics if "/" in name}))
 
 
@@ -257,7 +257,7 @@ def _key_known() -> bool:
 
 
 def finish(failed: bool) -> None:
-    """Finish the W&B run; what was not uploaded can be with `wandb sync`."""
+    """Finish the W&B run; `wandb sync` can upload the rest."""
     assert wandb.run
     folder, end = wandb.run.settings.sync_dir, time.monotonic() + (FINISH if failed else UPLOAD)
     with bar(1, "W&B: finishing", "", leave=False):

@@ -257,9 +257,7 @@ class Chat:
         if all(m["role"] != "developer" for m in messages) or "developer" in self.renderer(tools).template:
             return messages
         if not self._noted:
-            say(
-                "prompts: the chat template has no developer role; such messages are rendered as the system's"
-            )
+            say("prompts: the chat template has no developer role; such messages become the system's")
             self._noted = True
         return [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
 

@@ -1,1 +1,1 @@
-"""Scores of a checkpoint folder: scorecard, target drift, controls, paired differences."""
+"""Scoring of checkpoints: scorecard, target drift, controls, paired differences."""

@@ -1,4 +1,4 @@
-"""One table of several runs: acceptance length, speedup and cost of each drafter."""
+"""Compare runs in one table: acceptance length, speedup and cost of each drafter."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Choice(NamedTuple):
     """Which rows of a scorecard are compared, and how runs are sorted.
 
     Attributes:
-        temperatures: of the acceptance lengths; everything else is at the first.
+        temperatures: temperatures of the acceptance lengths; all other values use the first.
         batch: requests decoded together.
-        decode: name of a plan, without its parentheses or with them; default the fastest lossless one.
-        against: name of the run to compare with; default the best.
-        by: speedup | tau; by tau, the plan is each card's first, since the fastest is partly chance.
+        decode: name of a plan, with or without its parentheses; default: the fastest lossless plan.
+        against: name of the run to compare with; default: the best.
+        by: speedup | tau; tau uses each card's first plan, since the fastest is partly chance.
     """
 
     temperatures: Sequence[float] = (0.0,)
@@ -42,13 +42,13 @@ class Choice(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """A checkpoint's scorecard and what to call it."""
+    """A scorecard and its name."""
 
     name: str
     card: Scorecard
 
     def rows(self, choice: Choice) -> list[Row]:
-        """One row for each temperature, with one plan, or where that was not scored the one chosen there.
+        """One row per temperature, with one plan if possible, else with the plan chosen there.
 
         Raises:
             UserError: nothing lossless was scored at a temperature, or not with that plan.
@@ -66,7 +66,7 @@ class Scored(NamedTuple):
         return [(row.temperature, row.batch_size) for row in self.card.rows if not row.lossy]
 
     def at(self, temperature: float, batch: int, decode: str = "") -> list[Row]:
-        """At least one lossless row at a setting, of all drafts or of one plan.
+        """Lossless rows at a setting, of all drafts or of one plan; at least one.
 
         Raises:
             UserError: there is none.
@@ -88,12 +88,12 @@ class Scored(NamedTuple):
         return rows_of_plan
 
     def lossy(self, temperature: float, batch: int) -> list[Row]:
-        """Rows at a setting that change the text: some lossy rules are lossless at temperature 0."""
+        """Rows at a setting that change the text; some lossy rules are lossless at temperature 0."""
         rows = [row for row in self.card.rows if row.lossy and (temperature or changes_greedy(row.rule))]
         return [row for row in rows if (row.temperature, row.batch_size) == (temperature, batch)]
 
     def by_batch(self, temperature: float, decode: str = "") -> dict[int, Row]:
-        """The fastest lossless row at each batch size that was scored, of one plan or of any draft."""
+        """The fastest lossless row at each scored batch size, of one plan or of any draft."""
         by_size: dict[int, list[Row]] = {}
         for row in self.card.rows:
             if not row.lossy and row.temperature == temperature:
@@ -103,7 +103,7 @@ class Scored(NamedTuple):
 
 
 def _of_plan(rows: Sequence[Row], decode: str) -> list[Row]:
-    """Rows of one plan, or of every draft: plain decoding has no speedup. All, where nothing drafts."""
+    """Rows of one plan, or of every draft (plain decoding has no speedup); all rows if nothing drafts."""
     if decode:
         return [row for row in rows if decode in (row.decode, short(row.decode))]
     return [row for row in rows if row.nodes] or list(rows)
@@ -120,15 +120,14 @@ def short(decode: str) -> str:
 
 
 def read(paths: Sequence[str]) -> list[Scored]:
-    """Scorecards of run folders (their `best` checkpoint), checkpoint folders or score.json files.
+    """Read scorecards of run folders (their `best` checkpoint), checkpoint folders or score.json files.
 
     Args:
-        paths: each may have a name in front, NAME=PATH. Others have their drafter's; runs of the same
-            drafter are told apart by their folders.
+        paths: paths, each optionally named as NAME=PATH. The default name is the drafter's; runs of the
+            same drafter are distinguished by their folders.
 
     Raises:
-        UserError: no scorecard there, none that can be read (others are left out with a line), or a name
-            that is given twice.
+        UserError: no scorecard, no readable one (others are omitted with a note), or a duplicate name.
     """
     pairs: list[tuple[str, str]] = []
     cards: list[Scorecard] = []
@@ -165,7 +164,7 @@ def scorecard(path: Path) -> Scorecard:
     """The scorecard of a run's `best`, of a checkpoint, or of a file.
 
     Raises:
-        UserError: no scorecard there, or one that cannot be read.
+        UserError: no scorecard, or an unreadable one.
     """
     return read_scorecard(scorecard_file(path))
 
@@ -174,7 +173,7 @@ def scorecard_file(path: Path) -> Path:
     """File of the scorecard of a run's `best`, of a checkpoint, or the file itself.
 
     Raises:
-        UserError: no scorecard there.
+        UserError: no scorecard.
     """
     candidates = [path, *(path / name for name in (*CARDS, f"checkpoints/best/{CARDS[0]}"))]
     file = next((p for p in candidates if p.is_file()), None)
@@ -187,7 +186,7 @@ def in_order(scored: Sequence[Scored], choice: Choice) -> list[Scored]:
     """Runs sorted by speedup or tau, the best first.
 
     Raises:
-        UserError: a run that was not scored at this choice.
+        UserError: a run was not scored at this choice.
     """
 
     def value(one: Scored) -> float:
@@ -210,10 +209,10 @@ class Table(NamedTuple):
 
 
 def comparison(scored: Sequence[Scored], choice: Choice) -> Table:
-    """The runs in order, each compared with the best or the one that is named.
+    """Runs in order, each compared with the best or the named run.
 
     Raises:
-        UserError: a run that was not scored at this choice, a name that no run has.
+        UserError: a run was not scored at this choice, or an unknown name.
     """
     ordered = in_order(scored, choice)
     base = next((s for s in ordered if s.name == (choice.against or ordered[0].name)), None)
@@ -242,7 +241,7 @@ def comparison(scored: Sequence[Scored], choice: Choice) -> Table:
 
 
 def target_labels(scored: Sequence[Scored]) -> dict[str, str]:
-    """The target of each run, by the run's name; empty where all have the same one."""
+    """The target of each run, by the run's name; empty if all have the same target."""
     paths = {s.name: _place(s.card) for s in scored}
     labels = {name: target_label(path) for name, path in paths.items()}
     different = len(set(paths.values()))
@@ -252,7 +251,7 @@ def target_labels(scored: Sequence[Scored]) -> dict[str, str]:
 
 
 def _place(card: Scorecard) -> str:
-    """The path or hub id of a scorecard's target; one folder has one path."""
+    """Path or hub id of a scorecard's target, normalized."""
     target = card.checkpoint.target
     return str(Path(target).resolve()) if Path(target).is_dir() else target
 
@@ -290,7 +289,7 @@ def _line(scored: Scored, choice: Choice, base: Scored, pairs: bool, there: bool
 
 
 def _first(blocks: Sequence[list[str]], choice: Choice) -> list[str]:
-    """Columns of speed and acceptance; those that runs are sorted by come first."""
+    """Columns of speed and acceptance, starting with the sort key."""
     speeds, taus = blocks
     return [*taus, *speeds] if choice.by == "tau" else [*speeds, *taus]
 
@@ -301,7 +300,7 @@ def _notes(ordered: Sequence[Scored], choice: Choice, base: Scored) -> list[str]
     prompts = sorted({len(r[0].counts.tokens) for r in rows.values()})
     timed_prompts = sorted({s.card.conditions.prompts for s in ordered})
     notes = [
-        f"T={first:g} where nothing else is said. tau: replayed on the target's answers to "
+        f"T={first:g} unless noted. tau: replayed on the target's answers to "
         f"{_either(prompts)} held-out prompts (~: counted by the decoder), with its 95 % interval",
         f"speedup: over plain decoding at batch {choice.batch}, interleaved in one process, on "
         f"{_either(timed_prompts)} prompts; its interval draws batches, each with plain decoding's time of "
@@ -346,7 +345,7 @@ def minutes(train_seconds: float | None) -> str:
 
 
 def draft_ms(row: Row) -> float:
-    """Milliseconds of drafting in a round of the whole batch; 0 where an engine decodes."""
+    """Milliseconds of drafting in a round of the whole batch; 0 if an engine decodes."""
     return 1000 * (row.draft_share or 0.0) * (row.tpot or 0.0) * row.tau
 
 
@@ -359,16 +358,16 @@ def tau_cell(row: Row) -> str:
 def _difference_cell(scored: Scored, base: Scored, row: Row, other: Row) -> str:
     drifted = any(s.card.checkpoint.target_drift for s in (scored, base))
     if drifted or _place(scored.card) != _place(base.card):
-        return "other target"  # its answers may have the same lengths and other words
+        return "other target"  # its answers may differ despite equal lengths
     difference = tau_difference(row, other)
     return "other prompts" if difference is None else difference.text("{:+.2f}")
 
 
 def earlier(checkpoint: Path) -> Training:
-    """How long a checkpoint was trained, from the scorecard next to its weights.
+    """Training time of a checkpoint, from the scorecard next to its weights.
 
     Args:
-        checkpoint: folder with weights; its name gives the step where no scorecard does.
+        checkpoint: folder with weights; without a scorecard, its name is the step.
     """
     name = checkpoint.resolve().name
     file = next((checkpoint / card for card in CARDS if (checkpoint / card).is_file()), None)

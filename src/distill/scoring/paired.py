@@ -1,4 +1,4 @@
-"""Compare two scorecards on the same prompts: paired differences, and whether they may be compared."""
+"""Compare two scorecards on the same prompts: paired differences, and whether they are comparable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FEWEST = 5  # prompts or batches; with fewer, bootstrap intervals are far too na
 
 
 class Estimate(NamedTuple):
-    """A number and its 95 % bootstrap interval, if there were samples enough."""
+    """A number and its 95 % bootstrap interval, if there were enough samples."""
 
     value: float
     interval: tuple[float, float] | None
@@ -30,8 +30,7 @@ class Estimate(NamedTuple):
 def tau_difference(row: Row, other: Row) -> Estimate | None:
     """Acceptance length of one setting minus another's, paired by prompt.
 
-    What makes a prompt easy for both counts for neither. None where they were not replayed on the
-    same answers.
+    Pairing removes the difficulty of prompts. None if they were not replayed on the same answers.
     """
     mine, theirs = row.counts, other.counts
     if not mine.tokens or mine.tokens != theirs.tokens:
@@ -44,9 +43,9 @@ def tau_difference(row: Row, other: Row) -> Estimate | None:
 
 
 def speedup(row: Row) -> Estimate:
-    """Speedup over plain decoding, paired by batch: both decoded the same prompts interleaved.
+    """Speedup over plain decoding, paired by batch: both decoded the same prompts, interleaved.
 
-    0 where an engine decodes; see `speedup_text`.
+    0 if an engine decodes; see `speedup_text`.
     """
     if not row.timing or len(row.timing.seconds) < FEWEST:
         return Estimate(row.speed, None)
@@ -54,7 +53,7 @@ def speedup(row: Row) -> Estimate:
 
 
 def speedup_text(row: Row) -> str:
-    """Speedup with its interval, or that an engine decodes."""
+    """Format the speedup with its interval, or that an engine decodes."""
     return BY_ENGINE if row.speedup is None else speedup(row).text("{:.2f}x")
 
 
@@ -70,9 +69,9 @@ def speedup_ratio(row: Row, other: Row) -> Estimate:
 
 
 def why_incomparable(card: Scorecard, row: Row, other_card: Scorecard, other: Row) -> str:
-    """Why the speedups of two scorecards must not be divided by each other; empty if they may be.
+    """Why the speedups of two scorecards must not be divided; empty if they may be.
 
-    They were measured in two processes. What both have is plain decoding, on the same machine and of
+    They were measured in two processes. Their common baseline is plain decoding, on the same machine and of
     the same texts.
     """
     if card.conditions.elsewhere or other_card.conditions.elsewhere:
@@ -89,7 +88,7 @@ def why_incomparable(card: Scorecard, row: Row, other_card: Scorecard, other: Ro
 
 
 def _comparison_keys(card: Scorecard, row: Row) -> dict[str, str | int]:
-    """What must be equal for plain decoding to be a common baseline."""
+    """Settings that must be equal for plain decoding to be a common baseline."""
     conditions = card.conditions
     keys = {
         "hardware": conditions.hardware,
@@ -103,7 +102,7 @@ def _comparison_keys(card: Scorecard, row: Row) -> dict[str, str | int]:
 
 
 def _columns(row: Row) -> list[list[float]]:
-    """tokens, seconds, plain tokens and plain seconds of each batch."""
+    """Tokens, seconds, plain tokens and plain seconds of each batch."""
     timing = row.timing
     assert timing, "not timed by batch"
     return [list(timing.tokens), timing.seconds, list(timing.plain_tokens), timing.plain_seconds]

@@ -12,7 +12,7 @@ from distill.utils.run_folder import checkpoints
 
 
 def scorecards(folder: Path) -> dict[int, Scorecard]:
-    """Scorecards of a run by the step of their checkpoint, oldest first; one that is damaged is named."""
+    """Scorecards of a run by the step of their checkpoint, oldest first; prints damaged ones."""
     cards = {}
     for checkpoint in checkpoints(folder):
         if (file := checkpoint / "score.json").exists():

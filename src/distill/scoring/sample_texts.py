@@ -17,7 +17,7 @@ from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from drafters.base import Drafter
 
-TEXTS, TOKENS = 4, 64  # texts of each sampler, and tokens of a text at most
+TEXTS, TOKENS = 4, 64  # texts per sampler; maximum tokens of a text
 PROMPT_CHARACTERS = 600
 
 
@@ -33,13 +33,13 @@ def sample_texts(
     """Decode prompts of several categories with the first lossless plan of each sampler.
 
     Args:
-        target: to decode with.
-        drafter: to draft with.
+        target: target to decode with.
+        drafter: drafter to draft with.
         chat: renders prompts and detokenizes.
-        prompts: held out.
-        settings: of the scorecard.
-        max_new_tokens: that it was scored with.
-        seed: of all draws.
+        prompts: held-out prompts.
+        settings: settings of the scorecard.
+        max_new_tokens: limit used for scoring.
+        seed: seed of all draws.
     """
     chosen = varied(prompts, TEXTS)
     ids = [chat.encode(p.messages, p.tools) for p in chosen]
@@ -76,7 +76,7 @@ def sample_texts(
 
 
 def varied(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """The first of every category, then the next of each."""
+    """The first prompt of every category, then the second of each, and so on."""
     counts: dict[str, int] = {}
     places = []  # of each prompt within its category
     for prompt in prompts:
@@ -87,7 +87,7 @@ def varied(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 
 def has_probs(drafter: Drafter, plan: Plan) -> bool:
-    """Whether it can sample a chain as deep as the plan, and so has a probability for every token."""
+    """Whether the drafter can sample a chain as deep as the plan, with a probability per token."""
     try:
         drafter.check(Plan(plan.depth, proposal="sampled"))
     except UserError:
@@ -102,7 +102,7 @@ def _prompt_text(chat: Chat, ids: list[int]) -> str:
 
 
 def _tokens(chat: Chat, answer: Sequence[TracedToken]) -> list[SampleToken]:
-    """A token that ends within a character has no text yet; the next one has it."""
+    """Tokens with their texts; a token that ends inside a character has an empty text."""
     words = Detokenizer(chat.tokenizer)
     tokens = [
         SampleToken(words.add(t.token), t.source, round(t.p, 6), t.p_rank, _rounded(t.q), t.q_rank)

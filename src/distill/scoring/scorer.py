@@ -1,4 +1,4 @@
-"""Score a checkpoint folder as configured."""
+"""Score a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ class Scorer:
     """Loads a checkpoint as a user would and scores it.
 
     Args:
-        options: what is measured.
-        decode: the headline's plan, or what chooses one.
-        target: to decode with, unless the checkpoint has a tuned one; its taps are set to those that the
-            checkpoint reads.
+        options: options of scoring.
+        decode: the headline's plan, or a rule that chooses one.
+        target: target to decode with, unless the checkpoint has a tuned one; its taps are set to the
+            checkpoint's.
         chat: renders the prompts.
-        prompts: held out: the first `score.prompts` are decoded, `score.replay_prompts` replayed.
-        rollouts: folder in which the target's answers to them are kept.
-        seed: of every draw.
-        target_name: path or hub id, as the scorecard records it.
+        prompts: held-out prompts: the first `score.prompts` are decoded, `score.replay_prompts` replayed.
+        rollouts: folder of the target's answers to them.
+        seed: seed of all draws.
+        target_name: path or hub id, as recorded in the scorecard.
         control: none | shuffled_taps, a control experiment.
         full_audit: audit every scored prompt at every setting.
         served_plan: name of the plan that an engine decodes with, by which checkpoints are compared.
-        engine: measures a scored checkpoint in an engine, given its card, drafter, target (the original one)
-            and answers.
+        engine: measures a scored checkpoint in an engine, given its card, drafter, original target and
+            answers.
 
     Raises:
-        UserError: a headline that is not lossless, or a `decode` that is chosen by acceptance and nothing
-            to measure that on; for a target that an engine has to decode, see `_check_replay`.
+        UserError: a lossy headline, or a `decode` that is chosen by acceptance without prompts to measure;
+            for a target that only an engine decodes, see `_check_replay`.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Scorer:
         self._remarks = {""}  # printed once
 
     def _check_replay(self) -> None:
-        """Refuse what cannot be measured without decoding; drop alternatives of that kind.
+        """Reject options that need decoding; drop alternatives that need it.
 
         Raises:
             UserError: nothing to replay, a plan that cannot be replayed, or a full audit.
@@ -136,20 +136,20 @@ class Scorer:
         """Check that a drafter can be scored.
 
         Raises:
-            UserError: a plan that it does not support.
+            UserError: an unsupported plan.
         """
         for candidate in self.candidates:
             drafter.check(candidate)
 
     @property
     def candidates(self) -> list[Plan]:
-        """What every checkpoint must be able to draft; of decode=auto's plans it may leave some out."""
+        """Plans that every checkpoint must support; plans of decode=auto are optional."""
         required = [plan for plan in self.plans if not isinstance(plan, Auto)]
         plans = [[plan] if isinstance(plan, Plan) else plan.plans for plan in required]
         return [plan for group in plans for plan in group]  # pyright: ignore[reportReturnType]
 
     def prepare(self) -> None:
-        """Have the target answer the held-out prompts with each sampler; later runs read the answers."""
+        """Generate the target's answers to held-out prompts with each sampler; later runs read them."""
         if self.replayed and not self.rollouts:
             self.rollouts = self._answers(self.target)
 
@@ -164,18 +164,18 @@ class Scorer:
         return held_out_answers(target, self.chat, prompts, sampler, new, self.seed, self.root)
 
     def _drift(self, tuned: Target) -> TargetDrift:
-        """Distance of a tuned target from the original, on the latter's answers with the first sampler."""
+        """Distance of a tuned target from the original, on the original's answers with the first sampler."""
         sampler = self.samplers[0]
         rollouts = self.rollouts.get(sampler) or self._answer(self.target, self.prompts, sampler)
         return target_drift(self.target, tuned, rollouts)
 
     def __call__(self, folder: Path, step: int, early: bool = False) -> Scorecard:
-        """Score one checkpoint: its verifying target with the drafter, against that target without it.
+        """Score one checkpoint: decoding with the drafter, against the verifying target without it.
 
         Args:
-            folder: of the checkpoint.
-            step: that it was saved at.
-            early: others follow: only `score.early_prompts` are decoded.
+            folder: folder of the checkpoint.
+            step: step of the checkpoint.
+            early: not the last checkpoint: only `score.early_prompts` are decoded.
         """
         options = self.options
         count = min(options.early_prompts or len(self.ids), len(self.ids)) if early else len(self.ids)
@@ -270,7 +270,7 @@ class Scorer:
 
     @torch.inference_mode()
     def _kv_bytes(self, target: Target, drafter: Drafter) -> int:
-        """Bytes of the drafter's cache for a token of the first prompt, of which a window keeps a part."""
+        """Bytes of the drafter's cache per token of the first prompt; a window keeps only a part."""
         prompt = torch.tensor([self.ids[0]], device=target.device)  # (1, T)
         state, cache = drafter.new_state(1), SettledCache(target, drafter, *prompt.shape)
         cache.settle(prompt, [prompt.shape[1]])
@@ -287,7 +287,7 @@ class Scorer:
     def _settings(
         self, target: Target, drafter: Drafter, rollouts: dict[Sampler, list[Rollout]]
     ) -> tuple[list[Setting], list[PlanChoice]]:
-        """All rows of the scorecard; auto and calibrated plans are chosen for each sampler and batch size."""
+        """All rows of the scorecard; auto and calibrated plans are chosen per sampler and batch size."""
         settings, choices = [], []
         for sampler in self.samplers:
             for batch in self.options.batch_sizes:
@@ -299,7 +299,7 @@ class Scorer:
                             "seed": self.seed,
                         }
                         answers = rollouts[sampler]
-                        if isinstance(plan, Calibrated):  # on other prompts than it is reported on
+                        if isinstance(plan, Calibrated):  # calibrate on other prompts than reported
                             answers = answers[len(self.prompts) :] or answers
                         plan, curve = plan.choose(target, drafter, answers, sampler, batch, **options)
                         choices.append(
@@ -318,7 +318,7 @@ class Scorer:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Time on `count` CPU threads; two spin against each other at these sizes."""
+    """Limit torch to `count` CPU threads while timing; more threads slow each other down."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

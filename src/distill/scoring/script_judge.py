@@ -1,4 +1,4 @@
-"""A script of the user's that scores answers, or steps of them: exact match, a reward model, anything."""
+"""User scripts that score answers or steps of answers: exact match, a reward model, or any other."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from decode.errors import UserError
 from distill.prompts.prompt import Prompt
 from distill.utils.redact import printable
 
-SHOWN = 100  # characters of what a script wrote, in messages
-PIECE = 1 << 12  # bytes; a pipe that is ready takes as many
-LONGEST = 1 << 10  # bytes of a line with a number
-GRACE = 2.0  # seconds in which a script ends that has no more to read
+SHOWN = 100  # characters of a script's output shown in messages
+PIECE = 1 << 12  # bytes that a ready pipe accepts
+LONGEST = 1 << 10  # maximum bytes of a line with a score
+GRACE = 2.0  # seconds for a script to exit after its input ends
 
 
 class ScriptJudge:
-    """A script that is started once, reads records from stdin and writes a score for each to stdout.
+    """Runs a script that reads records from stdin and writes a score for each to stdout.
 
-    A record is a JSON object on a line; a score is a number on a line, flushed. A script in Python is run by
-    this interpreter, any other file by itself. What it writes to stderr is shown. To be used as a context
-    manager, several times if need be.
+    A record is a JSON object on a line; a score is a number on a line, flushed. Python scripts run in this
+    interpreter; other files are executed. The script's stderr is shown. Use as a context manager; it is
+    reusable.
 
     Args:
-        script: path.
-        option: that named it, for messages.
-        timeout: the option that sets `seconds`, likewise.
-        seconds: for one score.
+        script: path of the script.
+        option: option that names it, for messages.
+        timeout: option that sets `seconds`, for messages.
+        seconds: time limit of one score.
 
     Raises:
-        UserError: no such file; behind the last record, a script that wrote more than a line for each.
+        UserError: no such file; at the end, a script that wrote more than one line per record.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ScriptJudge:
         self.path, self.named = Path(script).expanduser(), f"{option}={script}"
         self.timeout, self.seconds = timeout, seconds
         self._process: subprocess.Popen[bytes] | None = None
-        self._written = b""  # by the script, not read as a score
+        self._written = b""  # output of the script, not parsed yet
         self._failed = False
         if not self.path.is_file():
             raise UserError(f"{self.named}: no such file; give a script that scores answers (docs/lossy.md)")
@@ -61,7 +61,7 @@ class ScriptJudge:
             return
         try:
             if kind is None and not self._failed:
-                self._hear_out(process)
+                self._drain(process)
         finally:
             self._written = b""
             process.kill()
@@ -70,11 +70,10 @@ class ScriptJudge:
             process.wait()
 
     def __call__(self, record: Mapping[str, Any]) -> float:
-        """The score of a record.
+        """Score a record.
 
         Raises:
-            UserError: the script cannot be run, has ended, takes too long, or writes anything but a finite
-                number on a line.
+            UserError: the script cannot be run, has ended, takes too long, or writes no finite number.
         """
         process = self._process = self._process or self._start()
         self._failed = True
@@ -107,10 +106,10 @@ class ScriptJudge:
                     if key.fileobj is not process.stdin:
                         self._read(process)
                         continue
-                    self._check_silent()  # before it has read the record
+                    self._check_silent()  # before the script has read the record
                     try:
                         record = record[os.write(key.fd, record[:PIECE]) :]
-                    except BrokenPipeError:  # said once its output ends, too
+                    except BrokenPipeError:  # reported when its output ends
                         record = b""
                     if not record:
                         ready.unregister(key.fileobj)
@@ -129,7 +128,7 @@ class ScriptJudge:
             raise self._wrong(self._written)
 
     def _check_silent(self) -> None:
-        """Nothing but the score was written: what comes next would be taken for the next record's."""
+        """Check that the script wrote only the score; more output would count for the next record."""
         if self._written.strip():
             line = self._written.strip().splitlines()[0]
             raise UserError(
@@ -137,8 +136,8 @@ class ScriptJudge:
             )
         self._written = b""
 
-    def _hear_out(self, process: subprocess.Popen[bytes]) -> None:
-        """End the input, and read what the script still writes in the time that it has to end."""
+    def _drain(self, process: subprocess.Popen[bytes]) -> None:
+        """Close the input, and read remaining output until the script exits or time is up."""
         pipe(process.stdin).close()
         until = time.monotonic() + GRACE
         with selectors.DefaultSelector() as ready:
@@ -166,7 +165,7 @@ class ScriptJudge:
 
 
 def pipe(end: IO[bytes] | None) -> IO[bytes]:
-    """An end of a process that was started with pipes."""
+    """The pipe of a process that was started with pipes."""
     assert end is not None
     return end
 
@@ -176,7 +175,7 @@ def _shown(line: bytes) -> str:
 
 
 def judge_record(prompt: Prompt, answer: str) -> dict[str, Any]:
-    """What a judge is told of an answer; `reference` is null where the prompt's record has no answer."""
+    """Record for a judge; `reference` is null if the prompt's record has no answer."""
     return {
         "id": prompt.id,
         "category": prompt.category,

@@ -1,4 +1,4 @@
-"""What an engine measured of a checkpoint, as columns and lines of text."""
+"""Format an engine's measurements of a checkpoint as columns and lines of text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ NONE = "-"
 
 
 def served_row(card: Scorecard, row: Row) -> Served | None:
-    """What the engine measured at a row's plan, temperature and batch size."""
+    """The engine's measurement at a row's plan, temperature and batch size."""
     same = (row.decode, row.temperature, row.batch_size)
     return next((s for s in card.served if (s.decode, s.temperature, s.batch_size) == same), None)
 
 
 def head(cards: Sequence[Scorecard]) -> list[str]:
-    """Names of the engine's columns; none where no engine measured."""
+    """Names of the engine's columns; empty without an engine."""
     engine = next((served.engine.split()[0] for card in cards for served in card.served), "")
     return [f"{engine} tau", f"{engine} speedup"] if engine else []
 
@@ -29,7 +29,7 @@ def cells(card: Scorecard, row: Row) -> list[str]:
 
 
 def speed(served: Served) -> str:
-    """The engine's own speedup over its plain decoding."""
+    """The engine's speedup over its own plain decoding."""
     return NONE if served.speedup is None else f"{served.speedup:.2f}x"
 
 
@@ -39,7 +39,7 @@ def figures(survival: Sequence[float]) -> str:
 
 
 def texts(served: Served) -> str:
-    """How greedy answers compare with the engine's plain ones."""
+    """Describe how greedy answers compare with the engine's plain answers."""
     if served.texts is None:
         return NONE
     equal, near, different = served.texts
@@ -48,7 +48,7 @@ def texts(served: Served) -> str:
 
 
 def difference(served: Served) -> str:
-    """How an engine's acceptance differs from the scorecard's, and the likely cause, in one line."""
+    """Describe how an engine's acceptance differs from the scorecard's, and the likely cause, in one line."""
     return (
         f"{served.engine}, T={served.temperature:g}, batch {served.batch_size}, accepts "
         f"{figures(served.survival)} by position where {figures(served.scored_survival)} was scored; likely "
@@ -57,7 +57,7 @@ def difference(served: Served) -> str:
 
 
 def notes(card: Scorecard) -> Iterator[str]:
-    """One line for each setting at which the engine disagrees, or writes another text."""
+    """Yield a line per setting at which the engine's acceptance or text differs."""
     for served in card.served:
         if not served.agrees:
             yield difference(served)

@@ -1,4 +1,4 @@
-"""Tables of scorecards as plain text."""
+"""Format scorecards as plain-text tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEVEL_NAMES = [f"s_{j}" for j in range(1, LEVELS + 1)]
 
 
 def table(folder: Path) -> str:
-    """One line for each checkpoint of a run, then every setting of the last; empty if none was scored."""
+    """A line per checkpoint of a run, then every setting of the last one; empty if none was scored."""
     cards = list(scorecards(folder).values())
     if not cards:
         return ""
@@ -29,12 +29,12 @@ def table(folder: Path) -> str:
 
 
 def target_label(target: str) -> str:
-    """What to call a target in a title: its hub id, or the last part of its folder's path."""
+    """Short name of a target: its hub id, or the last part of its path."""
     return target if is_hub_id(target) else Path(target).name or target
 
 
 def by_step(cards: Sequence[Scorecard]) -> tuple[list[str], list[list[str]]]:
-    """Head and lines of a table with the headline of every scorecard, or the draft in its place."""
+    """Head and lines of a table with every scorecard's headline, or its draft instead."""
     there = served.head(cards)
     head = ["step", "replay", "tau", *LEVEL_NAMES, "speedup", *there, "draft", "verify", "other", "audit"]
     return head, [[str(c.checkpoint.step), *_cells(c, c.compared, there), c.audited] for c in cards]
@@ -53,7 +53,7 @@ def by_setting(card: Scorecard) -> tuple[list[str], list[list[str]]]:
 
 
 def quality_columns(card: Scorecard) -> list[list[str]]:
-    """Head and a line for each row of what lossy rules do to the text; no columns where there is none."""
+    """Head and lines about the effect of lossy rules on the text; empty without lossy rows."""
     if not any(row.quality for row in card.rows):
         return [[] for _ in range(len(card.rows) + 1)]
     empty = [""] * len(QUALITY_HEAD)
@@ -61,7 +61,7 @@ def quality_columns(card: Scorecard) -> list[list[str]]:
 
 
 def settings_table(card: Scorecard) -> str:
-    """One line for each setting of a scorecard, and the audit."""
+    """A line per setting of a scorecard, and the audit."""
     control = card.conditions.control
     notes = [
         f"control={control}: no real score" if control != "none" else "",
@@ -74,7 +74,7 @@ def settings_table(card: Scorecard) -> str:
 
 
 def _contexts(row: Row) -> str:
-    """Tau by the length of the context, where rounds have contexts of several parts."""
+    """Tau by context length, if rounds cover several ranges."""
     parts = row.replay.by_context if row.replay else []
     if len(parts) < 2:
         return ""
@@ -83,7 +83,7 @@ def _contexts(row: Row) -> str:
 
 
 def _audit(card: Scorecard) -> str:
-    """The verdict, with a line for each sampled run."""
+    """The audit's verdict, with a line per sampled run."""
     if (audit := card.audit) is None:
         return f"audit {NOT_RUN}, {BY_ENGINE}: {card.conditions.elsewhere}"
     lines = [
@@ -105,7 +105,7 @@ def headline(card: Scorecard) -> str:
     """Plan and conditions of the row that checkpoints are compared by."""
     row, conditions = card.compared, card.conditions
     chosen = "" if row is card.headline else f" ({card.headline.decode} was chosen)"
-    if conditions.served_plan:  # trees of a better headline are not what the engine decodes
+    if conditions.served_plan:  # the engine does not decode trees of a better headline
         chosen = " (what the engine is asked for)" if row.decode == conditions.served_plan else chosen
     prompts = f"{conditions.prompts} held-out prompts"
     if conditions.elsewhere:
@@ -117,11 +117,11 @@ def headline(card: Scorecard) -> str:
 
 
 def _cells(card: Scorecard, row: Row, there: Sequence[str]) -> list[str]:
-    """Acceptance, speedup and shares of a row, with the engine's columns where there are any."""
+    """Acceptance, speedup and shares of a row, with the engine's columns if there are any."""
     survival = [f"{s:.2f}" for s in row.survival[:LEVELS]]
     survival += ["-"] * (LEVELS - len(survival))
     shares = [row.text(name, "{:.0%}") for name in ("draft_share", "verify_share", "other_share")]
-    # An estimate is the decoder's own count on more prompts, and is marked.
+    # Estimates are the decoder's count on more prompts, and are marked.
     replayed = f"{row.replay.tau:.2f}{'' if row.exact else '~'}" if row.replay else "-"
     engine = served.cells(card, row) if there else []
     return [
@@ -135,13 +135,13 @@ def _cells(card: Scorecard, row: Row, there: Sequence[str]) -> list[str]:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as a Markdown table, the first its head."""
+    """Format rows as a Markdown table; the first row is the head."""
     rule = ["---"] * len(rows[0])
     return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rule, *rows[1:]])
 
 
 def grid(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Cells in right-aligned columns."""
+    """Format cells in right-aligned columns."""
     widths = [max(len(row[i]) for row in [head, *lines]) for i in range(len(head))]
     return "\n".join(
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))

@@ -1,4 +1,4 @@
-"""A control for scores: acceptance with hidden states of the wrong positions."""
+"""Control experiment for scores: acceptance with hidden states of wrong positions."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from decode.model.target import Target
 class ShuffledTaps:
     """Replaces each tap that a drafter reads by the tap of another position; see `Target.tap_transform`.
 
-    The position is a hash of the tap and the seed. Output stays the target's. A drafter that is accepted
-    as often with them has learned only from the text.
+    The position is a hash of the tap and the seed. The output stays the target's. If acceptance does not
+    drop, the drafter has learned only from the text.
 
     Args:
-        target: whose taps are replaced from now on.
-        prompts: token ids, whose taps replace others.
-        seed: of the choice.
+        target: target with taps to replace.
+        prompts: token ids of the prompts that provide the replacements.
+        seed: seed of the choice.
 
     Raises:
-        UserError: a drafter that reads no taps.
+        UserError: the drafter reads no taps.
     """
 
     def __init__(self, target: Target, prompts: Sequence[Sequence[int]], seed: int) -> None:

@@ -1,4 +1,4 @@
-"""How far a target that was tuned with its drafter is from the original."""
+"""Distance of a target that was tuned with its drafter from the original."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from decode.evaluation.scorecard import Checkpoint, TargetDrift
 from decode.model.target import Target
 from drafters.base import Drafter
 
-ROWS = 64  # tokens whose distributions over the vocabulary are in memory at one time
+ROWS = 64  # tokens processed at once
 
 
 @torch.inference_mode()
 def target_drift(original: Target, tuned: Target, rollouts: Sequence[Rollout]) -> TargetDrift:
-    """Compare both distributions, unwarped, at each answer token of the original's own rollouts.
+    """Compare both unwarped distributions at each answer token of the original's rollouts.
 
-    Both are read by the same code without a cache, so targets with the same weights differ by 0.
+    Both are computed by the same code without a cache, so targets with equal weights differ by 0.
 
     Args:
-        original: wrote the rollouts.
-        tuned: of the same vocabulary.
-        rollouts: held out.
+        original: target that wrote the rollouts.
+        tuned: tuned target with the same vocabulary.
+        rollouts: held-out rollouts.
     """
     sums, prefixes = torch.zeros(3, dtype=torch.float64), []
     for rollout in rollouts:
@@ -63,7 +63,7 @@ def _log_probs(original: Target, tuned: Target, rollout: Rollout) -> Iterator[tu
 
 
 def describe(checkpoint: Checkpoint) -> str:
-    """What a table says where the output is not the original target's; empty for others."""
+    """Describe the drift if the output differs from the original target's; empty otherwise."""
     drift = checkpoint.target_drift
     if not drift:
         return ""
@@ -76,7 +76,7 @@ def describe(checkpoint: Checkpoint) -> str:
 
 
 def only_untuned(drafter: Drafter, what: str) -> None:
-    """Refuse a drafter that has a tuned target, where it would be compared with others on the original.
+    """Reject a drafter with a tuned target where drafters are compared on the original.
 
     Raises:
         UserError: it has a tuned target.

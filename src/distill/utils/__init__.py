@@ -1,1 +1,1 @@
-"""Run folder, atomic files, progress, provenance, redaction."""
+"""Run folders, atomic files, progress, provenance, redaction."""

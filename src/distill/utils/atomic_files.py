@@ -14,15 +14,15 @@ from typing import Any
 from decode.errors import UserError
 from drafters.checkpoint.atomic import publish
 
-PIECE = 1 << 20  # bytes that are written at once
+PIECE = 1 << 20  # bytes per write
 
 
 def clean(folder: Path, deep: bool = True) -> None:
-    """Remove temporary files of killed writers, while nobody is writing there.
+    """Remove temporary files of killed writers from a folder that no process writes to.
 
     Args:
-        folder: that they are in.
-        deep: also in folders below it.
+        folder: folder of the files.
+        deep: also clean the folders below it.
     """
     for path in list(folder.rglob("*.tmp") if deep else folder.glob("*.tmp")):
         if path.is_dir() and not path.is_symlink():
@@ -38,19 +38,19 @@ def put(path: Path, text: str) -> None:
         UserError: no such folder, or the path is a folder.
     """
     if not path.parent.is_dir() or path.is_dir():
-        raise UserError(f"{path}: no file can be there; make its folder, or name another file")
+        raise UserError(f"{path}: cannot be written; create its folder, or name another file")
     with publish(path) as temporary:
         # Replace lone surrogates, which JSON can contain and UTF-8 cannot.
         temporary.write_text(text, encoding="utf-8", errors="replace", newline="\n")
 
 
 def reserve(path: Path, size: int) -> None:
-    """Make a file of `size` bytes whose place on the disk is its own, to be mapped and written to.
+    """Create a file of `size` bytes with allocated disk space, to be mapped and written to.
 
-    Writing to a mapped file without that ends the process by SIGBUS where the disk is full.
+    Without allocation, writing to a mapped file on a full disk ends the process by SIGBUS.
 
     Raises:
-        OSError: there is no room, with the name of the file.
+        OSError: not enough space; has the name of the file.
     """
     with path.open("wb") as file:
         try:
@@ -58,7 +58,7 @@ def reserve(path: Path, size: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
                 raise OSError(error.errno, error.strerror, str(path)) from None
-            for start in range(0, size, PIECE):  # a file system that cannot, as some of networks
+            for start in range(0, size, PIECE):  # some network file systems cannot allocate
                 file.write(bytes(min(PIECE, size - start)))
 
 
@@ -69,18 +69,18 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, advice: str, **kinds: type | tuple[type, ...]) -> dict[str, Any] | None:
-    """Content of a JSON file that a run wrote; None if there is none, or it was just removed.
+    """Read a JSON file of a run; None if it does not exist or was just removed.
 
     Args:
-        path: of the file.
-        advice: what to do about a damaged one, for the error.
-        **kinds: types of keys that the reader needs.
+        path: path of the file.
+        advice: advice about a damaged file, for the error.
+        **kinds: types of required keys.
 
     Raises:
-        UserError: half a file, no object, or one without those keys; a pipe or folder.
+        UserError: a truncated file, no object, or missing keys; a pipe or folder.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe waits for a writer
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would block
             raise ValueError("no file")
         return parse_json(path.read_text(), **kinds)
     except FileNotFoundError:
@@ -90,10 +90,10 @@ def read_json(path: Path, advice: str, **kinds: type | tuple[type, ...]) -> dict
 
 
 def parse_json(text: str | bytes, **kinds: type | tuple[type, ...]) -> dict[str, Any]:
-    """An object in JSON.
+    """Parse a JSON object.
 
     Raises:
-        ValueError: half of one, something else, or one without these keys of these types.
+        ValueError: truncated, no object, or without these keys of these types.
     """
     try:
         value = json.loads(text)

@@ -1,27 +1,26 @@
-"""What the C library does with memory that a process frees."""
+"""Settings of the C library for freed memory."""
 
 from __future__ import annotations
 
 import ctypes
 
-# Of glibc's malloc.h.
+# Constants of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-LARGEST = 32 * 2**20  # bytes of a block that is kept; the most that glibc takes
-KEPT = 256 * 2**20  # bytes at the end of the heap that are kept
+LARGEST = 32 * 2**20  # largest kept block in bytes (glibc's maximum)
+KEPT = 256 * 2**20  # bytes kept at the end of the heap
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep blocks that it frees, up to `LARGEST` each, instead of giving them back.
+    """Keep freed blocks of up to `LARGEST` bytes in this process.
 
-    A training step allocates the same blocks again and again. By default glibc returns blocks of this size
-    to the kernel, and each page is then faulted in and zeroed again: a tenth of a step. Larger blocks go
-    back at once, as before.
+    A training step allocates the same blocks again and again. By default, glibc returns blocks of this size
+    to the kernel, and each page is faulted in and zeroed again. Larger blocks are still returned.
 
     Returns:
-        Whether the C library can be told; only glibc can.
+        Whether the C library supports it; only glibc does.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # macOS and Windows have none
+    except (AttributeError, OSError, TypeError):  # not available on macOS and Windows
         return False
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST)) and bool(mallopt(M_TRIM_THRESHOLD, KEPT))

@@ -1,8 +1,8 @@
 """Detect launchers (torchrun, SLURM), and exit when another process of the run has died.
 
-A launcher is known by its environment variables: `launch` says whether this process is the first, and what
-all processes of the launch have in common. `watch` polls once a second and ends a process that hangs in a
-collective, in which no signal handler of Python runs, `GRACE` seconds after another has died.
+Launchers are detected by environment variables: `launch` returns whether this process is the first, and an
+identifier of the launch. `watch` polls once a second. `GRACE` seconds after another process has died, it ends
+this one, which may hang in a collective where Python's signal handlers do not run.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# Variables that are all 0 in the first process, and those that identify the launch. torchrun comes first,
+# Variables that are all 0 in the first process, and variables that identify the launch. torchrun is first,
 # since it may run inside SLURM.
 LAUNCHERS = (
     (("RANK",), ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")),
     (("SLURM_PROCID",), ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
-    (("NODE_RANK", "LOCAL_RANK"), ("MASTER_ADDR", "MASTER_PORT")),  # by hand
+    (("NODE_RANK", "LOCAL_RANK"), ("MASTER_ADDR", "MASTER_PORT")),  # manual launch
 )
 PARENT = "FOREDRAFT_RANK_0"  # process id of rank 0, for ranks that Lightning starts
-GRACE = 20.0  # seconds for a process to notice by itself, and report, that another has died
+GRACE = 20.0  # seconds for a process to detect and report a death itself
 
 
 class LostRankError(RuntimeError):
-    """Another process of this run has died; shown as one line, exit code 1."""
+    """Another process of this run has died; printed as one line, exit code 1."""
 
 
 def launch() -> tuple[bool, str] | None:
@@ -52,7 +52,7 @@ def process_age() -> float:
 
 
 def watch(died: Callable[[], str | None], grace: float | None = None) -> None:
-    """Exit this process after another has died, from a thread: it may hang in a collective.
+    """Exit this process after another has died; runs in a thread, since it may hang in a collective.
 
     Args:
         died: called once a second; returns the error message if another process has died.
@@ -70,11 +70,11 @@ def watch(died: Callable[[], str | None], grace: float | None = None) -> None:
 
 
 def started_by_rank_0() -> int:
-    """In a rank that Lightning started, the process id of rank 0, which has claimed the folder; else 0."""
+    """Process id of rank 0, which has claimed the folder, in a rank started by Lightning; else 0."""
     return int(os.environ.get(PARENT, 0)) if int(os.environ.get("LOCAL_RANK", 0)) else 0
 
 
 def watch_parent() -> None:
-    """In a rank that Lightning started: exit soon after rank 0."""
+    """In a rank started by Lightning, exit soon after rank 0."""
     if parent := started_by_rank_0():
         watch(lambda: None if os.getppid() == parent else "rank 0 of this run has ended")

@@ -1,4 +1,4 @@
-"""Where conf/ and data/ are: inside the package `foredraft` of a wheel, at the top of a clone."""
+"""Locate conf/ and data/: inside the package `foredraft` of a wheel, or at the top of a clone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ CONF = ROOT / "conf"
 
 
 def bundled(path: str) -> str | Path:
-    """The path itself if it exists, else the bundled file or folder of this name (`data/pocket`)."""
+    """The path if it exists, else the bundled file or folder of this name (`data/pocket`)."""
     shipped = ROOT / path
     return shipped if not Path(path).exists() and shipped.exists() else path

@@ -1,4 +1,4 @@
-"""How long each phase of a run took, and how much it did: phases.json in the run's folder."""
+"""Duration and amount of work of each phase of a run: phases.json in the run's folder."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ FILE = "phases.json"
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase that was done to its end by one start of a run.
+    """A phase that one start of a run completed.
 
     Attributes:
         name: prompts | rollouts | taps | training | checkpoints.
         seconds: wall time.
-        processes: that shared the work.
-        amounts: what was done: tokens, rows, bytes, steps, ...
+        processes: number of processes that shared the work.
+        amounts: amounts of work: tokens, rows, bytes, steps, ...
     """
 
     name: str
@@ -35,7 +35,7 @@ class PhaseLog:
     """Appends phases to a run's file, on rank 0.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,7 +50,7 @@ class PhaseLog:
 
     @contextmanager
     def time(self, name: str) -> Iterator[dict[str, float]]:
-        """Append the phase of a block, which fills the amounts; none if these are 0, or if it raises."""
+        """Time a block and append its phase, with amounts set by the block; not if these are 0 or it raises."""
         amounts: dict[str, float] = {}
         begun = time.perf_counter()
         yield amounts
@@ -59,7 +59,7 @@ class PhaseLog:
 
 
 def read_phases(folder: Path) -> list[Phase]:
-    """The phases of a run, in the order that they ended in.
+    """Read the phases of a run, in the order of their ends.
 
     Raises:
         UserError: a damaged file.

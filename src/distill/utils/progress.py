@@ -1,8 +1,8 @@
 """Progress bars on a terminal and lines of output, from rank 0 only.
 
-Bars go to stderr and disappear when they are done; lines go to stdout. Without a terminal, or in CI,
-there are no bars and no control characters. Bars are drawn by `update`, at most a few times per second,
-and not by a thread: a thread would disturb timings, and its locks break in forked processes.
+Bars go to stderr and disappear when done; lines go to stdout. Without a terminal, or in CI, there are no bars
+and no control characters. `update` draws bars, at most a few times per second. There is no thread, since it
+would disturb timings and its locks break in forked processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing_extensions import override
 from decode.errors import UserError
 from distill.utils.redact import hidden, printable
 
-WIDE = 70  # columns of a terminal that has room for a bar and its rate
+WIDE = 70  # minimum columns for a bar with its rate
 EVERY = 0.15  # seconds between redraws
 switch = {"on": True}  # trainer.enable_progress_bar, for every bar of the process
 
@@ -46,9 +46,9 @@ def first_rank() -> bool:
 
 
 def bars_visible() -> bool:
-    """Whether this process may draw bars: rank 0 with stderr on a terminal, not in CI."""
+    """Whether this process may draw bars: rank 0, stderr on a terminal, not in CI."""
     quiet = os.environ.get("CI", "").lower() not in ("", "0", "false") or os.environ.get("TERM") == "dumb"
-    worker = multiprocessing.parent_process() is not None  # of a sweep, for example: the parent draws
+    worker = multiprocessing.parent_process() is not None  # in a sweep, for example, the parent draws
     return switch["on"] and first_rank() and not quiet and not worker and sys.stderr.isatty()
 
 
@@ -63,7 +63,7 @@ class ProgressText(ProgressColumn):
     def render(self, task: Task) -> Text:
         n, total, note = int(task.completed), int(task.total or 0), task.fields["note"]
         seconds = task.elapsed or 0.0
-        # Pauses count, since the remaining work has some too.
+        # Pauses count, since they occur in the remaining work too.
         rate = (n - task.fields["initial"]) / seconds if seconds else 0.0
         remaining = clock((total - n) / rate) if rate else "?"
         if not task.fields["unit"]:  # no countable progress
@@ -114,12 +114,12 @@ class TaskName(ProgressColumn):
 
 
 class Bar:
-    """A progress bar; shows nothing where bars are not visible.
+    """A progress bar; shows nothing if bars are not visible.
 
     Args:
-        total: units in all.
+        total: total number of units.
         what: name of the task.
-        unit: of `total`.
+        unit: unit of `total`.
         done: units already done.
         leave: print the total time at the end.
 
@@ -153,7 +153,7 @@ class Bar:
 
         Args:
             count: units done since the last call.
-            note: shown behind the bar from now on.
+            note: text to show after the bar.
         """
         self.n += count
         if self._task is None or not (bars := _shown.get("bars")):
@@ -184,14 +184,14 @@ def _open(total: int, what: str, done: int, unit: str) -> TaskID:
     if not (bars := _shown.get("bars")):
         bars = _shown["bars"] = Bars(Console(stderr=True, highlight=False, markup=False, emoji=False))
         bars.start()
-        bars.console.show_cursor()  # rich hides the cursor, and a killed process could not restore it
+        bars.console.show_cursor()  # rich hides the cursor; a killed process would leave it hidden
     task = bars.add_task(what, total=total, completed=done, unit=unit, initial=done, note="")
     bars.draw(now=True)
     return task
 
 
 def _forget() -> None:
-    """In a forked child: leave the bars to the parent."""
+    """In a forked child, leave the bars to the parent."""
     if _shown:
         _shown.clear()
         for name in ("stdout", "stderr"):
@@ -208,7 +208,7 @@ def bar(total: int, what: str, unit: str, done: int = 0, leave: bool = True) -> 
 
 
 def say(text: str) -> None:
-    """Print a line above the bars, on rank 0, without secrets; control characters are shown."""
+    """Print a line above the bars, on rank 0, without secrets; control characters are escaped."""
     if not first_rank():
         return
     text = printable(hidden(text))

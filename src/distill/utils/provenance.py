@@ -1,4 +1,4 @@
-"""Where numbers come from."""
+"""Provenance of results: commit and digests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must not be shown: secrets in a configuration, control characters in what others wrote."""
+"""Remove secrets and control characters from text before it is shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 HIDDEN = "(hidden)"
-# Special tokens of a tokenizer, and as drafters name them: no secrets.
+# Names of special tokens, which are no secrets.
 SPECIAL = "".join(f"(?<!{name}.)" for name in ("root", "mask", "pad", "bos", "eos", "unk", "end", "stop"))
 WORDS = (
     rf"(?:key|{SPECIAL}token|secrets?|passwords?|passwd|pass|pwd|passphrase|bearer|credentials?|auth|authorization"
@@ -19,7 +19,7 @@ WORDS = (
     r"|access[^a-z]?key[^a-z]?id|private[^a-z]?key[^a-z]?pem|connection[^a-z]?string)"
 )
 SECRET = re.compile(rf"(?:^|[^a-z]|api|access|auth|client|hf|wandb){WORDS}$", re.IGNORECASE)
-# A password may have a slash in it; a port has none before it: hdfs://host:9000/folder@1.
+# A password may contain a slash; hdfs://host:9000/folder@1 has a port, no password.
 PASSWORD = re.compile(r"(?<=://)[^/@\s]*:(?!\d+/)[^@\s]+@")
 IN_ADDRESS = re.compile(
     rf"{PASSWORD.pattern}|(?<=://)[^/@\s]+@"
@@ -39,7 +39,7 @@ ENTRY = re.compile(
     rf"|(?<![/\w])(?:\w+_)?passw(?:or)?d)\s*[:=]\s*|\b[A-Z0-9_]*(?:KEY|TOKEN|SECRET|PASSWORD|AUTH|CREDENTIALS)=)"
     rf"(?:{QUOTED})"
 )
-# Keys by their form: what begins as keys of well known issuers do, JSON Web Tokens, headers of HTTP.
+# Keys by their form: prefixes of known issuers, JSON Web Tokens, HTTP headers.
 TOKEN = re.compile(
     r"(?<![A-Za-z0-9])(?:(?:hf|api_org|hf_oauth|gsk|r8|npm|xai|pplx|nvapi|tgp_v1|fw|csk|dop_v1|shpat|lsv2_[a-z]{2})"
     r"[_-][\w-]{8,}"
@@ -52,8 +52,8 @@ TOKEN = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-Z ]*PRIVATE KEY-----|.*)",
     re.DOTALL,
 )
-LEAST = 8  # characters of a value of the environment that is a key; fewer may be any word
-# Resolvers of conf/ that read nothing secret; others can read the environment, by names that are made up.
+LEAST = 8  # minimum length of a secret in the environment; shorter values may be any word
+# Resolvers of conf/ without access to secrets; others can read the environment.
 RESOLVERS = frozenset({"device_of", "now"})
 INTERPOLATION = re.compile(r"\$\{|\}|:")
 SHOWN_AS_IS = "\n\t\u200c\u200d"  # and the joiners of Persian, Indic scripts and emoji
@@ -61,14 +61,14 @@ CONTROL = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories: C0, C1, bidirect
 
 
 def without_secrets(value: Any) -> Any:
-    """A configuration, unresolved, without keys and passwords; what would read the environment is hidden."""
+    """An unresolved configuration without keys, passwords and values that would read the environment."""
     if isinstance(value, dict):
         return {
             k: HIDDEN if v is not None and SECRET.search(str(k)) else without_secrets(v)
             for k, v in value.items()
         }
     if isinstance(value, list):
-        # In a list of arguments the value of an option is the next of them.
+        # In a list of arguments, an option's value is the next item.
         named = [False, *(isinstance(v, str) and v[:1] == "-" and SECRET.search(v) for v in value)]
         return [
             HIDDEN if name and v is not None else without_secrets(v)
@@ -80,8 +80,8 @@ def without_secrets(value: Any) -> Any:
 
 
 def _resolvers(text: str) -> Iterator[str]:
-    """Names of the functions that the interpolations of a text call, as ${name:argument}."""
-    begun: list[int | None] = []  # where the name of each open interpolation begins; None: it has ended
+    """Names of the resolvers in a text's interpolations, as in ${name:argument}."""
+    begun: list[int | None] = []  # start of the name of each open interpolation; None after it
     for mark in INTERPOLATION.finditer(text):
         if mark[0] == "${":
             begun.append(mark.end())
@@ -93,7 +93,7 @@ def _resolvers(text: str) -> Iterator[str]:
 
 
 def hidden(text: str) -> str:
-    """A text without keys and passwords: by the names of options, by form, and the environment's own."""
+    """Remove keys and passwords from a text: by option name, by form, and values in the environment."""
     for secret in _of_environment():
         text = text.replace(secret, HIDDEN)
     text = IN_ADDRESS.sub(f"{HIDDEN}@", text)
@@ -102,9 +102,9 @@ def hidden(text: str) -> str:
 
 
 def _of_environment() -> list[str]:
-    """Values of variables whose names say that they are secrets, the longest first.
+    """Values of environment variables with secret names, the longest first.
 
-    What is there as a file or folder is none: PWD, or a file of credentials.
+    Existing files and folders are excluded: PWD, or a file of credentials.
     """
     named = {v for name, v in os.environ.items() if len(v) >= LEAST and SECRET.search(name)}
     found = {value for value in named if not os.path.exists(value)}  # noqa: PTH110, which raises for long texts
@@ -112,7 +112,7 @@ def _of_environment() -> list[str]:
 
 
 def override(text: str) -> str:
-    """An option of the command line, `name=value`, likewise."""
+    """Remove secrets from an option of the command line, `name=value`."""
     name, sign, value = text.partition("=")
     if sign and (SECRET.search(name) or IN_MAPPING.search(value)):
         return f"{name}={HIDDEN}"
@@ -120,7 +120,7 @@ def override(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Text of others for a terminal, which would obey control characters; lines stay lines."""
+    """Escape control characters of untrusted text for a terminal; keeps line breaks."""
     if text.isprintable():
         return text
     return "".join(
@@ -130,5 +130,5 @@ def printable(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in one line that repeats no key."""
+    """Describe an error in one line without keys."""
     return hidden(" ".join(str(error).split()) or type(error).__name__)

@@ -1,4 +1,4 @@
-"""What a run calls to write its report; the caller of the run hands it in."""
+"""Functions with which a run writes its report; the caller of the run provides them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _nothing(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Reports:
-    """Functions of a run's folder; by default none is written.
+    """Functions of a run's folder; by default, nothing is written.
 
     Attributes:
         page: writes report.html.

@@ -22,21 +22,21 @@ from distill.utils.thread_waiting import described
 REPORT = "report.html"
 
 DONE = "done"
-FAILED = "failed"  # folder of batches whose loss or gradient was not finite
-Recorded = Callable[[Path], dict[str, Any] | None]  # folder of a run -> its configuration, if it can be read
+FAILED = "failed"  # folder of batches with a non-finite loss or gradient
+Recorded = Callable[[Path], dict[str, Any] | None]  # folder of a run -> its configuration, if readable
 
 
 def config_hash(config: dict[str, Any]) -> str:
-    """Hash of the resolved configuration, without what changes no step of the run."""
+    """Hash of the resolved configuration, without settings that do not affect the run's steps."""
     settings = {k: v for k, v in config.items() if k not in ("resume", "export", "timeout_minutes")}
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 class _Lock:
-    """A run folder's lock: one file that a process owns, and one by which other ranks see that it is owned.
+    """A run folder's lock: one file that a process owns, and one that shows other ranks that it is owned.
 
-    Ranks that look (`in_use`) take a shared lock for a moment. On the file that is owned, rank 0 of a
-    restarted launch would take that for another process working there.
+    Ranks that check (`in_use`) briefly take a shared lock on the second file. On the first file, rank 0 of a
+    restarted launch would mistake this for another running process.
     """
 
     def __init__(self, owned: IO[str], shown: IO[str]) -> None:
@@ -52,17 +52,17 @@ class _Lock:
 
     @classmethod
     def take(cls, folder: Path) -> _Lock | None:
-        """Lock a folder; None if another process has, or if it is gone."""
+        """Lock a folder; None if another process has locked it, or if it was removed."""
         owned = _flock(folder / "run.lock", fcntl.LOCK_EX)
         while owned:
             if shown := _flock(folder / "run.alive", fcntl.LOCK_EX):
                 return cls(owned, shown)
-            time.sleep(0.01)  # another rank looks
+            time.sleep(0.01)  # another rank is checking
         return None
 
     @staticmethod
     def in_use(folder: Path) -> bool:
-        """Whether a process has locked the folder; does not hinder one that wants to."""
+        """Whether a process has locked the folder; does not disturb a process that locks it."""
         look = _flock(folder / "run.alive", fcntl.LOCK_SH)
         if look:
             look.close()
@@ -70,7 +70,7 @@ class _Lock:
 
 
 def _flock(path: Path, operation: int) -> IO[str] | None:
-    """The file, opened and locked; None if another process has it, or its folder is gone."""
+    """Open and lock a file; None if another process has locked it, or its folder was removed."""
     try:
         handle = path.open("a+")
     except FileNotFoundError:
@@ -96,7 +96,7 @@ class Run:
     path: Path
     resumed: bool
     _lock: _Lock
-    _made: bool = True  # the folder was; one that was there may have files of others
+    _made: bool = True  # whether the folder is new; an existing one may contain other files
 
     def finish(self) -> None:
         """Mark the run as complete, so that the same command starts a new one."""
@@ -104,7 +104,7 @@ class Run:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Of the lock, which lasts as long as a process has them."""
+        """File descriptors of the lock, which lasts while a process has them open."""
         return self._lock.descriptors
 
     def close(self) -> None:
@@ -135,13 +135,13 @@ def claim(root: Path, config: dict[str, Any], resume: str, recorded: Recorded = 
 
     Args:
         root: folder of all runs.
-        config: resolved.
+        config: resolved configuration.
         resume: `auto`, `never`, or a run's folder.
-        recorded: the configuration in a run's folder, for one whose run.json is damaged.
+        recorded: reads the configuration in a run's folder, if run.json is damaged.
 
     Raises:
-        UserError: a named folder that is no run, belongs to another configuration, is finished
-            or is in use; a damaged run.json; a root that cannot be written to.
+        UserError: a named folder that is no run, belongs to another configuration, is finished or in use; a
+            damaged run.json; an unwritable root.
     """
     key = config_hash(config)
     try:
@@ -162,20 +162,20 @@ def claim(root: Path, config: dict[str, Any], resume: str, recorded: Recorded = 
 def claim_at(
     folder: Path, root: Path, config: dict[str, Any], resume: str, recorded: Recorded = _unknown
 ) -> Run:
-    """Continue the run in a folder that the user names by `hydra.run.dir`, or start one there.
+    """Continue the run in the folder `hydra.run.dir`, or start one there.
 
-    A finished run of the same configuration is continued, too: it has nothing left to do.
+    A finished run of the same configuration is continued too; it has nothing left to do.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         root: folder of all runs.
-        config: resolved.
+        config: resolved configuration.
         resume: see `claim`.
         recorded: see `claim`.
 
     Raises:
-        UserError: the folder has a run of another configuration, or any with `resume=never`; it has
-            checkpoints of no known run; it is in use, or cannot be.
+        UserError: the folder has a run of another configuration, or any run with `resume=never`; it has
+            checkpoints without run.json; it is in use or unusable.
     """
     instead = "give hydra.run.dir another folder"
     try:
@@ -194,7 +194,7 @@ def claim_at(
 def _claim_at(folder: Path, key: str, resume: str, recorded: Recorded, instead: str) -> Run:
     record, named = folder / "run.json", f"hydra.run.dir={folder}"
     if resume not in ("auto", "never") and Path(resume).resolve() != folder.resolve():
-        raise UserError(f"{named}: another folder than resume={resume}; give one of them")
+        raise UserError(f"{named}: differs from resume={resume}; give only one of them")
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     lock = _Lock.take(folder)
@@ -208,18 +208,18 @@ def _claim_at(folder: Path, key: str, resume: str, recorded: Recorded, instead: 
         if there and run.get("config") != key:
             raise UserError(f"{named}: has a run of another configuration; {instead}")
         if not there and checkpoints(folder):
-            raise UserError(f"{named}: has checkpoints of a run that is not known (no run.json); {instead}")
+            raise UserError(f"{named}: has checkpoints of an unknown run (no run.json); {instead}")
     except UserError:
         lock.close()
         raise
-    _mend(record, run)
+    _rewrite(record, run)
     if not there:
         write_json(record, _begun(key))
     return Run(folder, there, lock, made)
 
 
 def _announce(root: Path, run: Run | None) -> None:
-    """Tell other processes of this launch which folder was claimed; None: claiming failed."""
+    """Publish the claimed folder to other processes of this launch; None: claiming failed."""
     if path := _launch_file(root):
         write_json(path, run and str(run.path))
 
@@ -234,11 +234,11 @@ def occupy(
     """Start or resume a job of a sweep in its folder.
 
     Args:
-        folder: of the job.
-        config: resolved.
-        job: its name among the others, recorded.
+        folder: folder of the job.
+        config: resolved configuration.
+        job: recorded name of the job.
         recorded: see `claim`.
-        instead: what to give where the folder has another job.
+        instead: advice if the folder has another job.
 
     Raises:
         UserError: the folder has a job of another configuration, or is in use.
@@ -251,7 +251,7 @@ def occupy(
     lock = _Lock.take(folder)
     if not lock:
         raise UserError(f"{folder}: another process is working there")
-    _mend(record, run | {"job": job})
+    _rewrite(record, run | {"job": job})
     if not resumed:
         write_json(record, _begun(key) | {"job": job})
     return Run(folder, resumed, lock)
@@ -279,13 +279,13 @@ def join(root: Path, wait: float = 600.0) -> Path:
             return Path(claimed)
         # A file older than this process is from an earlier launch with the same identifier.
         if written > started:
-            raise UserError(f"output_dir={root}: rank 0 of this launch has ended; see what it says")
+            raise UserError(f"output_dir={root}: rank 0 of this launch has ended; see its error message")
         time.sleep(0.1)
     raise UserError(f"output_dir={root}: rank 0 of this launch has claimed no run there; do ranks share it?")
 
 
 def _launch_file(root: Path) -> Path | None:
-    """File by which rank 0 tells the other ranks of a launch its folder; None without a launcher."""
+    """File in which rank 0 publishes its folder to other ranks of the launch; None without a launcher."""
     info = launch()
     return root / f".launch-{hashlib.sha256(info[1].encode()).hexdigest()[:12]}.json" if info else None
 
@@ -296,9 +296,9 @@ def _unfinished(root: Path, key: str, recorded: Recorded) -> Run | None:
     for run, record in sorted(same, key=lambda one: one[0]["started"], reverse=True):
         folder = record.parent
         lock = _Lock.take(folder)
-        # Its owner may have finished or discarded it in the meantime.
+        # Another process may have finished or discarded it meanwhile.
         if lock and record.exists() and not (folder / DONE).exists():
-            _mend(record, run)
+            _rewrite(record, run)
             return Run(folder, True, lock)
         if lock:
             lock.close()
@@ -316,7 +316,7 @@ def _claim_named(folder: Path, key: str, recorded: Recorded) -> Run:
     lock = _Lock.take(folder)
     if not lock:
         raise UserError(f"resume={folder}: another process is working there")
-    _mend(record, run)
+    _rewrite(record, run)
     return Run(folder, True, lock)
 
 
@@ -328,7 +328,7 @@ def _new(root: Path, key: str) -> Run:
             try:
                 named.mkdir(parents=True)
             except FileExistsError:
-                if not named.is_dir():  # a file is in the way
+                if not named.is_dir():  # a file has this name
                     raise
                 continue
             lock = _Lock.take(named)
@@ -338,15 +338,15 @@ def _new(root: Path, key: str) -> Run:
 
 
 def _begun(key: str) -> dict[str, Any]:
-    """What run.json says of a run that begins."""
+    """Content of run.json for a new run."""
     return {"config": key, "started": time.time(), "threads": described()}
 
 
 def _read(record: Path, recorded: Recorded) -> dict[str, Any]:
-    """What a run.json says; of a damaged one, what the configuration in its folder does.
+    """Read a run.json; if damaged, derive it from the configuration in its folder.
 
     Raises:
-        UserError: that is not there, or cannot be read either.
+        UserError: the configuration is missing or unreadable too.
     """
     try:
         return read_json(record, "", started=(int, float)) or {}
@@ -354,14 +354,14 @@ def _read(record: Path, recorded: Recorded) -> dict[str, Any]:
         config = recorded(record.parent)
     if config is None:
         raise UserError(
-            f"{record}: damaged, so that it is not known whether this command continues there; "
+            f"{record}: damaged, so whether this command continues there is unknown; "
             f"remove {record.parent}, or start another run with resume=never"
         )
     return {"config": config_hash(config), "started": record.stat().st_mtime, "damaged": True}
 
 
-def _mend(record: Path, run: dict[str, Any]) -> None:
-    """Write a damaged run.json again."""
+def _rewrite(record: Path, run: dict[str, Any]) -> None:
+    """Rewrite a damaged run.json."""
     if run.pop("damaged", False):
         print(f"{record}: damaged; written again from the configuration next to it", flush=True)
         write_json(record, run)
@@ -374,7 +374,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def is_step(name: str) -> bool:
-    """Whether a name is a step's number, in the digits that programs write."""
+    """Whether a name is a step number, in ASCII digits."""
     return name.isascii() and name.isdigit()
 
 

@@ -151,7 +151,7 @@ def test_rows_of_a_batch_are_of_similar_length():
 def test_masks_that_cannot_be_meant_are_refused():
     for masks, said in (
         ([[0, 0, 0]] * 3, "no row has a supervised token"),
-        ([[0, 1, 1], [1, 1, 1]], "row 1 says that the target wrote all of it"),
+        ([[0, 1, 1], [1, 1, 1]], "the loss mask of row 1 covers the whole row"),
     ):
         with pytest.raises(UserError, match=said):
             RolloutBatches(dataset([{"tokens": [1, 2, 3], "loss_mask": m} for m in masks]), 1, steps=1)

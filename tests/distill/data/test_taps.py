@@ -312,7 +312,7 @@ def test_cache_of_a_killed_run_is_finished_and_older_ones_are_removed(target, tm
     assert list(tmp_path.glob("taps-*/*.tmp")), "the kill came too early to prove anything"
     capsys.readouterr()
     cache = cache_of(target, tmp_path)
-    assert "of 5 rows are there already" in capsys.readouterr().out
+    assert "of 5 rows exist already" in capsys.readouterr().out
     assert not list(cache.folder.glob("*.tmp")) + list(cache.folder.glob("taps-*.lock"))
     assert files_of(cache) == files_of(cache_of(target, tmp_path / "whole"))
 

@@ -152,7 +152,7 @@ def test_killed_engine_loses_nothing_that_was_read(engine, server, whole, tmp_pa
     server.left = 10**9
     asked = len(server.read)
     cache = cached(engine, data, tmp_path)
-    assert "going on after 4 of 7 rows" in capsys.readouterr().out
+    assert "continuing after 4 of 7 rows" in capsys.readouterr().out
     assert len(server.read) - asked == 3
     assert not partial.exists()
     whole.tap(engine.taps)

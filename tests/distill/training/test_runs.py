@@ -113,7 +113,7 @@ def test_folder_given_by_hydra_run_dir_is_claimed_like_any_other(tmp_path):
         for config, resume, said in (
             (CONFIG, "never", "mine: has a run, and resume=never"),
             ({"a": 2}, "auto", "mine: has a run of another configuration"),
-            (CONFIG, "/x", "another folder than resume=/x"),
+            (CONFIG, "/x", "differs from resume=/x"),
         ):
             with pytest.raises(UserError, match=said):
                 claim_at(folder, root, config, resume)

@@ -21,7 +21,7 @@ from decode.errors import UserError
 from decode.hardware import locked
 from distill.utils.atomic_files import read_json, write_json
 
-NAME = "strftime_now"  # what templates call
+NAME = "strftime_now"  # function that templates call
 KEPT = "moment.json"  # in a run folder
 # From coarse to fine.
 PARTS = [
