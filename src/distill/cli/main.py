@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import FollowUpError, RemoteError, TooLargeError, UserError
-from distill.cli import sweep as multirun
+from distill.cli import sweep
 from distill.cli.checkpoint_defaults import with_run_settings
 from distill.config.compose import compose, configurations, options
 from distill.config.help import show_help
@@ -66,20 +66,20 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
         if "output_dir" in cfg:
             remember(list(HydraConfig.get().overrides.task))
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            return multirun.run_job(task, cfg, folder, one_line_errors)
+            return sweep.run_job(task, cfg, folder, one_line_errors)
         with one_line_errors(run), _finishing(run):
             result = task(cfg, folder)
         return result
 
-    def sweep() -> None:
+    def run_sweep() -> None:
         with one_line_errors():
             parts = partial(compose, config_dir=config_dir, config_name=config_name)
-            plan = multirun.prepare(argv, config_dir, config_name, parts)
-        overrides = [a for a in argv if not a.startswith("hydra.sweep.dir=") and a not in multirun.FLAGS]
+            plan = sweep.prepare(argv, config_dir, config_name, parts)
+        overrides = [a for a in argv if not a.startswith("hydra.sweep.dir=") and a not in sweep.FLAGS]
         names = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(plan.fixed)}]"
         place = f"hydra.sweep.dir={quoted(str(plan.folder))}"
         sys.argv = [sys.argv[0], "--multirun", *overrides, names, place]
-        with multirun.summed_up(plan.folder), one_line_errors():
+        with sweep.summed_up(plan.folder), one_line_errors():
             hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(job)()
 
     with one_line_errors():
@@ -88,9 +88,9 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
     watch_parent()
     with one_line_errors():
         argv = rewrite(with_run_settings(sys.argv[1:], config_dir, config_name), config_dir)
-        sweeps = multirun.wanted(argv, config_dir, config_name)
+        sweeps = sweep.wanted(argv, config_dir, config_name)
     if sweeps:
-        sweep()
+        run_sweep()
         return
     # Flags are handled by Hydra.
     flags = any(a.startswith("-") for a in argv)
@@ -134,7 +134,7 @@ def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[l
     else:
         resolved: Any = OmegaConf.to_container(cfg, resolve=True)
         root, resume = Path(cfg.output_dir), str(cfg.resume)
-        if named := multirun.run_folder(argv, config_dir, config_name):
+        if named := sweep.run_folder(argv, config_dir, config_name):
             run = claim_at(named, root, resolved, resume, settings)
         else:
             run = claim(root, resolved, resume, settings)
@@ -218,7 +218,7 @@ def rewrite(argv: Sequence[str], config_dir: Path) -> list[str]:
     """Rewrite `target=/a/folder` as `target=hf target.path='/a/folder'`; quote other paths and texts."""
     # Hydra accepts flags only before or after all overrides.
     argv = sorted(argv, key=lambda argument: argument not in ("-m", "--multirun"))
-    sweep = argv[:1] in (["-m"], ["--multirun"])
+    sweeping = argv[:1] in (["-m"], ["--multirun"])
     result: list[str] = []
     for argument in argv:
         key, sign, value = argument.partition("=")
@@ -228,33 +228,33 @@ def rewrite(argv: Sequence[str], config_dir: Path) -> list[str]:
             continue  # Lightning repeats it, unquoted, for its ranks
         elif key == "prompts" and DATASET.fullmatch(value) and not Path(value).exists():
             result += ["prompts=jsonl", "prompts.path=null", f"prompts.dataset={value}"]
-        elif key in PATH_GROUPS and not _is_choice(value, options(config_dir, key), sweep):
+        elif key in PATH_GROUPS and not _is_choice(value, options(config_dir, key), sweeping):
             name, where = PATH_GROUPS[key]
-            result += [f"{key}={name}", f"{key}.{where}={_quote_path(value, sweep)}"]
-        elif key in NESTED and _is_choice(value, options(config_dir, "drafter"), sweep):
+            result += [f"{key}={name}", f"{key}.{where}={_quote_path(value, sweeping)}"]
+        elif key in NESTED and _is_choice(value, options(config_dir, "drafter"), sweeping):
             result.append(f"drafter@{argument}")
         elif key in TEXTS:
             result.append(f"{key}={_quote_text(value)}")
         elif value != "null" and (key in PATHS or value.startswith(("/", "~/", "./", "../"))):
-            result.append(f"{key}={_quote_path(value, sweep)}")
+            result.append(f"{key}={_quote_path(value, sweeping)}")
         else:
             result.append(argument)
     return result
 
 
-def _is_choice(value: str, names: Sequence[str], sweep: bool) -> bool:
-    parts = value.split(",") if sweep and not Path(value).exists() else [value]
+def _is_choice(value: str, names: Sequence[str], sweeping: bool) -> bool:
+    parts = value.split(",") if sweeping and not Path(value).exists() else [value]
     are_names = [part in names for part in parts]
     if any(are_names) and not all(are_names):
         raise UserError(f"{value}: names and paths in one sweep; write all of them as paths")
     return all(are_names)
 
 
-def _quote_path(value: str, sweep: bool) -> str:
+def _quote_path(value: str, sweeping: bool) -> str:
     exists = Path(value).exists()
     if not exists and value[:1] in ("'", '"') and value[-1:] == value[:1] and len(value) > 1:
         return value  # already quoted for Hydra
-    parts = value.split(",") if sweep and not exists else [value]
+    parts = value.split(",") if sweeping and not exists else [value]
     return ",".join(quoted(str(Path(part).expanduser()) if part[:1] == "~" else part) for part in parts)
 
 

@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
-from distill import options as o
+from distill import options
 from distill.config.recorded import resolved
 from distill.config.target_size import fill_precision, fill_size_settings
 from distill.config.validate import check_out, check_ranges, refused
@@ -34,7 +34,7 @@ def checked_options(cls: type[Options], cfg: DictConfig, announce: bool = True) 
         UserError: a value out of range, and see `read_options`.
     """
     check_ranges(cfg)
-    if issubclass(cls, o.HeldOutInputs):
+    if issubclass(cls, options.HeldOutInputs):
         check_out(cfg)
     fill_size_settings(cfg, announce)
     fill_precision(cfg, announce)
@@ -54,7 +54,7 @@ def read_options(cls: type[Options], cfg: DictConfig, name: str = "") -> Options
     """
     if reader := READERS.get(cls):
         return cast(Options, reader(cfg))
-    if cls is o.RolloutOptions:
+    if cls is options.RolloutOptions:
         cls = cast(type[Options], _rollout(cfg))
     _check_names(cls, {str(key) for key in cfg}, name)
     return _fill(cls, cfg, name)
@@ -115,14 +115,14 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def _rollout(cfg: DictConfig) -> type[o.RolloutOptions]:
+def _rollout(cfg: DictConfig) -> type[options.RolloutOptions]:
     """The options class by the group's settings, independent of rollout.engine."""
     if "url" in cfg:
-        return o.OpenAIRolloutOptions
-    return o.RayRolloutOptions if "workers" in cfg else o.RolloutOptions
+        return options.OpenAIRolloutOptions
+    return options.RayRolloutOptions if "workers" in cfg else options.RolloutOptions
 
 
-def _drafter(cfg: DictConfig) -> o.DrafterOptions:
+def _drafter(cfg: DictConfig) -> options.DrafterOptions:
     """Options of a drafter; resolves `path` like the target's; a nested drafter may be a checkpoint."""
     given: dict[str, Any] = {"path": str(bundled(cfg.path))} if cfg.get("path") else {}
     parts = {key: _part(key, cfg[key]) for key in PARTS if key in cfg}
@@ -139,7 +139,7 @@ def _drafter(cfg: DictConfig) -> o.DrafterOptions:
         drafter.sizes_vocabulary = cfg.get("draft_vocab_size") == "auto" and drafter.d2t is not None
         return drafter
 
-    return o.DrafterOptions(
+    return options.DrafterOptions(
         factory=cfg._target_,
         build=build,
         depth=cfg.get("depth", next((part.depth for part in parts.values() if part.depth), None)),
@@ -148,10 +148,10 @@ def _drafter(cfg: DictConfig) -> o.DrafterOptions:
     )
 
 
-def _part(key: str, node: Any) -> o.DrafterOptions:
+def _part(key: str, node: Any) -> options.DrafterOptions:
     """Options of a nested drafter: settings of a new one, or a checkpoint."""
     if isinstance(node, str):
-        return o.DrafterOptions(factory=node, build=partial(_trained, node))
+        return options.DrafterOptions(factory=node, build=partial(_trained, node))
     if not OmegaConf.is_dict(node) or "_target_" not in node:
         raise UserError(
             f"drafter.{key}: give the name of one drafter of conf/drafter, or a checkpoint's folder or hub "
@@ -175,18 +175,18 @@ def _datastore(source: str, target: Any) -> str:
     return make_datastore(source, target)
 
 
-def _optimizer(cfg: DictConfig) -> o.OptimizerOptions:
+def _optimizer(cfg: DictConfig) -> options.OptimizerOptions:
     _value(float, cfg.optimizer.lr, "optimizer.optimizer.lr")
 
     def build(groups: Any) -> Any:
         return instantiate(cfg.optimizer, _convert_="all")(groups)
 
-    return o.OptimizerOptions(build=build, warmup=cfg.warmup, final_lr=cfg.final_lr)
+    return options.OptimizerOptions(build=build, warmup=cfg.warmup, final_lr=cfg.final_lr)
 
 
-def _trainer(cfg: DictConfig) -> o.TrainerOptions:
+def _trainer(cfg: DictConfig) -> options.TrainerOptions:
     devices = OmegaConf.to_container(cfg.devices) if OmegaConf.is_config(cfg.devices) else cfg.devices
-    return o.TrainerOptions(
+    return options.TrainerOptions(
         build=partial(instantiate, cfg),
         accelerator=cfg.accelerator,
         devices=devices,
@@ -199,7 +199,7 @@ def _trainer(cfg: DictConfig) -> o.TrainerOptions:
 
 # Groups that are passed unchanged to a constructor.
 READERS: Mapping[type, Callable[[DictConfig], Any]] = {
-    o.DrafterOptions: _drafter,
-    o.OptimizerOptions: _optimizer,
-    o.TrainerOptions: _trainer,
+    options.DrafterOptions: _drafter,
+    options.OptimizerOptions: _optimizer,
+    options.TrainerOptions: _trainer,
 }

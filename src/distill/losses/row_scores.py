@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.compiler import config as compiler
+from torch.compiler import config as compiler_config
 
 from decode.model.head import Head
 from distill.losses.chunked_logits import (
@@ -105,7 +105,7 @@ class Kernels:
     def __init__(self) -> None:
         self._works: bool | None = None  # None: not yet tried
         self._made: dict[tuple, Callable] = {}
-        compiler.recompile_limit = max(compiler.recompile_limit, RECOMPILES)
+        compiler_config.recompile_limit = max(compiler_config.recompile_limit, RECOMPILES)
 
     def take(self, divergence: Divergence) -> bool:
         """Whether the compiled passes support a divergence; top-k stays in torch."""

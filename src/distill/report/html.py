@@ -8,8 +8,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from distill.report import engine_panel, history, page, panels, search_panel, training_panels
-from distill.report import text_panels as texts_panel
+from distill.report import engine_panel, history, page, panels, search_panel, text_panels, training_panels
 from distill.report.bottleneck import bottleneck
 from distill.report.history import History
 from distill.scoring.tables import target_label
@@ -66,7 +65,7 @@ def _measured(run: History) -> list[Markup | None]:
         panels.categories(card),
         panels.settings(card),
         engine_panel.section(card),
-        texts_panel.samples(card),
+        text_panels.samples(card),
     ]
 
 

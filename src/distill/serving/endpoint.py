@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from distill.engines.http import MAX_BYTES, check_redirect, within
-from distill.serving import metrics as counters
+from distill.serving import metrics
 from distill.serving.metrics import Reading
 
 CHUNK = 1 << 16
@@ -61,7 +61,7 @@ class Endpoint:
         Raises:
             UserError: no server, no metrics, or metrics of an unknown engine.
         """
-        return counters.read(self._page("/metrics"), f"{self.url}/metrics", model)
+        return metrics.read(self._page("/metrics"), f"{self.url}/metrics", model)
 
     def version(self) -> str:
         """Version of the engine, from vLLM's /version page; empty if there is none.

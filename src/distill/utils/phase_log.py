@@ -50,7 +50,7 @@ class PhaseLog:
 
     @contextmanager
     def time(self, name: str) -> Iterator[dict[str, float]]:
-        """Time a block and append its phase, with amounts set by the block; not if these are 0 or it raises."""
+        """Time a block and append its phase with the block's amounts; not if these are 0 or it raises."""
         amounts: dict[str, float] = {}
         begun = time.perf_counter()
         yield amounts

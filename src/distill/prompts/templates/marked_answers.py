@@ -36,7 +36,7 @@ def marked_answers(
         if block.end > len(prompt):
             owner, start = last, max(start, len(prompt))
         elif owner not in answers:
-            begins = _behind_header(text, start, prompt_header(render, messages[:owner]))
+            begins = _after_header(text, start, prompt_header(render, messages[:owner]))
             start = block.end if begins is None else min(begins, block.end)
             if begins is None or not owner:  # an opening message answers nothing
                 others.add(owner)
@@ -49,7 +49,7 @@ def filled(blocks: Sequence[Span]) -> list[Span]:
     return [block for block in blocks if block.end > block.start]
 
 
-def _behind_header(text: str, start: int, header: str | None) -> int | None:
+def _after_header(text: str, start: int, header: str | None) -> int | None:
     """Start of the answer in a block that begins at `start`; None if the text has no such header there.
 
     A part of the header may precede the block and the rest be in it.
