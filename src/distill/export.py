@@ -123,8 +123,8 @@ def write(
     if card and card.fastest.nodes and not card.pays and not card.conditions.elsewhere:
         say(
             "where it was scored, no draft was faster than plain decoding (the fastest, "
-            f"{card.fastest.decode}, {card.fastest.speed:.2f}x); the command drafts as deep as the drafter "
-            "was trained all the same: foredraft advise measures what pays on the machine that serves"
+            f"{card.fastest.decode}, {card.fastest.speed:.2f}x); the command still drafts as deep as it "
+            "was trained: measure on the serving machine with foredraft advise"
         )
 
 

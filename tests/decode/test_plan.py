@@ -148,7 +148,7 @@ def test_plan_that_is_not_lossless_is_refused(options, reason):
 def test_number_that_was_a_setting_of_plans_is_named(name):
     with pytest.raises(UserError, match=rf"decode\.{name} belongs to its rule: rule: {{name: "):
         plan_of({"depth": 2, name: 0.5})
-    with pytest.raises(UserError, match=rf"decode\.{name} is decode\.rule\.\w+ of decode/rule=\w+ now"):
+    with pytest.raises(UserError, match=rf"decode\.{name}: moved; write decode/rule=\w+ decode\.rule\.\w+"):
         compose([f"decode.{name}=0.5"], Path(CONF))
 
 

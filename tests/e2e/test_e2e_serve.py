@@ -165,7 +165,7 @@ def test_train_py_takes_its_answers(served, tmp_path):
     words += ["rollout.max_new_tokens=12", "score.enabled=false", "trainer.max_steps=2"]
     done = train(words)
     assert (done.code, done.err) == (0, "")
-    assert "gives no token ids (422" in done.out
+    assert "returns no token ids (422" in done.out
     (note,) = (tmp_path / "outputs" / "rollouts").glob("*/manifest.json")
     assert json.loads(note.read_text())["plan"]["server"] == MODEL
     (shard,) = note.parent.glob("*.parquet")

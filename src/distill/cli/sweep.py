@@ -80,7 +80,7 @@ def prepare(argv: Sequence[str], config_dir: Path, config_name: str, compose: Co
     overrides = [argument for argument in argv if argument not in FLAGS]
     if "RANK" in os.environ:
         raise UserError(
-            "a sweep under torchrun: its ranks would sweep apart; start torchrun once for each setting"
+            "a sweep under torchrun: each rank would run its own sweep; start torchrun once for each setting"
         )
     try:
         given = OverridesParser.create().parse_overrides(overrides)

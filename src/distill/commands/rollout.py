@@ -34,7 +34,7 @@ def roll_out(options: RolloutCommandOptions) -> float:
     for begun in [] if moment else begun_moments(Path(options.stores), plan):
         chat, result = _read(options, begun)
         plan = rollout_plan(options, target, chat, result.train)
-        say(f"rollouts: continues what was begun at {begun}, as prompts.moment={begun}")
+        say(f"rollouts: continuing a store of {begun}, as with prompts.moment={begun}")
         break
     with refused():
         store = open_store(options, Path(options.stores), target, chat, plan, result.train)

@@ -96,7 +96,7 @@ def _check_override(override: str, groups: Sequence[str], config_dir: Path) -> N
 
 def _check_key(cfg: DictConfig, key: str) -> None:
     if key in MOVED:
-        raise UserError(f"{key} is {MOVED[key]} now")
+        raise UserError(f"{key}: renamed; write {MOVED[key]}")
     node: Any = OmegaConf.to_container(cfg, resolve=False)  # unset values and interpolations as strings
     done: list[str] = []
     for part in key.split("."):
@@ -118,7 +118,7 @@ def _check_moved_number(name: str) -> None:
 
     if name in NUMBERS:
         rule, number = NUMBERS[name]
-        raise UserError(f"decode.{name} is decode.rule.{number} of decode/rule={rule} now")
+        raise UserError(f"decode.{name}: moved; write decode/rule={rule} decode.rule.{number}")
 
 
 def _leaves(node: Any, name: str = "") -> Iterator[str]:

@@ -19,10 +19,10 @@ SETTING = re.compile(r"( *)(\w+):\s*([^#]*?)\s*(?:# (.*))?$")
 MORE = """\
 A group is chosen by name (drafter=medusa); any setting of it is overridden with a dot
 (drafter.depth=3 trainer.max_steps=2000). Lists and mappings are quoted: 'score.temperatures=[0,1]'.
-  <group>=<name> --help   all settings of this choice, and what they mean: drafter=medusa --help
+  <group>=<name> --help   explain all settings of this choice: drafter=medusa --help
   --cfg job          print the configuration that a command would run with, and run nothing
-  -m a=1,2 b=x,y     every combination, one after the other (docs/sweeps.md)
-What a value means stands in conf/<group>/<name>.yaml; what is not known is refused with the nearest name."""
+  -m a=1,2 b=x,y     run every combination (docs/sweeps.md)
+conf/<group>/<name>.yaml explains every setting; an unknown name is rejected with the nearest known name."""
 
 
 def show_help(config_dir: Path, config_name: str) -> None:
@@ -53,7 +53,7 @@ def help_text(config_dir: Path, config_name: str, given: Mapping[str, str]) -> s
     lines = ["usage: " + lines[0], *lines[1:]]
     groups = [*_groups(text), *(group for base in _bases(config_dir, text) for group in _groups(base))]
     if groups:
-        lines += ["", "Groups, with what they are unless you say so, and what else there is:"]
+        lines += ["", "Groups, with their defaults and other choices:"]
     for name, chosen, comment in groups:
         names, choice = _names(config_dir / name), given.get(name, chosen)
         lines.append(f"  {name}: {choice}  ({comment or about.get(name, '')})")

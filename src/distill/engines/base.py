@@ -152,5 +152,5 @@ class InProcess:
             say(f"rollouts: {plan.name}, for {speedup:.2f} times the tokens a second of plain decoding")
         else:
             self.drafter = None
-            say("rollouts: no drafts, which would cost more than they save here")
+            say("rollouts: no drafts, since they cost more than they save here")
         return plan

@@ -121,7 +121,9 @@ class EngineTarget(HeadTarget):
     def _logprob(self, states: Tensor, token: int) -> float:
         """Log-probability of a token by the head on (S, D) states of one position."""
         if token >= self.vocab_size:
-            raise UserError(f"taps=engine: the engine says token {token}, the target has {self.vocab_size}")
+            raise UserError(
+                f"taps=engine: the engine sent token {token}, the target has {self.vocab_size}"
+            )
         last = self.norm(states[-1].to(self.device, self.dtype))
         return float(self.head(last).float().log_softmax(-1)[token])
 

@@ -55,12 +55,12 @@ def check_redirect(url: str, location: str, option: str, base: str = "") -> None
         here, there = urlsplit(url), urlsplit(urljoin(url, location))
         elsewhere = _origin(here) != _origin(there)
     except ValueError as error:
-        raise UserError(f"{option}: the server sends on to no valid address ({error})") from None
+        raise UserError(f"{option}: the server redirects to an invalid address ({error})") from None
     if elsewhere:
         origin = f"{there.scheme}://{there.netloc.rpartition('@')[2]}"
         shown = f"{here.scheme}://{here.netloc.rpartition('@')[2]}"
         raise UserError(
-            f"{shown}: sends on to {origin}, another origin, which would be given key and prompts; where "
+            f"{shown}: redirects to {origin}, another origin, which would receive key and prompts; if "
             f"that is the server, give {option}={origin}{base}"
         )
 
@@ -111,7 +111,7 @@ class Server:
                 check_redirect(url, response.headers["location"], f"{self.group}url", base)
             # The limit applies to compressed bytes, and a megabyte may decompress to a gigabyte.
             if (coding := response.headers.get("content-encoding", "identity")) != "identity":
-                raise UserError(f"{self}: answers in {coding}, which was not asked for; turn that off there")
+                raise UserError(f"{self}: answers with unrequested {coding} encoding; turn it off there")
             response.stream = limited(response.stream, str(self))
 
         web = library.DefaultAsyncHttpxClient(
@@ -153,7 +153,7 @@ class Server:
                 raise error.__cause__ from None
             reason = self.clean(str(error.__cause__ or error)) or "connection lost"
             if first:
-                raise UserError(f"{self}: nobody answers there ({reason})") from None
+                raise UserError(f"{self}: no server answers there ({reason})") from None
             raise TransientError(reason) from None
         except library.APIStatusError as error:
             status, reason = error.status_code, self._reason(error)

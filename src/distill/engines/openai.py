@@ -131,7 +131,7 @@ class OpenAIEngine:
             else:
                 await self._keep(reply)
                 if reply.ids is None:
-                    say(f"{self.server}: gives no token ids{refused}; its texts are encoded again")
+                    say(f"{self.server}: returns no token ids{refused}; its texts are tokenized again")
                 return dialect
         raise AssertionError("the last dialect neither answered nor raised")
 
@@ -215,7 +215,7 @@ class OpenAIEngine:
         self.useful = self.useful or any(answer.tokens for answer in answers)
         if not self.useful:
             raise UserError(f"{self.server}: no answer can be used: {why}")
-        say(f"{self.server}: answers left out: {why}")
+        say(f"{self.server}: answers omitted: {why}")
         self.lost.clear()
 
 

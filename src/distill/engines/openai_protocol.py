@@ -163,7 +163,7 @@ def to_answer(reply: Reply, request: Request, params: SamplingParams, chat: Chat
     """
     stopped = reply.finish in STOPPED
     if reply.finish == "content_filter":
-        return "kept back by a content filter"
+        return "removed by a content filter"
     if reply.prompt == request.tokens and _are_ids(reply.ids, len(chat.tokenizer)):
         ids = _up_to_end(reply.ids or [], params.stop)
         ended = ids[-1:] and ids[-1] in params.stop
@@ -173,7 +173,7 @@ def to_answer(reply: Reply, request: Request, params: SamplingParams, chat: Chat
     if reply.separated:
         ids = _rendered(reply, request, chat)
         if ids is None or (not stopped and not reply.text):
-            return "taken apart into reasoning or tool calls, which cannot be put together again"
+            return "split into reasoning or tool calls that cannot be joined again"
     else:
         ids = chat.tokenizer.encode(reply.text, add_special_tokens=False)
     ids = _up_to_end(ids, params.stop)

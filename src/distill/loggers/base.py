@@ -64,7 +64,7 @@ class FailSafe:
 
     def _turn_off(self, what: str, error: Exception) -> None:
         self._off.add(what)
-        say(f"{self.label}: {redact.reason(error)}; no more {what} go there, and the run continues")
+        say(f"{self.label}: {redact.reason(error)}; {what} are no longer logged there; the run continues")
 
 
 def trackers(loggers: Sequence[Logger]) -> list[Tracker]:

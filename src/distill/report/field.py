@@ -66,7 +66,7 @@ def field_page(scored: Sequence[Scored], choice: Choice) -> str:
         f"# All drafters of {first.card.checkpoint.target or 'one target'}",
         "tau: tokens a target pass, with its 95 % interval; replayed on stored answers, or counted by the "
         "decoder (~). Speedup over plain decoding of the same code, interleaved in one process. LOSSY rows "
-        "change the text, and their columns say what they change: they are no better drafters.",
+        "change the text, as their columns show; they are no better drafters.",
     ]
     for temperature in choice.temperatures:
         at = choice._replace(temperatures=[temperature])
@@ -111,7 +111,7 @@ def _line(scored: Scored, row: Row) -> list[str]:
 def _changes(row: Row) -> str:
     """Describe how much a lossy row changes the text."""
     if (quality := row.quality) is None:
-        return "LOSSY, by how much was not measured"
+        return "LOSSY, change not measured"
     likelihood, kl, changed, judged = quality.cells()
     parts = [f"log p {likelihood}"]
     parts += [f"KL {kl}"] if quality.kl is not None else []

@@ -73,7 +73,7 @@ def headline(card: Scorecard) -> Markup:
             (
                 "lossless to",
                 f"the {card.checkpoint.lossless_to}",
-                "whose distribution the text has, whatever is drafted",
+                "the text follows its distribution, whatever is drafted",
             ),
             (
                 "drafter",

@@ -233,8 +233,8 @@ def _check_started(options: AnswerOptions, plan: RolloutPlan, rollout: RayRollou
     _check_served(options, plan)
     if _head(options).fingerprint() != plan.target:
         raise UserError(
-            "rollout.engine_python: workers could not tell whether they have this target, whose weights are "
-            "not in its files as they are here (quantised?); start the engines, and use rollout=openai"
+            "rollout.engine_python: workers could not verify this target, since its weights here differ from "
+            "its files (quantised?); start the engines yourself, and use rollout=openai"
         )
     if torch.cuda.is_available() and rollout.workers > 1 and not rollout.gpus_per_worker:
         raise UserError(

@@ -16,7 +16,7 @@ from distill.utils.provenance import commit
 from drafters.hub.untrusted_files import check_link
 
 PLAN, MANIFEST = "plan.json", "manifest.json"
-MOMENT = "moment that the chat template is told (prompts.moment)"
+MOMENT = "moment of the chat template (prompts.moment)"
 LABELS = {
     "config": "configuration of the target",
     "moment": MOMENT,
@@ -40,7 +40,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     advice = "remove it to have it written again from the shards"
     stored = read_json(path, advice, plan=dict, counts=dict, shards=list)
     if stored is None:
-        raise UserError(f"{path}: not there; this store is not finished")
+        raise UserError(f"{path}: missing; this store is not finished")
     for shard in stored["shards"]:
         known = isinstance(shard, dict) and isinstance(shard.get("sha256"), str)
         if not known or not all(isinstance(shard.get(name), int) for name in ("rows", "answer_tokens")):
@@ -75,7 +75,7 @@ def refuse_other(where: str, stored: dict[str, Any], expected: dict[str, Any]) -
     hint = "give another rollout.store"
     if stored.get("schema") != expected["schema"]:
         raise UserError(
-            f"{where}: another version made it, which names targets otherwise "
+            f"{where}: made by another version, which identifies targets differently "
             f"(schema {stored.get('schema')}, not {expected['schema']}); {hint} to make the answers again"
         )
     old, new = stored.get("plan"), expected["plan"]

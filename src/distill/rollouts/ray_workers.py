@@ -187,7 +187,7 @@ class Fleet:
             store.pull()
             if time.monotonic() > end:
                 raise UserError(
-                    f"rollout=ray: a worker wrote to {store.folder} where this machine does not see it; "
+                    f"rollout=ray: a worker wrote to {store.folder}, but this machine does not see the file; "
                     "without a common disk, give rollout.store=<url>"
                 )
             time.sleep(0.05)

@@ -142,7 +142,7 @@ class RolloutStore:
         total = len(self.prompts) + plan.self_prompts
         self.shards = -(-total // plan.shard_size)
         if not total:
-            raise UserError("prompts: none given and prompts.self=0; there is nothing to roll out")
+            raise UserError("prompts: none given and prompts.self=0; give prompts, or set prompts.self")
         if place and "://" in place:
             self.mirror = Mirror(place)
         elif place:

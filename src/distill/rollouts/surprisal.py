@@ -174,8 +174,8 @@ def mismatch_warning(target: Target, rows: Sequence[dict[str, Any]], plan: dict[
     chance = f", and no chance for {impossible:.0%} of them" if impossible > MAX_ZERO_PROB_SHARE else ""
     return (
         f"WARNING: the target would not write these answers: {difference:.2f} nats a token above its own "
-        f"entropy{chance}, in {len(rows)} rows; a drafter learns from them what it will not meet. "
-        "foredraft inspect-data says more"
+        f"entropy{chance}, in {len(rows)} rows; a drafter learns text that it will not meet. "
+        "foredraft inspect-data shows details"
     )
 
 

@@ -122,7 +122,7 @@ class ScriptJudge:
                 raise UserError(
                     f"{self.named}: the script ended (exit code {code}); its own message is above"
                 )
-            raise UserError(f"{self.named}: the script closed its output; it has to write a number on a line")
+            raise UserError(f"{self.named}: the script closed its output; it must write a number on a line")
         self._written += piece
         if len(self._written) > LONGEST:
             raise self._wrong(self._written)
@@ -132,7 +132,7 @@ class ScriptJudge:
         if self._written.strip():
             line = self._written.strip().splitlines()[0]
             raise UserError(
-                f"{self.named}: it has to write one line for a record, and wrote more: {_shown(line)}"
+                f"{self.named}: it must write one line for a record, and wrote more: {_shown(line)}"
             )
         self._written = b""
 
@@ -150,7 +150,7 @@ class ScriptJudge:
                     break
 
     def _wrong(self, line: bytes) -> UserError:
-        return UserError(f"{self.named}: it has to write a number on a line, and wrote {_shown(line)}")
+        return UserError(f"{self.named}: it must write a number on a line, and wrote {_shown(line)}")
 
     def _start(self) -> subprocess.Popen[bytes]:
         path = self.path.resolve()

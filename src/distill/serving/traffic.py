@@ -62,13 +62,13 @@ def measure(
     """
     where = f"{endpoint.url}/metrics"
     if options.since_start:
-        return Traffic(first, (), 0, None, "all that was served since the start")
+        return Traffic(first, (), 0, None, "all traffic since the start")
     if not options.send:
         if not options.seconds:
             raise UserError("send=false: give seconds=<how long to watch the traffic>, or since_start=true")
         time.sleep(options.seconds)
         reading = difference(first, endpoint.reading(options.model), where)
-        return Traffic(reading, (), 0, None, f"{options.seconds:g} s of whatever was served")
+        return Traffic(reading, (), 0, None, f"{options.seconds:g} s of traffic")
     engine, requests = _prepare(options, card, first, models)
     params = SamplingParams(
         {"temperature": temperature, "top_k": options.score.top_k, "top_p": options.score.top_p},

@@ -139,7 +139,7 @@ def test_every_group_option_composes():
         ("trainer.max_step=3", "did you mean max_steps?"),
         ("batchsize=3", "did you mean batch_size?"),
         ("lr=1e-4", "did you mean optimizer.optimizer.lr?"),
-        ("rollout.max_prompt_tokens=3", "is prompts.max_tokens now"),
+        ("rollout.max_prompt_tokens=3", "renamed; write prompts.max_tokens"),
         ("drafter.depth=1.5", "whole number"),
         ("batch_size=null", "whole number"),
         ("trainer.max_steps=abc", "a number"),

@@ -132,7 +132,7 @@ def test_engine_of_another_target_is_refused(engine, server, tmp_path, monkeypat
         with pytest.raises(UserError, match=said):
             read(engine, 5)
     server.kill()
-    with pytest.raises(UserError, match="nobody answers there"):
+    with pytest.raises(UserError, match="no server answers there"):
         read(engine, 5)
     with pytest.raises(UserError, match=r"lacks \[7\]|is no layer"):
         engine.tap((7,))
@@ -343,7 +343,7 @@ def test_path_that_is_no_file_is_one_line(engine, server, path):
 def test_malformed_token_is_one_line(engine, server, token):
     engine._connected()
     spoil(server, lambda said: said["choices"][0].update(token_ids=[token]))
-    with pytest.raises(UserError, match=r"makes no sense|the engine says token"):
+    with pytest.raises(UserError, match=r"makes no sense|the engine sent token"):
         read(engine, 5)
 
 

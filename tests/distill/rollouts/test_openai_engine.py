@@ -184,7 +184,7 @@ def test_server_that_refuses_what_openai_has_not_is_asked_without(chat, start, c
     made(ask(chat, "a"), PARAMS)
     assert len(fake.asked) == 25, "a field that was refused was sent again"
     said = capsys.readouterr().out
-    assert said.count("gives no token ids (422: Unexpected fields in the request") == 1
+    assert said.count("returns no token ids (422: Unexpected fields in the request") == 1
 
 
 def test_another_template_shows_in_the_length_of_a_prompt(chat, start, capsys):
@@ -213,8 +213,8 @@ def test_filtered_answer_makes_no_row_and_is_counted(chat, start, capsys):
     rows = Writer(engine(fake), chat, plan)(0, prompts, 0)
     assert [row["id"] for row in rows] == ["a", "c"]
     assert all(row["loss_mask"].count(1) > 1 for row in rows)
-    assert "answers left out: 1 kept back by a content filter" in capsys.readouterr().out
-    with pytest.raises(UserError, match="no answer can be used: 1 kept back"):
+    assert "answers omitted: 1 removed by a content filter" in capsys.readouterr().out
+    with pytest.raises(UserError, match="no answer can be used: 1 removed by"):
         answers_of(fake, "bad")
 
 
@@ -388,7 +388,7 @@ def test_server_that_keeps_failing_is_given_up(start, monkeypatch, status, body,
     assert len(fake.asked) < 24, "the others were asked for in vain"
 
 
-NO_ADDRESS = "rollout.url: the server sends on to no valid address"
+NO_ADDRESS = "rollout.url: the server redirects to an invalid address"
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ NO_ADDRESS = "rollout.url: the server sends on to no valid address"
         ({"moved": "http://[bad"}, NO_ADDRESS),
         ({"moved": "http://127.0.0.1:99999"}, NO_ADDRESS),
         ({"coding": "gzip"}, "answers in gzip, which was not asked for"),
-        ({"ids": False, "message": apart}, "no answer can be used: 2 taken apart into reasoning or tool"),
+        ({"ids": False, "message": apart}, "no answer can be used: 2 split into reasoning or tool"),
     ],
 )
 def test_server_that_cannot_be_used_is_refused(start, changes, said):
@@ -450,7 +450,7 @@ def test_neither_key_nor_prompt_follows_a_redirect_to_another_origin(chat, start
     monkeypatch.setenv("A_KEY", "sk-secret")
     server, other = start(), start()
     there = server.moved = f"http://127.0.0.1:{other.port}"
-    with pytest.raises(UserError, match=f"sends on to {there}, another origin.*give rollout.url={there}/v1$"):
+    with pytest.raises(UserError, match=f"redirects to {there}, another origin.*give rollout.url={there}/v1$"):
         answers_of(server, "private")
     assert server.keys
     assert not other.keys + other.asked
@@ -473,7 +473,7 @@ def test_arguments_nested_too_deeply_are_no_answer(chat):
 def test_nobody_there_is_one_line(chat, start):
     fake = start()
     fake.kill()
-    with pytest.raises(UserError, match=r"^rollout.url=http://127.0.0.1:\d+/v1: nobody answers there"):
+    with pytest.raises(UserError, match=r"^rollout.url=http://127.0.0.1:\d+/v1: no server answers there"):
         engine(fake)
 
 

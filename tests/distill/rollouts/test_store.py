@@ -146,7 +146,7 @@ def test_store_with_an_older_kind_of_fingerprint_is_refused(parts, writer, tmp_p
     fill(store, writer)
     path = store.folder / "plan.json"
     path.write_text(path.read_text().replace(f'"schema": {SCHEMA}', f'"schema": {SCHEMA - 1}'))
-    with pytest.raises(UserError, match=r"another version made it.*to make the answers again"):
+    with pytest.raises(UserError, match=r"made by another version.*to make the answers again"):
         store.open()
 
 

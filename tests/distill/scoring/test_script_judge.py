@@ -48,7 +48,7 @@ def test_a_record_has_the_prompt_the_answer_and_the_reference():
         ("raise SystemExit(3)", r"exit code 3"),
         ("print('well done', flush=True)", "wrote 'well done'"),
         ("print('nan', flush=True)", "wrote 'nan'"),
-        ("os.write(1, b'\\xff\\xfe\\n')", "has to write a number on a line"),
+        ("os.write(1, b'\\xff\\xfe\\n')", "must write a number on a line"),
         ("os.write(1, b'0.5\\x00\\n')", "wrote '0.5"),
         ("time.sleep(60)", r"no score within judge\.timeout=0\.5 s"),
         ("os.write(1, b'1'); time.sleep(60)", r"no score within judge\.timeout=0\.5 s"),

@@ -166,7 +166,7 @@ def test_watched_traffic_and_all_since_the_start(ask, start):
     serve(server)
     agrees, said = ask(server, send=False, since_start=True)
     assert agrees
-    assert "all that was served since the start" in said
+    assert "all traffic since the start" in said
     assert not server.asked
     with pytest.raises(UserError, match="nothing was drafted in what was watched"):
         ask(server, send=False, seconds=0.01)
@@ -321,7 +321,7 @@ def test_a_key_does_not_follow_a_redirect_to_another_origin(ask, start, monkeypa
     server, other = start(), start()
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     there = server.moved = f"{scheme}://127.0.0.1:{other.port}"
-    with pytest.raises(UserError, match=f"sends on to {there}, another origin.*give url={there}"):
+    with pytest.raises(UserError, match=f"redirects to {there}, another origin.*give url={there}"):
         ask(server)
     assert set(server.keys) == {"sk-secret"}
     assert not other.keys
@@ -330,7 +330,7 @@ def test_a_key_does_not_follow_a_redirect_to_another_origin(ask, start, monkeypa
 def test_a_refused_redirect_shows_no_password():
     for location in ("http://H:80/x", "//h/x", "/x", "http://u:pw@h/x"):  # the same origin
         check_redirect("http://h/metrics", location, "url")
-    with pytest.raises(UserError, match=r"^http://h: sends on to https://h, .* give url=https://h/v1$"):
+    with pytest.raises(UserError, match=r"^http://h: redirects to https://h, .* give url=https://h/v1$"):
         check_redirect("http://me:secret@h/v1/models", "https://me:secret@h/v1/models", "url", "/v1")
 
 

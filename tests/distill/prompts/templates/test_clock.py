@@ -142,7 +142,7 @@ def test_store_keeps_its_moment_when_it_is_continued(at, dated, tmp_path):
     run(f"rollout.store={tmp_path / first}")
     assert moment_of(str(tmp_path / first)) == "2026-12-31T00:00:00"
     assert len(stored(tmp_path)) == 2
-    with pytest.raises(UserError, match=r"another moment that the chat template is told.*2026-12-31"):
+    with pytest.raises(UserError, match=r"another moment of the chat template.*2026-12-31"):
         run(f"rollout.store={tmp_path / first}", "prompts.moment=2027-01-01")
 
 
