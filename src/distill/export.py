@@ -202,7 +202,7 @@ class RunExport:
 
 
 def _served(theirs: Layout | None, drafter: Drafter, target: Target, out: Path) -> str:
-    """The command that serves it, whatever is in the paths, and the note."""
+    """Text with the command that serves the drafter, and its note."""
     assert drafter.origin is not None
     if theirs is None and target.abilities.decode:
         return "serve it: its target is decoded by an engine; export it for one, as in to=vllm"

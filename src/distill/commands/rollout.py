@@ -46,7 +46,7 @@ def roll_out(options: RolloutCommandOptions) -> float:
 
 
 def _read(options: RolloutCommandOptions, moment: str | None) -> tuple[Chat, split.Inputs]:
-    """Read the chat template, which renders `moment` as the current date, and the prompts."""
+    """Read the chat template, with `moment` as the current date, and the prompts."""
     prompts = options.prompts
     source = TargetSource(options.target)
     chat = source.chat(prompts.template, prompts.template_options, moment)

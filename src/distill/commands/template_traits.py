@@ -45,9 +45,9 @@ def traits(chat: Chat) -> dict[str, str]:
     system: Message = {"role": "system", "content": MARK}
     with_tools = chat.renderer([TOOL])
     return {
-        "system prompt": _kept(render, [system, QUESTION]),
-        "tools": _kept(with_tools, [QUESTION]),
-        "tool calls": _kept(with_tools, [QUESTION, CALL, RESULT], of="call"),
+        "system prompt": _effect(render, [system, QUESTION]),
+        "tools": _effect(with_tools, [QUESTION]),
+        "tool calls": _effect(with_tools, [QUESTION, CALL, RESULT], of="call"),
         "reasoning": _reasoning(render),
         "prompt ends with": _prompt_suffix(render),
         "answer is followed by": _suffix(render),
@@ -62,7 +62,7 @@ def _text(render: TemplateRenderer, messages: Sequence[Message], prompt: bool) -
         return None
 
 
-def _kept(render: TemplateRenderer, messages: Sequence[Message], prompt: bool = True, of: str = "") -> str:
+def _effect(render: TemplateRenderer, messages: Sequence[Message], prompt: bool = True, of: str = "") -> str:
     """Whether the marked text is kept, dropped or refused; `of` a call, tools contain the mark too."""
     text = _text(render, messages, prompt)
     if text is None:
@@ -75,13 +75,13 @@ def _reasoning(render: TemplateRenderer) -> str:
     """Describe the key that reasoning is read from, and the turns that keep it."""
     for key in REASONING:
         answer: Any = {**ANSWER, key: MARK}
-        last = _kept(render, [QUESTION, answer], prompt=False)
-        earlier = _kept(render, [QUESTION, answer, QUESTION, ANSWER], prompt=False)
+        last = _effect(render, [QUESTION, answer], prompt=False)
+        earlier = _effect(render, [QUESTION, answer, QUESTION, ANSWER], prompt=False)
         if KEPT in (last, earlier):
             return f"read from {key}; of the last answer {last}, of earlier ones {earlier}"
     inside: Message = {"role": "assistant", "content": f"<think>{MARK}</think>\n\n."}
-    last = _kept(render, [QUESTION, inside], prompt=False)
-    earlier = _kept(render, [QUESTION, inside, QUESTION, ANSWER], prompt=False)
+    last = _effect(render, [QUESTION, inside], prompt=False)
+    earlier = _effect(render, [QUESTION, inside, QUESTION, ANSWER], prompt=False)
     return f"no key is read; a think block in an answer: of the last one {last}, of earlier ones {earlier}"
 
 

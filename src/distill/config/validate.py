@@ -181,7 +181,7 @@ def check_secrets(value: Any, key: str = "") -> None:
             check_secrets(part, key)
     elif isinstance(value, str) and key not in FREE_TEXT and PASSWORD.search(value):
         raise UserError(
-            f"{key}: has a secret in it, which the run would record; leave it out and give it in the "
+            f"{key}: contains a secret, which the run would record; remove it, and give it in the "
             "environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the storage's own names)"
         )
 
@@ -260,7 +260,7 @@ def check_address(url: str, key: str, group: str, end: str) -> None:
         raise UserError(f"{group}url: not an address; write http://host:port{end}") from None
     if "@" in parts.netloc or parts.query:
         raise UserError(
-            f"{group}url: has a secret in it, which the run would record; put a key into an environment "
+            f"{group}url: contains a secret, which the run would record; put a key into an environment "
             f"variable and its name into {group}api_key_env"
         )
     if not key.isidentifier():

@@ -36,7 +36,7 @@ ANSWERED = {"kv_transfer_params": {"include_output_tokens": True}}  # include st
 
 
 class EngineTarget(HeadTarget):
-    """A target whose hidden states and rollouts come from an engine.
+    """A target that gets hidden states and rollouts from an engine.
 
     The engine is started or contacted at the first request.
     """
@@ -121,9 +121,7 @@ class EngineTarget(HeadTarget):
     def _logprob(self, states: Tensor, token: int) -> float:
         """Log-probability of a token by the head on (S, D) states of one position."""
         if token >= self.vocab_size:
-            raise UserError(
-                f"taps=engine: the engine sent token {token}, the target has {self.vocab_size}"
-            )
+            raise UserError(f"taps=engine: the engine sent token {token}, the target has {self.vocab_size}")
         last = self.norm(states[-1].to(self.device, self.dtype))
         return float(self.head(last).float().log_softmax(-1)[token])
 

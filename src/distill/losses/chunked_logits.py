@@ -279,7 +279,7 @@ class Sweep:
         low.copy_(columns(slope, head.side.ids) @ self.side(head, head.side))
 
     def _logits(self, name: str, head: Head, hidden: Tensor) -> Tensor:
-        """A block whose first M rows are a head's product with (M, D' + r) hidden states."""
+        """A block with a head's product with (M, D' + r) hidden states in its first M rows."""
         weight = self.weight(head)
         states, low = head.parts(hidden)
         block = self._buffers.block(name, hidden, len(weight))

@@ -81,7 +81,7 @@ class RowWeights(ABC):
 class Streak(RowWeights):
     """w_i = d/d alpha_i of sum_j prod_{l <= j} alpha_l, the expected accepted length.
 
-    Without smoothing, the gradient is exactly that of - sum_j prod_{l <= j} alpha_l. Objective `hit` with
+    Without smoothing, it is exactly the gradient of - sum_j prod_{l <= j} alpha_l. Objective `hit` with
     acceptance `token` is streak-distillation (SpecDiff-2, arXiv:2511.00606); objective `tv` with acceptance
     `overlap` is the same for the token rule.
     """

@@ -92,8 +92,8 @@ def headline(values: dict[str, Any], document: str) -> str:
         lines.append([_name(run), *taus, *(speeds.get(b, "-") for b in batches), trained, parameters])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     plan = f" with {plans[0]}" if len(plans) == 1 else ""
-    alone = "" if timed_plans == set(plans) else f" with {next(iter(timed_plans))}"
-    plans_note = ", the fastest of the plans that were scored" if len(timed_plans) > 1 else alone
+    plan_suffix = "" if timed_plans == set(plans) else f" with {next(iter(timed_plans))}"
+    plans_note = ", the fastest of the plans that were scored" if len(timed_plans) > 1 else plan_suffix
     notes = [
         f"tau{plan}: tokens a target pass, replayed on the target's answers to {_all(values['replayed'])} "
         "held-out prompts, with its 95 % interval (~: counted by the decoder).",

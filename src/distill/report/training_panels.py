@@ -75,9 +75,9 @@ def loss(run: History) -> Markup | None:
 
 def curves(run: History) -> list[Markup | None]:
     """Acceptance by depth, gradient norm and speed; preceded by the loss if the run has no scores."""
-    alone = [] if run.cards else [loss(run)]
+    loss_panel = [] if run.cards else [loss(run)]
     return [
-        *alone,
+        *loss_panel,
         _depths(run),
         _curve(
             run,

@@ -219,11 +219,11 @@ def comparison(scored: Sequence[Scored], choice: Choice) -> Table:
     if base is None:
         names = ", ".join(s.name for s in scored)
         raise UserError(f"against={choice.against}: no such run; there are {names}")
-    whose = f"{choice.against or 'best'}'s"
+    base_name = f"{choice.against or 'best'}'s"
     pairs = len(scored) > 1
     taus = [f"tau T={t:g}" for t in choice.temperatures]
-    taus += [f"less {whose}, T={t:g}" for t in choice.temperatures if pairs]
-    blocks = [["speedup", *[f"of {whose}"] * pairs], taus]
+    taus += [f"less {base_name}, T={t:g}" for t in choice.temperatures if pairs]
+    blocks = [["speedup", *[f"of {base_name}"] * pairs], taus]
     targets = target_labels(scored)
     head = [
         "drafter",

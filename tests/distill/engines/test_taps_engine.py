@@ -370,7 +370,7 @@ def test_refusals_come_before_any_work(tmp_path):
     bench = Bench(tmp_path)
     nowhere = ("taps=engine", "engine.python=/nowhere/python", "score.enabled=false")
     bench.train(*nowhere).refused("no interpreter")
-    bench.train("taps=engine", "engine.url=http://user:key@a/v1").refused("has a secret in it")
+    bench.train("taps=engine", "engine.url=http://user:key@a/v1").refused("contains a secret")
     assert not (tmp_path / "outputs").exists() or not bench.runs()
 
 

@@ -450,7 +450,9 @@ def test_neither_key_nor_prompt_follows_a_redirect_to_another_origin(chat, start
     monkeypatch.setenv("A_KEY", "sk-secret")
     server, other = start(), start()
     there = server.moved = f"http://127.0.0.1:{other.port}"
-    with pytest.raises(UserError, match=f"redirects to {there}, another origin.*give rollout.url={there}/v1$"):
+    with pytest.raises(
+        UserError, match=f"redirects to {there}, another origin.*give rollout.url={there}/v1$"
+    ):
         answers_of(server, "private")
     assert server.keys
     assert not other.keys + other.asked
@@ -545,9 +547,9 @@ def test_killed_run_goes_on_with_its_shards(bench, start):
 
 
 WRONG = {
-    "rollout.url=http://me:pass@host/v1": "rollout.url: has a secret in it",
+    "rollout.url=http://me:pass@host/v1": "rollout.url: contains a secret",
     "rollout.url=127.0.0.1:8000": "rollout.url: not an address; write http",
-    "rollout.store=s3://KEY:a/pass@bucket/x": "rollout.store: has a secret in it",
+    "rollout.store=s3://KEY:a/pass@bucket/x": "rollout.store: contains a secret",
     "rollout.api_key_env=sk-123": "rollout.api_key_env: is the name of the environment variable",
     "rollout.concurrency=0": "rollout.concurrency=0: must be at least 1",
     "rollout.until=length": "rollout=openai, ",

@@ -275,7 +275,7 @@ def test_exit_codes(place, start, tmp_path, monkeypatch):
     ("changes", "said"),
     [
         ({"url": "localhost:8000"}, "url: not an address"),
-        ({"url": "http://me:secret@host"}, "^url: has a secret in it"),
+        ({"url": "http://me:secret@host"}, "^url: contains a secret"),
         ({"api_key_env": "sk-123"}, "^api_key_env: is the name of"),
         ({"checkpoint": "nowhere"}, "no score.json there"),
         ({"timeout": 0.0}, "timeout=0.0"),

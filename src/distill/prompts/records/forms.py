@@ -52,7 +52,7 @@ def parse(line: bytes) -> Any:
     """Parse a line as JSON.
 
     Raises:
-        UserError: not UTF-8 or not JSON, or a key stands twice.
+        UserError: not UTF-8, not JSON, or a duplicate key.
     """
     reader = JsonReader()
     try:

@@ -287,7 +287,7 @@ def _call_in_text(value: Any) -> list[Any]:
 def _calls(
     fields: Fields, parts: list[Any], role: str, unread: set[str], columnar: bool
 ) -> list[dict[str, Any]]:
-    """Tool calls as templates expect them: arguments as an object, where OpenAI has a JSON text."""
+    """Tool calls in the form of templates: arguments as an object, where OpenAI has JSON text."""
     given, legacy = parse_json(fields.get("tool_calls")), parse_json(fields.get("function_call"))
     if sum(not is_empty(value) for value in (given, legacy, parts)) > 1:
         raise UserError("calls in more than one of 'tool_calls', 'function_call' and 'content'; keep one")

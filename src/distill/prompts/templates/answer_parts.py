@@ -65,7 +65,7 @@ def _message(reasoning: str, content: str) -> Message:
 def _around(
     render: TemplateRenderer, messages: Sequence[Message], prompt: str, parts: Message
 ) -> list[tuple[str, str]]:
-    """Text before each marker of an answer, with the marker; empty where the template does not write both."""
+    """Text before each marker of an answer, with the marker; empty unless the template writes both."""
     try:
         text = render.text([*messages, {"role": "assistant", **parts}])
     except UserError:

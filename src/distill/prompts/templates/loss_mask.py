@@ -230,14 +230,14 @@ def _earlier(
     for i, message in enumerate(messages[:-1]):
         if message["role"] != "assistant" or not i:  # an opening message answers nothing
             continue
-        if (alone := _final_answer(render, messages[: i + 1])) is None:
+        if (final := _final_answer(render, messages[: i + 1])) is None:
             continue
-        start, stop = frame.fit(*alone)
-        if text.startswith(alone.text[:stop]):
+        start, stop = frame.fit(*final)
+        if text.startswith(final.text[:stop]):
             yield Answer(i, [Span(start, stop)])
-        elif frame.token and alone.text[start:stop].endswith(frame.token):
+        elif frame.token and final.text[start:stop].endswith(frame.token):
             stop -= len(frame.token)
-            if text.startswith(alone.text[:stop]) and text.startswith(frame.between or "\0", stop):
+            if text.startswith(final.text[:stop]) and text.startswith(frame.between or "\0", stop):
                 yield Answer(i, [Span(start, stop)])
 
 
@@ -265,8 +265,8 @@ def _is_whole(
     if not (fault := fault_in_answer(message, own, text[: answer.spans[0].start])):
         return True
     if not is_last:
-        alone = _final_answer(render, messages[: answer.number + 1])
-        fault = alone and fault_in_answer(message, *alone.parts)
+        final = _final_answer(render, messages[: answer.number + 1])
+        fault = final and fault_in_answer(message, *final.parts)
     if fault:
         raise UserError(f"target: its chat template {fault}, so the answer cannot be trained on")
     return False

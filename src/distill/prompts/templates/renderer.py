@@ -154,7 +154,7 @@ class TemplateRenderer:
         return text
 
     def generation_spans(self, messages: Sequence[Message]) -> list[Span] | None:
-        """Character spans of the template's `{% generation %}` blocks; None if it has no such block."""
+        """Character spans of the template's `{% generation %}` blocks; None if there are none."""
         if not GENERATION.search(self.template):
             return None
         return [Span(*block) for block in self.rendering.blocks(self.form.apply(messages), self.tools)]
