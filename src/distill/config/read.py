@@ -170,7 +170,7 @@ def _trained(source: str, target: Any) -> Any:
 
 def _datastore(source: str, target: Any) -> str:
     """Key of the datastore of these texts; makes it if it does not exist."""
-    from distill.datastore.build import make_datastore  # likewise
+    from distill.datastore.build import make_datastore  # slow import
 
     return make_datastore(source, target)
 

@@ -106,7 +106,7 @@ FILES = {
     "drafter.init_from": "folder; give a checkpoint's folder or a hub id (owner/name)",
     "rollout.drafter": "folder; give a checkpoint's folder or a hub id (owner/name)",
 }
-# Hydra's
+# Hydra's flags
 FLAGS = (
     *("-m", "--multirun", "-c", "--cfg", "-r", "--run", "-p", "--package", "-i", "--info", "--resolve"),
     *("-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "--hydra-help"),

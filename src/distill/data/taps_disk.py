@@ -58,7 +58,7 @@ def tap_positions(rows: datasets.Dataset, max_tokens: int) -> TapPositions:
     for offsets, mask in list_batches(rows, "loss_mask"):
         start = offsets[:-1]
         end = np.minimum(offsets[1:], start + max_tokens)
-        places = np.flatnonzero(mask)  # of supervised tokens
+        places = np.flatnonzero(mask)  # places of supervised tokens
         before, upto = np.searchsorted(places, start + 1), np.searchsorted(places, end)
         last = places[np.maximum(upto, 1) - 1] if places.size else start  # the row's last supervised token
         parts.append((np.where(upto > before, last - start, 0), upto - before, end - start))

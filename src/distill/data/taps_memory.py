@@ -16,7 +16,7 @@ from decode.model.target import LAST, Target, TargetOutput
 from distill.data.rows import list_batches
 from distill.utils.progress import bar, say
 
-TOKENS = 4096  # per forward pass of the target
+TOKENS = 4096  # tokens per forward pass of the target
 
 
 class TapMemory:

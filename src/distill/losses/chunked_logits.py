@@ -169,7 +169,7 @@ class Piece(NamedTuple, Generic[Scored]):
     """Rows of one depth that predict the tokens of one chunk of target rows."""
 
     step: int  # index of the depth's `DraftStep`
-    rows: slice  # of that step
+    rows: slice  # rows of that step
     hidden: Tensor  # (M, D') in the dtype of the matrix products
     scored: Scored
 

@@ -272,7 +272,7 @@ def _differentiate(
 ) -> _Gradients:
     """Forward and backward over all chunks."""
     last, head, next_tokens = targets
-    wide = torch.promote_types(hidden[0].dtype, torch.float32)  # of the distributions
+    wide = torch.promote_types(hidden[0].dtype, torch.float32)  # dtype of the distributions
     hidden_grads = [torch.empty_like(h) if h.requires_grad else None for h in hidden]
     head_grads = {
         id(w): torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in trainable

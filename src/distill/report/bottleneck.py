@@ -22,7 +22,7 @@ def bottleneck(card: Scorecard) -> str:
     row = card.fastest
     if not (row.nodes and row.speedup and row.tau):
         return ""
-    cost = row.tau / row.speedup  # of a round, in passes of plain decoding
+    cost = row.tau / row.speedup  # cost of a round, in passes of plain decoding
     drafting, verifying = (row.draft_share or 0.0) * cost, (row.verify_share or 0.0) * cost
     rest = cost - drafting - verifying
     limit = _limit(row, drafting, verifying)

@@ -27,7 +27,7 @@ STEPS = 2**21  # iterations, calls, and pieces of text
 PIECE = 64  # characters per step
 CALL = 8  # steps of a call
 CONSTANT = 2**16  # characters or entries of a compile-time constant
-BITS = 2**20  # of a number
+BITS = 2**20  # maximum bits of a number
 SECONDS = 5.0
 TICK, MADE = "foredraft_tick", "foredraft_made"  # our own filters
 # They make texts or lists of a given length.

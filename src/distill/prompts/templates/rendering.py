@@ -142,7 +142,7 @@ class Rendering:
                     return_assistant_tokens_mask=True,
                     **{**self.tokenizer.special_tokens_map, **self.options},
                 )
-        except Exception as error:  # as above
+        except Exception as error:  # a template may raise anything
             raise RefusedByTemplateError(_refusal(messages, error)) from None
         return [(int(start), int(end)) for start, end in blocks[0]]
 
