@@ -203,9 +203,7 @@ def _disk_line(error: OSError) -> str:
     path = Path(re.sub(r"(\.\d+)?\.tmp(?=/|$)", "", str(name)))  # name of the final file
     text = f"{text} ({path})"
     if error.errno == errno.EFBIG:
-        return (
-            f"{text}: files may not be as large; remove the limit (ulimit -f), and run the same command again"
-        )
+        return f"{text}: the file exceeds a size limit; remove it (ulimit -f), and run the same command again"
     if error.errno not in FULL:
         return text
     folder = next(parent for parent in path.absolute().parents if parent.exists())

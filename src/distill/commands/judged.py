@@ -28,7 +28,7 @@ def check(options: GenerateOptions) -> None:
     """
     _script(options)
     if not options.checkpoint:
-        raise UserError("judge.script: a draft model writes the steps; give checkpoint=, one of drafter=lm")
+        raise UserError("judge.script: needs a draft model; give checkpoint=<a checkpoint of drafter=lm>")
     if options.stop:
         raise UserError("judge.script: stop strings end steps here; leave stop=[] and set judge.step")
 

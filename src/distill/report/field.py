@@ -58,7 +58,7 @@ def field_page(scored: Sequence[Scored], choice: Choice) -> str:
     """
     if targets := target_labels(scored):
         several = ", ".join(dict.fromkeys(targets.values()))
-        raise UserError(f"--field is a page of one target; these runs have several: {several}")
+        raise UserError(f"--field needs runs of one target; these have several: {several}")
     choice = choice._replace(by="tau")
     ordered = in_order(scored, choice)
     first = ordered[0]

@@ -33,7 +33,7 @@ def warnings(card: Scorecard) -> Markup | None:
         if control != "none"
         else "",
         f"Scored only by replay, {BY_ENGINE}: {elsewhere}." if elsewhere else "",
-        "" if card.audit_passed else "The losslessness audit failed: what was written is not the target's.",
+        "" if card.audit_passed else "The losslessness audit failed: the text is not the target's.",
         ""
         if card.replay_agrees
         else "Replay and decoder disagree by more than chance: one of the two has an error.",
@@ -140,8 +140,8 @@ def positions(card: Scorecard) -> Markup | None:
     figure.update_yaxes(range=[0, 1.03])
     caption = (
         "Bars: the chance that a round keeps at least so many draft tokens; tau is 1 plus their sum. Line: "
-        "acceptance of a position once all before it were kept. A line that falls calls for a drafter that "
-        "is trained deeper; bars that end high call for a deeper draft."
+        "acceptance of a position once all before it were kept. If the line falls, train the drafter deeper; "
+        "if the last bar is high, draft deeper."
     )
     return page.section("Acceptance by position", page.plot(figure, caption), caption=caption)
 
@@ -180,8 +180,8 @@ def lengths(card: Scorecard) -> Markup | None:
     figure.update_xaxes(dtick=1)
     figure.update_yaxes(rangemode="tozero")
     caption = (
-        "How many draft tokens a round keeps. Much at 0: the first token is the problem. Much at the "
-        "right end: drafts stop while they are still right."
+        "How many draft tokens a round keeps. High at 0: the first draft token is often wrong. High at the "
+        "right end: longer drafts would be accepted."
     )
     return page.section("Accepted lengths", page.plot(figure, caption), caption=caption)
 
@@ -324,8 +324,8 @@ def shares(card: Scorecard) -> Markup | None:
     figure.update_layout(axes("milliseconds", ""), barmode="stack", bargap=0.35)
     figure.update_yaxes(categoryorder="array", categoryarray=order, autorange="reversed", showgrid=False)
     caption = (
-        "One round of drafting and verifying, above what plain decoding takes for the tokens that the round "
-        "settles. The upper bar has to be the shorter one; its parts say what to make cheaper."
+        "Upper bar: one round of drafting and verifying. Lower bar: plain decoding of as many tokens. "
+        "Drafting pays if the upper bar is shorter; its parts show the costs to reduce."
     )
     height = 130 + 62 * len(rows)
     split = ", ".join(f"{name} {100 * share:.0f} %" for name, share in _time_shares(card.compared).items())

@@ -27,7 +27,7 @@ def samples(card: Scorecard) -> Markup | None:
     caption = (
         "Held-out prompts as the real decoder answers them. Point at a token, or tap it, for its "
         "probability and rank under the target (p) and the drafter (q), at the text's temperature, or at 1 "
-        "where that is 0. Runs of blue are what drafting gains."
+        "where that is 0. Blue runs are the gain of drafting."
     )
     return page.section(
         "Texts",

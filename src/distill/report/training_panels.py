@@ -68,7 +68,7 @@ def tau(run: History) -> Markup | None:
 def loss(run: History) -> Markup | None:
     """The training loss."""
     caption = (
-        "What training minimises. Flat for long: a smaller learning rate or a larger drafter helps more."
+        "The training objective. If it stays flat, a smaller learning rate or a larger drafter helps more."
     )
     return _curve(run, "loss", "Loss over training", "loss", caption)
 

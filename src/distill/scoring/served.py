@@ -63,6 +63,6 @@ def notes(card: Scorecard) -> Iterator[str]:
             yield difference(served)
         if served.texts and served.texts[2]:
             yield (
-                f"{served.engine}: {texts(served)}: with this drafter it writes other greedy answers than "
-                "without, which is the engine's error or a row of the target computed in another way"
+                f"{served.engine}: {texts(served)}: greedy answers differ with and without this drafter: "
+                "an error of the engine, or rounding of the target in batches"
             )

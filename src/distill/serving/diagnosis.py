@@ -114,8 +114,8 @@ def _somewhat_lower(facts: ServerFacts) -> Iterator[str]:
         )
     elif facts.sampled:
         yield (
-            "above temperature 0 an engine may draw its drafts (vLLM's probabilistic draft sampling), which "
-            "accepts another share: hold it against such a row with decode=chain-<K>-sampled"
+            "above temperature 0 an engine may sample drafts (vLLM's probabilistic draft sampling), which "
+            "changes acceptance: compare it with a row of sampled drafts by decode=chain-<K>-sampled"
         )
 
 

@@ -65,7 +65,7 @@ DAMAGE = {
 def test_damaged_copy_is_made_again_with_a_line(name, store, capsys):
     open_rows(store)
     DAMAGE[name](copy_of(store))
-    for said in (f"{copy_of(store)}: does not have the sha256", ""):
+    for said in (f"{copy_of(store)}: sha256 differs", ""):
         assert list(open_rows(store)) == stored(store)
         out = capsys.readouterr().out
         assert out.startswith(said)

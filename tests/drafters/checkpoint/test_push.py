@@ -263,7 +263,7 @@ def test_a_run_ends_on_the_hub_and_is_whole_if_that_fails(bench, fake_hub, monke
     (out / "README.md").write_text("---\nlicense: mit\n---\n")
     monkeypatch.delenv("HF_TOKEN")
     dry = exported(*again[2:]).succeeded()
-    assert "is there already and is uploaded as it is" in dry.out
+    assert "exists already and is uploaded unchanged" in dry.out
     assert "would upload to" in dry.out
     assert "dry run: no token of the Hub is known here" in dry.out
     assert fake_hub.repos[REPO].commits == 1

@@ -112,7 +112,7 @@ def to_prompt(
         (name + category).encode()
         return Prompt(name, pack(messages, tools), category, weight)
     except (TypeError, ValueError, RecursionError):
-        raise UserError("an id, category or tool is no data that UTF-8 JSON can hold") from None
+        raise UserError("an id, category or tool cannot be encoded as UTF-8 JSON") from None
 
 
 def _rename_columns(record: dict[str, Any], columns: Mapping[str, str]) -> Fields:
@@ -155,7 +155,7 @@ def _conversation(
             fields.raw("method")  # POST
         if (address := fields.get("url")) and not str(address).rstrip("/").endswith(ANSWERED):
             raise UserError(
-                f"'url' is {address}, which answers nothing; give requests to {' or '.join(ANSWERED)}"
+                f"'url' is {address}, a path without an answer; give requests to {' or '.join(ANSWERED)}"
             )
         inner = Fields(parse_json(fields.raw(form)))
         conversation = _conversation(inner, unread, columnar, request=True)
@@ -166,7 +166,7 @@ def _conversation(
         raise UserError(
             "needs a non-empty list 'messages' (or 'turns', 'conversations'), or a text 'instruction', "
             f"'prompt', 'question' or 'text'; it has {', '.join(map(str, fields.values)) or 'no field'}; "
-            "prompts.columns={prompt: ...} says which field asks"
+            "prompts.columns={prompt: ...} names the field of the question"
         )
     if form in LISTS:
         messages = [_user(v) if form == "turns" and not isinstance(v, dict) else v for v in content]

@@ -211,7 +211,7 @@ def _content(value: Any, role: str, unread: set[str]) -> _Content:
                 raise UserError("a 'tool_result' part follows text; it must come first")
             content.results.append(_result(fields, unread))
         else:
-            raise UserError(f"'content' has a part of type {kind!r}, which is no text of the {role}")
+            raise UserError(f"'content' has a part of type {kind!r}; only text of the {role} is supported")
         unread |= fields.unread("messages.content.")
     content.text = "".join(texts) if texts else None
     return content
@@ -219,7 +219,7 @@ def _content(value: Any, role: str, unread: set[str]) -> _Content:
 
 def _object(part: Any) -> Mapping[str, Any]:
     if not isinstance(part, Mapping):
-        raise UserError(f"a part of 'content' is {_kind(part)}; it has to be an object with type and text")
+        raise UserError(f"a part of 'content' is {_kind(part)}; it must be an object with type and text")
     return part
 
 
