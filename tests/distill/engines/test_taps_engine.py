@@ -357,7 +357,7 @@ def test_malformed_token_is_one_line(engine, server, token):
         (["engine.python=p", "target.compile=true"], "target.compile"),
         (["engine.python=p", "rollout=ray"], "its workers load the target"),
         (["engine.python=p", "trainer=ddp", "trainer.devices=2"], "every process would start an engine"),
-        (["engine.python=p", "taps=cache"], "set taps=engine, too"),
+        (["engine.python=p", "taps=cache"], "they need taps=engine"),
     ],
 )
 def test_options_that_an_engine_excludes_are_refused(settings, said):

@@ -136,11 +136,11 @@ REFUSED = {
     "a user's reasoning": (talk(user(parts(("thinking", "why")))), r"\(user\): .*'thinking'"),
     "reasoning after text": (
         talk(user(), answer([*TEXT, *parts(("thinking", "why"))])),
-        "'thinking' part stands behind",
+        "'thinking' part follows text",
     ),
     "text after a call": (
         talk(user(), answer([typed("tool_use", name="w", input={}), *TEXT])),
-        "behind a 'tool_use'",
+        "follows a 'tool_use'",
     ),
     "a result after text": (
         talk(user([*TEXT, typed("tool_result", content="x")])),

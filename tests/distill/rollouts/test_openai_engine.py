@@ -397,7 +397,7 @@ NO_ADDRESS = "rollout.url: the server redirects to an invalid address"
         ({"models": ("llama", "qwen")}, "^rollout.model=m: .*404: The model m .*lists llama, qwen$"),
         ({"moved": "http://[bad"}, NO_ADDRESS),
         ({"moved": "http://127.0.0.1:99999"}, NO_ADDRESS),
-        ({"coding": "gzip"}, "answers in gzip, which was not asked for"),
+        ({"coding": "gzip"}, "answers with unrequested gzip encoding"),
         ({"ids": False, "message": apart}, "no answer can be used: 2 split into reasoning or tool"),
     ],
 )
@@ -469,7 +469,7 @@ def test_arguments_nested_too_deeply_are_no_answer(chat):
     call = {"function": {"name": "f", "arguments": "[" * 100_000}}
     choice = {"message": {"content": None, "tool_calls": [call]}, "finish_reason": "tool_calls"}
     answer = replies.to_answer(replies.read_reply(json.dumps({"choices": [choice]})), request, PARAMS, chat)
-    assert "cannot be put together again" in answer
+    assert "cannot be joined again" in answer
 
 
 def test_nobody_there_is_one_line(chat, start):

@@ -37,7 +37,7 @@ def nothing():
     return lambda *work: []
 
 
-def fate(store, load, shard: int = 0):
+def outcome(store, load, shard: int = 0):
     (row,) = zip(*Worker(store, load)({"item": [shard]}).values(), strict=True)
     return row
 
@@ -57,11 +57,11 @@ def test_worker_loads_once_and_reports_each_shard(parts, tmp_path):
     store, loaded = begun(tmp_path, parts[2]), []
     worker = Worker(store, lambda: loaded.append(1) or nothing())
     for shard in (0, 2):
-        assert worker({"item": [shard]}) == {"item": [shard], "fate": ["whole"], "errno": [0]}
+        assert worker({"item": [shard]}) == {"item": [shard], "outcome": ["whole"], "errno": [0]}
     assert loaded == [1]
     assert store.missing() == [1, 3]
     with store._lock("shard-00001"):
-        assert fate(store, nothing, 1) == (1, "busy", 0)
+        assert outcome(store, nothing, 1) == (1, "busy", 0)
     assert not leftovers(tmp_path)
 
 
@@ -74,19 +74,19 @@ def test_errors_of_the_user_come_back_as_text(parts, tmp_path):
     def full(*work):
         raise OSError(28, "No space left on device", "/a/file")
 
-    assert fate(store, other) == (0, "target=x: a worker has another model", 0)
-    assert fate(store, lambda: full) == (0, "No space left on device (/a/file)", 28)
+    assert outcome(store, other) == (0, "target=x: a worker has another model", 0)
+    assert outcome(store, lambda: full) == (0, "No space left on device (/a/file)", 28)
     assert store.missing() == [0, 1, 2, 3]
 
 
 def test_shard_that_kills_every_worker_is_given_up(parts, tmp_path):
     store = begun(tmp_path, parts[2])
     for _ in range(ray_engine.TRIES):
-        assert fork(lambda: fate(store, lambda: lambda *work: os.kill(os.getpid(), 9)) and 0) == 9
-    number, text, _ = fate(store, nothing)
+        assert fork(lambda: outcome(store, lambda: lambda *work: os.kill(os.getpid(), 9)) and 0) == 9
+    number, text, _ = outcome(store, nothing)
     assert number == 0
     assert "workers died 6 times at shard-00000.parquet" in text
-    assert fate(store, nothing)[1] == "whole", "the next run does not begin again"
+    assert outcome(store, nothing)[1] == "whole", "the next run does not begin again"
 
 
 def test_missing_gpus_and_packages_are_one_line(bench, monkeypatch):
