@@ -25,7 +25,7 @@ BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
 NAMES = ("drafter", "`to=`", "engine", "loads", "greedy answers")
 NAMES = (*NAMES, "accepted here", "accepted there, noise", "agrees")
 FILES = "tests/drafters/export/test_export"
-ENGINE, AUTHORS = f"{FILES}_eagle.py::test_an_engine_computes", f"{FILES}_authors.py::test_the_authors_eagle"
+ENGINE, AUTHORS = f"{FILES}_eagle.py::test_an_engine_computes", f"{FILES}_eagle.py::test_the_authors_eagle"
 RESTATED = {  # drafter, `to`, program: the test that compares logits
     ("EAGLE", "sglang", "SGLang 0.5.23"): f"{ENGINE}_the_drafters_logits[eagle without-sglang]",
     ("EAGLE-3", "sglang", "SGLang 0.5.23"): f"{ENGINE}_the_drafters_logits[eagle3.1-sglang]",

@@ -164,8 +164,6 @@ def test_other_sizes_are_refused(setting):
         draft_vocab_size(setting, 4096)
 
 
-# -- auto: the size is chosen by the answers -----------------------------------------------------
-
 LARGE_V = 2**14
 
 

@@ -73,9 +73,6 @@ def test_another_drafters_and_damaged_files_are_no_start(saved, make_drafter, ti
         checkpoint_io.warm_start(wider, elsewhere, target)
 
 
-# -- a whole run ---------------------------------------------------------------------------------
-
-
 def test_a_run_starts_from_anothers_checkpoint(bench):
     """With no step to speak of, what it saves is what it was given."""
     first = bench.train("seed=21", "score.enabled=false").succeeded()
@@ -110,9 +107,6 @@ def test_a_wrong_start_is_one_line(bench, tmp_path):
     bench.train("seed=23", f"drafter.init_from={tmp_path}").refused(f"checkpoint={tmp_path}: no config.json")
     counted = train(quick(bench, f"drafter.init_from={tmp_path}", drafter="bigram"))
     counted.refused("this drafter has no weights to train")
-
-
-# -- from a hub ------------------------------------------------------------------------------------
 
 
 def test_a_hub_id_is_fetched_and_nothing_but_the_two_files(saved, fake_hub):

@@ -49,9 +49,6 @@ def pair(request, tiny_target, make_drafter):
     return both(tiny_target, make_drafter, request.param, window=W, sinks=S)
 
 
-# -- what a window hides -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_window_that_holds_the_text_changes_no_bit(tiny_target, make_drafter, name):
     """The newest query stands K places behind 24 tokens."""
@@ -149,9 +146,6 @@ def test_blocks_read_the_window_and_the_sinks_only():
     assert attention.oldest_keys(place, text, None, 0, 0) is None
 
 
-# -- what is kept of the text ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["eagle3", "dflash", "lyanna"])
 def test_a_long_text_keeps_no_more_than_twice_the_window(tiny_target, make_drafter, name):
     """And drafts as training does, ragged, with rows dropped."""
@@ -182,9 +176,6 @@ def test_the_memory_of_a_long_prompt_is_given_back(tiny_target, make_drafter):
     follower = Follower(drafter, target, random_texts(length=2000), (1990, 3))
     assert follower.state.store.capacity < 300
     assert list(follower.state.store.read) == [1990, 3]
-
-
-# -- what is refused ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,25 @@
-"""Drafters given away: folders, the Hub, and everything that may go wrong on the way there."""
+"""Drafters given away: folders, the Hub, model cards, and files that cannot be written."""
 
 from __future__ import annotations
 
 import errno
 import json
+import os
+import re
+import resource
+from pathlib import Path
 
 import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from cards import scorecard
+import yaml
+from cards import audit, card_of, row, scorecard
 from faces import V
-from workbench import CONF, command, make_target
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from workbench import CONF, command, fork, make_target
 
 from decode.errors import RemoteError, UserError
 from decode.model.load import load_target
@@ -21,7 +30,10 @@ from distill.options import ExportCommandOptions
 from drafters.base import Drafter
 from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint import pretrained
+from drafters.checkpoint.atomic import publish, writing
+from drafters.checkpoint.model_card import Facts, model_card
 from drafters.checkpoint.pretrained import from_pretrained, push_to_hub, save_pretrained
+from drafters.export.layout import Layout
 from drafters.hub import upload
 from drafters.models.eagle import Eagle
 
@@ -44,9 +56,6 @@ def same(one: Drafter, other: Drafter) -> bool:
 def quick_retries(monkeypatch):
     """The client waits a second and more before it asks again."""
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-
-
-# -- folders ---------------------------------------------------------------------------------------
 
 
 def test_a_drafter_is_saved_and_comes_back_bit_for_bit(made, tmp_path):
@@ -122,9 +131,6 @@ def test_the_target_that_a_checkpoint_names_is_loaded_if_it_is_still_that_one(tm
         from_pretrained(folder)
     assert same(from_pretrained(folder, target), drafter)  # whoever passes it knows it
     checkpoint_io.tokenizer_hash.cache_clear()
-
-
-# -- the Hub ---------------------------------------------------------------------------------------
 
 
 def test_what_is_pushed_comes_back_bit_for_bit(made, fake_hub, monkeypatch):
@@ -219,9 +225,6 @@ def test_weights_of_another_models_repository_are_not_fetched(made, fake_hub):
     assert not any("safetensors" in path for _, path in fake_hub.asked)
 
 
-# -- commands --------------------------------------------------------------------------------------
-
-
 def exported(*arguments: str):
     def task(cfg, folder):
         return export(checked_options(ExportCommandOptions, cfg))
@@ -299,3 +302,150 @@ def test_a_link_to_elsewhere_is_never_uploaded(tmp_path, fake_hub):
     with pytest.raises(UserError, match="a link to a file outside"):
         upload.upload(folder, REPO)
     assert not fake_hub.asked
+
+
+# -- the model card --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def facts(tiny_target, make_drafter):
+    target = tiny_target(vocab=V, hidden=16, dtype=torch.float32)
+    drafter = make_drafter("eagle", target, bias=False)
+    origin = checkpoint_io.origin_of(drafter, target, "acme/target-7b")
+    origin = origin._replace(revision="c" * 40, tokenizer="7" * 16)
+    return Facts(drafter, "eagle", origin, card_of(), {"seed": 11})
+
+
+def front(text: str) -> dict:
+    return yaml.safe_load(text.split("---\n", 2)[1])
+
+
+def test_the_front_matter_is_what_the_hub_reads(facts):
+    matter = front(model_card(facts))
+    assert (matter["base_model"], matter["library_name"]) == ("acme/target-7b", "foredraft")
+    assert "eagle" in matter["tags"]
+    assert "license" not in matter  # it is not ours to choose
+    text = model_card(facts._replace(origin=facts.origin._replace(name="/home/alice/pocket", revision=None)))
+    assert "base_model" not in front(text)
+    assert "alice" not in text
+    assert "pocket" in text
+
+
+def test_every_measured_number_is_in_the_table_with_where_it_was_measured(facts):
+    text = model_card(facts)
+    first = next(line for line in text.splitlines() if line.startswith("| chain-2 | 0 |"))
+    cells = ["chain-2", "0", "1", "1.98 (1.73..2.23)", "2.00", "0.61", "0.37", "1.43x", "211.5", "147.9"]
+    assert [cell.strip() for cell in first.strip("|").split("|")] == cells
+    assert "| chain-2 | 1 | 8 | 1.52 (1.27..1.77) | - |" in text
+    parts = ["Abacus 9000, 2 cores", "commit 0123456789ab", "prompts 12", "bfloat16", "load average 0.4"]
+    parts += ["audit: passed. Of 640 greedy tokens", "- seed: `11`", "revision cccc"]
+    assert all(part in text for part in parts)
+
+
+def test_no_number_is_made_up(facts):
+    """Without scorecard and recipe no measurement is left."""
+    body = model_card(facts._replace(score=None, recipe=None)).partition("## Score")[2]
+    assert "no scorecard" in body
+    assert not re.findall(r"\d+\.\d+", body)
+    assert "speedup:" not in body
+
+
+def test_scores_that_are_no_headline_are_marked(facts):
+    drift = {"kl": 0.0071, "reverse_kl": 0.008, "top1_agreement": 0.967, "greedy_prefix": 0.5}
+    drift |= {"prompts": 4, "tokens": 24}
+    marked = {
+        "chain-2 (lossy)": card_of([row(0.0, 1, 1.98), row(0.0, 1, 3.0, lossy=True)]),
+        "audit: FAILED": card_of(audit=audit(mismatches=9)),
+        "no real score": card_of(control="shuffled_taps"),
+        "no longer the original: KL 0.0071": card_of(lossless_to="tuned target", target_drift=drift),
+        "No draft was faster than plain decoding": card_of([row(speedup=0.8)]),
+    }
+    plain = model_card(facts)
+    for words, score in marked.items():
+        assert words in model_card(facts._replace(score=score))
+        assert words not in plain
+
+
+def test_it_says_how_to_serve(facts):
+    text = model_card(facts._replace(repo="me/drafter"))
+    assert "foredraft generate checkpoint=me/drafter target=acme/target-7b" in text
+    assert facts.origin.exports == ("vllm", "sglang", "authors")
+    text = model_card(facts._replace(origin=facts.origin._replace(exports=("sglang",))))
+    assert "to=sglang" in text
+    assert "to=vllm" not in text
+    assert "No known engine" in model_card(facts._replace(origin=facts.origin._replace(exports=())))
+    layout = Layout({}, {}, "vllm serve {target} --with {drafter}")
+    theirs = model_card(facts._replace(to="vllm", layout=layout, repo="me/d"))
+    assert "    vllm serve acme/target-7b --with me/d" in theirs
+    assert "foredraft generate" not in theirs
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{"rows": []}, {"rows": 3}, {"rows": [{}]}, {"rows": [row() | {"tau": "<script>"}]}, {"audit": 3}],
+    ids=str,
+)
+def test_a_damaged_scorecard_is_one_line(facts, broken):
+    with pytest.raises(UserError, match="its scorecard is damaged") as error:
+        model_card(facts._replace(score=card_of(**broken)))
+    assert "\n" not in str(error.value)
+
+
+def test_text_of_others_ends_no_line_and_begins_no_markup(facts):
+    evil = "x\n\n# Heading | <img src=y> [here](http://z)"
+    score = card_of(rows=[row(0.0, 1, 2.0, decode=evil)], hardware=evil)
+    text = model_card(facts._replace(score=score, recipe={"a": evil, evil: "`b`"}))
+    assert not [line for line in text.splitlines() if line.startswith("# Heading")]
+    outside = re.sub("`[^`]*`", "", text)  # nothing is markup within code
+    assert "<img" not in outside.replace("\\<img", "")
+    assert isinstance(front(text), dict)
+
+
+# -- files that cannot be written ------------------------------------------------------------------
+
+
+LARGE = torch.zeros(10_000)
+WRITERS = {
+    "safetensors": lambda path: save_file({"a": LARGE}, path),
+    "torch": lambda path: torch.save({"a": LARGE}, path),
+    "pyarrow": lambda path: pq.write_table(pa.table({"a": torch.randn(10_000).numpy()}), path),
+    "text": lambda path: path.write_text("x" * 10_000),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_file_above_the_limit_is_an_os_error_that_names_it(writer, tmp_path):
+    def body() -> int:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        try:
+            with publish(tmp_path / "final") as temporary:
+                WRITERS[writer](temporary)
+        except OSError as error:
+            return 7 * ((error.errno, Path(error.filename)) == (errno.EFBIG, tmp_path / "final"))
+        return 1
+
+    assert os.waitstatus_to_exitcode(fork(body)) == 7
+    assert not list(tmp_path.iterdir())
+
+
+FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
+POSITION = "[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SafetensorError(FULL), errno.ENOSPC),
+        (SafetensorError("I/O error: something"), errno.EIO),
+        (RuntimeError(POSITION), errno.EIO),
+        (SafetensorError("no such tensor"), None),
+        (RuntimeError("shapes differ"), None),
+    ],
+)
+def test_errors_of_the_system_are_os_errors_and_others_stay(error, code, tmp_path):
+    with pytest.raises(OSError if code else type(error)) as found, writing(tmp_path / "x"):
+        raise error
+    if code:
+        assert (found.value.errno, found.value.filename) == (code, str(tmp_path / "x"))
+    else:
+        assert found.value is error

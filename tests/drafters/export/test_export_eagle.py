@@ -1,23 +1,31 @@
-"""EAGLE in the files of vLLM and SGLang: loaded by their rules it is the same drafter."""
+"""EAGLE in the files of vLLM, SGLang and its authors: loaded by their rules, and read back."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 
-import eagles
 import pytest
 import torch
-from eagles import EAGLE3, SERVED, build, written
-from faces import K, V
-from served_eagle import IDS, Loaded, LoadError
-from transformers import LlamaConfig
+from eagles import CASES, EAGLE3, SERVED, build, difference, written
+from faces import K, V, random_texts
+from served_authors import Authored
+from served_eagle import IDS, Loaded
+from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from workbench import same
 
 from decode.errors import UserError
+from decode.evaluation.replay import replay
+from decode.evaluation.teacher_forced import Rollout
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.sampling import Sampler
 from drafters import vocabulary
 from drafters.base import Text
 from drafters.checkpoint import io as checkpoint_io
+from drafters.export import formats
 from drafters.export.layout import Layout
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 4}
@@ -33,15 +41,11 @@ def loaded_by(layout: Layout, engine: str, target) -> Loaded:
     return Loaded(layout, engine, target.embed.weight, target.head.weight)
 
 
-def difference(target, drafter, layout, engine, texts=100) -> float:
-    return eagles.difference(target, drafter, loaded_by(layout, engine, target), texts)
-
-
 @pytest.mark.parametrize(("case", "engine"), SERVED)
 def test_an_engine_computes_the_drafters_logits(made, case, engine):
     target, drafter = made(case)
     layout = written(drafter, target, engine)
-    assert difference(target, drafter, layout, engine) < 1e-5
+    assert difference(target, drafter, loaded_by(layout, engine, target)) < 1e-5
     # vLLM 0.32 has no parameter for a map of the whole vocabulary and refuses to load one.
     smaller = layout.config.get("draft_vocab_size", V) < V
     maps = {"d2t", "t2d"} if smaller else set()
@@ -70,39 +74,21 @@ def test_default_taps_go_unnamed_and_others_by_both_conventions(made):
     assert config["eagle_config"][IDS] == [0, 2]
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_broken_export_is_caught(made, engine):
-    """Each is what other trainers have shipped."""
-    target, drafter = made("eagle3, other taps")
-    layout = written(drafter, target, engine)
-    for name in ("d2t", "norm.weight", "midlayer.hidden_norm.weight"):
-        less = {k: v for k, v in layout.tensors.items() if k != name}
-        with pytest.raises(LoadError, match=r"d2t is missing|stays random"):
-            loaded_by(layout._replace(tensors=less), engine, target)
-    ids = layout.tensors["d2t"] + torch.arange(12)
-    absolute = layout._replace(tensors=layout.tensors | {"d2t": ids})
-    with pytest.raises(AssertionError):  # out of the vocabulary, or other tokens
-        difference(target, drafter, absolute, engine, texts=2)
-    config = layout.config | {IDS: [2, 4], "eagle_config": {IDS: [1, 3]}}  # ours as outputs
-    assert difference(target, drafter, layout._replace(config=config), engine, texts=2) > 1e-2
-    swapped = layout.tensors["fc.weight"].unflatten(1, (2, -1)).flip(1).flatten(1)
-    swapped = layout._replace(tensors=layout.tensors | {"fc.weight": swapped})
-    assert difference(target, drafter, swapped, engine, texts=2) > 1e-2
-
-
 def test_scaled_positions_are_there_for_readers_of_any_version(made, tiny_target, make_drafter):
     target, _ = made("eagle3")
     target.config.rope_parameters = dict(YARN)
     drafter = make_drafter("eagle3", target, taps=None, **EAGLE3).requires_grad_(False)
     layout = written(drafter, target, "vllm")
-    assert difference(target, drafter, layout, "vllm", texts=5) < 1e-5
+    assert difference(target, drafter, loaded_by(layout, "vllm", target), texts=5) < 1e-5
     old = {k: v for k, v in layout.config.items() if k != "rope_parameters"}
     new = {k: v for k, v in layout.config.items() if k not in ("rope_scaling", "rope_theta")}
     one, other = (LlamaRotaryEmbedding(LlamaConfig(**config)) for config in (old, new))
     assert one.inv_freq.equal(other.inv_freq)
     assert one.attention_scaling == other.attention_scaling != 1.0
     plain = layout.config | {"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}
-    assert difference(target, drafter, layout._replace(config=plain), "vllm", texts=5) > 1e-3
+    assert (
+        difference(target, drafter, loaded_by(layout._replace(config=plain), "vllm", target), texts=5) > 1e-3
+    )
 
 
 def test_the_targets_head_is_shared_as_far_as_it_goes(made):
@@ -167,10 +153,288 @@ def test_sglang_is_told_which_tokens_to_draft(tiny_target, make_drafter, tmp_pat
     assert "--speculative-token-map /a/drafter/token_map.pt" in layout.command("t", "/a/drafter")
 
 
-def test_a_bias_of_zeros_is_read_as_none(made, tmp_path):
-    """SGLang's files have one for every EAGLE; vLLM has none."""
+# -- its authors' files ----------------------------------------------------------------------------
+
+
+NAME = "some/target"
+EAGLES = ["eagle with a bias", "eagle without", "hass", "eagle3", "eagle3, every token"]
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+
+
+def folder_of(layout, path):
+    path.mkdir()
+    layout.write(path)
+    return path
+
+
+def assert_read_back(drafter, back):
+    """Bit for bit, and of the same settings but for the depth and those of training."""
+    assert same(back.state_dict(), drafter.state_dict())
+    of_training = {"anchors", "depth_weight", "rate", "feature_noise", "feature_weight", "detach"}
+    told = drafter.settings.keys() - of_training - {"depth"}
+    assert {k: back.settings.get(k) for k in told} == {k: drafter.settings[k] for k in told}
+
+
+@pytest.mark.parametrize("case", EAGLES)
+def test_the_authors_eagle_computes_the_drafters_logits(made, case, tmp_path):
+    target, drafter = made(case)
+    layout = written(drafter, target, "authors")
+    assert difference(target, drafter, Authored(layout, target.head.weight)) < 1e-5
+    assert f"use_eagle3={case.startswith('eagle3')}" in layout.note
+    assert ("model.safetensors.index.json" in layout.note) is not case.startswith("eagle3")
+    folder = folder_of(layout, tmp_path / "theirs")
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert_read_back(drafter, checkpoint_io.load(folder, target))
+
+
+@pytest.mark.parametrize("case", ["eagle without", "eagle3"])
+def test_positions_that_are_scaled_linearly_are_written_as_they_are_read(made, make_drafter, case):
+    target, _ = made(case)
+    target.config.rope_parameters = dict(LINEAR)
+    options = {"taps": None, **EAGLE3} if case == "eagle3" else {}
+    drafter = make_drafter(case.split()[0], target, depth=K, **options).requires_grad_(False)
+    layout = written(drafter, target, "authors")
+    assert layout.config["rope_scaling"] == {"type": "linear", "factor": 2.0}
+    assert difference(target, drafter, Authored(layout, target.head.weight), texts=5) < 1e-5
+    plain = layout._replace(config=layout.config | {"rope_scaling": None})
+    assert difference(target, drafter, Authored(plain, target.head.weight), texts=5) > 1e-3
+
+
+def test_classes_of_targets_that_the_authors_code_has_not_are_refused(tiny_target, make_drafter):
+    """EAGLE has no Mistral, and its EAGLE-3 no Qwen2 or Mixtral; Medusa has no Qwen3."""
+    mistral = tiny_target(vocab=V, layers=8, hidden=16, window=32, dtype=torch.float32)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 8, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 1, "head_dim": 8}
+    qwen3 = Target(Qwen3ForCausalLM(Qwen3Config(vocab_size=V, **shape)).float().eval())
+    for target in (mistral, qwen3):
+        target.model.config._name_or_path = target.model.name_or_path = NAME
+    options = {"eagle": {}, "eagle3": {"taps": None, **EAGLE3}, "medusa": {}}
+    taken = {
+        (name, type(target.model).__name__)
+        for name, more in options.items()
+        for target in (mistral, qwen3)
+        if "authors" in formats.accepting(name, make_drafter(name, target, **more).settings, target)
+    }
+    assert taken == {
+        ("eagle", "Qwen3ForCausalLM"),
+        ("eagle3", "Qwen3ForCausalLM"),
+        ("medusa", "MistralForCausalLM"),
+    }
+
+
+def test_heads_that_do_not_fill_the_hidden_size_are_refused(made):
     target, drafter = made("eagle without")
-    written(drafter, target, "sglang").write(tmp_path)
-    back = checkpoint_io.load(tmp_path, target)
-    assert not back.settings["bias"]
-    assert "fc.bias" not in written(back, target, "vllm").tensors
+    with pytest.raises(UserError, match="2 heads of 4 are not 16 together"):
+        formats.check("eagle", drafter.settings | {"head_dim": 4}, target, "authors")
+
+
+# -- files that are read ---------------------------------------------------------------------------
+
+
+def answers(target, texts=4, tokens=8) -> list[Rollout]:
+    """What the target writes by itself."""
+    found = random_texts(texts, 6)
+    with torch.no_grad():
+        for _ in range(tokens):
+            found = torch.cat([found, target.head(target.read(found).last[:, -1:]).argmax(-1)], 1)
+    return [Rollout(row[:6], row[6:]) for row in found.tolist()]
+
+
+@pytest.mark.parametrize(("case", "engine"), SERVED)
+def test_an_export_that_is_read_back_scores_the_same(made, case, engine, tmp_path):
+    target, drafter = made(case)
+    back = checkpoint_io.load(folder_of(written(drafter, target, engine), tmp_path / "served"), target)
+    assert type(back) is type(drafter)
+    assert written(back, target, engine).config.keys() == written(drafter, target, engine).config.keys()
+    if list(drafter.taps) == list(back.taps):  # SGLang's files have a bias of zeros where there is none
+        assert same(back.state_dict(), drafter.state_dict())
+        return
+    assert back.state_dict().keys() == drafter.state_dict().keys()
+    assert sorted(drafter.taps) == list(back.taps)
+    plans, rollouts = [Plan(depth=K), Plan(depth=K, width=3, nodes=8)], answers(target)
+    taus = []
+    for one in (drafter, back):
+        target.tap(one.taps)
+        taus.append([found.counts.tau for found in replay(target, one, rollouts, plans, Sampler(0.0))])
+    assert taus[0] == pytest.approx(taus[1], abs=1e-9)
+
+
+def public(layout: Layout, folder, pickled=True, config=None, **tensors):
+    """Files as the authors of EAGLE have them."""
+    drop = ("rope_parameters", "head_dim", "bias", "attention_bias", "mlp_bias", *EXTRA)
+    config = {k: v for k, v in layout.config.items() if k not in drop} | (config or {})
+    config["architectures"] = ["LlamaForCausalLM"]
+    found = {k: v for k, v in (layout.tensors | tensors).items() if v is not None}
+    folder.mkdir()
+    if pickled:
+        torch.save(found, folder / "pytorch_model.bin")
+        (folder / "config.json").write_text(json.dumps(config))
+    else:
+        Layout(config, found).write(folder)
+    return folder
+
+
+EXTRA = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+@pytest.mark.parametrize("case", ["eagle with a bias", "eagle without", "eagle3", "eagle3, every token"])
+def test_the_authors_files_are_read(made, case, tmp_path, make_drafter):
+    """Pickled, with the target's embedding in half precision, and less in config.json."""
+    target, drafter = made(case)
+    layout = written(drafter, target, "vllm" if case == "eagle without" else "sglang")
+    embedding = {"embed_tokens.weight": target.embed.weight.half()}
+    folder = public(layout, tmp_path / "public", **embedding)
+    back = checkpoint_io.load(folder, target)
+    assert same(back.state_dict(), drafter.state_dict())
+    options = CASES[case][1] | ({"taps": None} if case.startswith("eagle3") else {})
+    fresh = make_drafter(CASES[case][0], target, seed=3, **options)
+    assert checkpoint_io.warm_start(fresh, folder, target) == []
+    assert same(fresh.state_dict(), drafter.state_dict())
+
+
+def comes_back(layout, folder, drafter, target, **changed) -> bool:
+    back = checkpoint_io.load(public(layout, folder, pickled=False, **changed), target)
+    return same(back.state_dict(), drafter.state_dict())
+
+
+def test_names_of_layers_and_prefixes_differ(made, tmp_path):
+    target, drafter = made("eagle3")
+    layout = written(drafter, target, "vllm")
+    renamed = {f"model.{k.replace('midlayer.', 'layers.0.')}": v for k, v in layout.tensors.items()}
+    renamed = {k.replace("model.lm_", "lm_").replace("model.d2", "d2"): v for k, v in renamed.items()}
+    renamed.pop("model.t2d")
+    assert comes_back(layout._replace(tensors=renamed), tmp_path / "x", drafter, target)
+
+
+def test_a_head_that_is_not_there_is_the_targets(made, tmp_path):
+    target, drafter = made("eagle3, every token")
+    layout = written(drafter, target, "vllm")
+    drafter.lm_head.weight.data.copy_(target.head.weight)
+    none = dict.fromkeys(["lm_head.weight", "d2t", "t2d"])
+    assert comes_back(layout, tmp_path / "x", drafter, target, **none)
+
+
+def test_draft_ids_in_any_order_are_sorted_with_the_head(made, tmp_path):
+    target, drafter = made("eagle3")
+    layout = written(drafter, target, "vllm")
+    order = torch.randperm(12)
+    ids = (layout.tensors["d2t"] + torch.arange(12))[order]
+    mixed = {"d2t": ids - torch.arange(12), "lm_head.weight": layout.tensors["lm_head.weight"][order]}
+    assert comes_back(layout, tmp_path / "x", drafter, target, **mixed)
+
+
+ONES = torch.ones(8)
+BIASES = {f"layers.0.self_attn.{x}_proj.bias": torch.ones(8) for x in "qkv"}
+FOREIGN = {
+    "hidden_size is 32, the target's 16": ("eagle without", {"config": {"hidden_size": 32}}),
+    "vocab_size is 99, the target's 40": ("eagle3", {"config": {"vocab_size": 99}}),
+    "its embedding is not the target's": ("eagle3", {"embed_tokens.weight": torch.randn(V, 16)}),
+    "target_hidden_size is 64": ("eagle3", {"config": {"target_hidden_size": 64}}),
+    "hidden_act is gelu": ("eagle without", {"config": {"hidden_act": "gelu"}}),
+    "no place .* layer.input_layernorm": (
+        "eagle without",
+        {"layers.0.input_layernorm.weight": torch.ones(16)},
+    ),
+    "no place .* layer.qkv_proj.bias": ("eagle without", BIASES),
+    "no place .* layers.0.q_norm": ("eagle3", {"midlayer.self_attn.q_norm.weight": ONES}),
+    "1 tensors are missing, norm.weight first": ("eagle3", {"norm.weight": None}),
+    "d2t, which maps them, is missing": ("eagle3", {"d2t": None}),
+    "d2t does not hold offsets": ("eagle3", {"d2t": torch.arange(12) * 3}),
+    r"positions are scaled \(dynamic\)": ("eagle3", {"config": {"rope_scaling": {"type": "dynamic"}}}),
+    "no EAGLE": ("eagle without", {"fc.weight": None}),
+    "values entering layers": ("eagle3", {"config": {IDS: [2, 9, 40]}}),
+    "last hidden state": ("eagle3", {"config": {"eagle_config": {"use_aux_hidden_state": False}}}),
+}
+
+
+@pytest.mark.parametrize("message", FOREIGN)
+def test_another_drafters_files_are_refused_in_one_line(made, message, tmp_path):
+    case, more = FOREIGN[message]
+    target, drafter = made(case)
+    folder = public(written(drafter, target, "vllm"), tmp_path / "x", pickled=False, **more)
+    with pytest.raises(UserError, match=message) as error:
+        checkpoint_io.load(folder, target)
+    assert "\n" not in str(error.value)
+
+
+HOSTILE = [
+    *({"architectures": value} for value in (3, [])),
+    *({"num_attention_heads": value} for value in (0, "four")),
+    *({"num_hidden_layers": value} for value in ([1], 10**12)),
+    {"rope_parameters": "spiral"},
+    {"rope_parameters": {"rope_type": "yarn", "factor": "much"}},
+    {"rope_parameters": {"rope_type": "llama3"}},
+    {"rope_parameters": {"rope_theta": "far"}},
+    {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": -1}},
+    {"eagle_config": [1]},
+    *({IDS: value} for value in (7, ["last"])),
+    {"hidden_size": None},
+    {"intermediate_size": 10**15},
+    {"rms_norm_eps": "small"},
+]
+
+
+@pytest.mark.parametrize("config", HOSTILE, ids=str)
+@pytest.mark.parametrize("case", ["eagle without", "eagle3"])
+def test_a_hostile_config_is_one_line(made, case, config, tmp_path):
+    target, drafter = made(case)
+    layout = written(drafter, target, "vllm")
+    layout = layout._replace(config=layout.config | config)
+    folder = folder_of(layout, tmp_path / "x")
+    if case == "eagle without" and config.keys() & {"eagle_config", IDS}:
+        checkpoint_io.load(folder, target)  # nothing that EAGLE-1 has
+        return
+    with pytest.raises(UserError) as error:
+        checkpoint_io.load(folder, target)
+    assert "\n" not in str(error.value)
+
+
+class Loud:
+    """Tells whether it was unpickled."""
+
+    made = False
+
+    def __setstate__(self, state):
+        Loud.made = True
+
+
+PICKLED = {
+    "code": {"fc.weight": Loud()},
+    "a list": [torch.ones(2)],
+    "a number": {"fc.weight": 3},
+    "a number many times": {"fc.weight": torch.ones(1).expand(2**40)},
+    "a shape": {"fc.weight": torch.ones(2, device="meta")},
+    "junk": b"junk",
+}
+
+
+@pytest.mark.parametrize("content", PICKLED.values(), ids=PICKLED)
+def test_a_pickled_file_gives_tensors_or_nothing(made, content, tmp_path):
+    target, drafter = made("eagle without")
+    folder = public(written(drafter, target, "vllm"), tmp_path / "x")
+    if isinstance(content, bytes):
+        (folder / "pytorch_model.bin").write_bytes(content)
+    else:
+        torch.save(content, folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model.bin: not a .*convert it to safetensors") as error:
+        checkpoint_io.load(folder, target)
+    assert "\n" not in str(error.value)
+    assert not Loud.made
+
+
+NAMES = [3, "..", "", "../config.json", "a\0b", "config.json"]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [[], {}, {"weight_map": ["model.safetensors"]}, *({"weight_map": {"fc.weight": name}} for name in NAMES)],
+    ids=str,
+)
+def test_an_index_names_files_of_its_folder(made, index, tmp_path):
+    target, drafter = made("eagle without")
+    folder = public(written(drafter, target, "vllm"), tmp_path / "x", pickled=False)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"damaged|no file of this folder") as error:
+        checkpoint_io.load(folder, target)
+    assert "\n" not in str(error.value)

@@ -7,13 +7,13 @@ import shlex
 from dataclasses import replace
 
 import pytest
+import served_authors
 import served_heads
 import torch
 from draft_models import draft_model
 from faces import Follower, K, V, batch_of, equal, plans_of, random_texts
 from fillers import drafter_for, filler
 from safetensors.torch import load_file, save_file
-from served_heads import MisfitError
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 from workbench import make_target, same
 
@@ -85,9 +85,6 @@ def gap(one, other) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
-# -- through the loader's rules --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("form", MEDUSA, ids=str)
 def test_vllm_makes_our_medusa_of_it(target, make_drafter, tmp_path, form, scale):
@@ -130,25 +127,9 @@ def test_the_command_survives_any_path(target, make_drafter, tmp_path):
     assert asked["model"] == '/c d/{x}"s'
 
 
-def test_swapped_and_missing_tensors_are_noticed(target, make_drafter, tmp_path):
-    drafter = make_drafter("medusa", target, depth=K)
-    config, tensors = files(exported(drafter, target, tmp_path)[0])
-    features, read = inputs()
-    for one, other in (("blocks.0", "blocks.1"), ("lm_heads.0", "lm_heads.2")):
-        swapped = {name: tensors[name.replace(one, other)] for name in tensors if name.startswith(one)}
-        run = served_heads.medusa(config, tensors | swapped, K)
-        assert gap(run(features), ours(drafter, target, features, read)) > 1e-2
-    tensors.popitem()
-    with pytest.raises(MisfitError):
-        served_heads.medusa(config, tensors, K)
-
-
-# -- and back --------------------------------------------------------------------------------------
-
-
 def assert_alike(target, one, other) -> None:
     """Same settings, weights and drafts."""
-    unused = ("info_rank", "hot_tokens")  # of a bias that there is none of
+    unused = ("info_rank", "hot_tokens")  # of a bias that there is not
     ours, theirs = ({n: v for n, v in each.settings.items() if n not in unused} for each in (one, other))
     assert (type(one), ours) == (type(other), theirs)
     assert same(one.state_dict(), other.state_dict())
@@ -188,6 +169,25 @@ def fasterdecoding(drafter, folder, name):
     else:
         save_file(tensors, folder / name)
     return folder
+
+
+@pytest.mark.parametrize("form", [{}, {"own_head": False}, {"bias": True}, {"depth": 5}], ids=str)
+def test_the_authors_make_our_medusa_of_it(target, make_drafter, tmp_path, form):
+    target.model.config._name_or_path = target.model.name_or_path = "some/target"
+    drafter = make_drafter("medusa", target, **{"depth": K} | form)
+    folder, layout = exported(drafter, target, tmp_path, "authors")
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "medusa_lm_head.pt"]
+    assert ("builds 5 heads" in layout.note) is (drafter.depth != 5)
+    run = served_authors.medusa(folder, "some/target", target.head.weight)
+    back = checkpoint_io.load(folder, target)
+    features, read = inputs(drafter.depth)
+    for one in (drafter, back):
+        assert gap(run(features), ours(one, target, features, read)) < 1e-5
+    if drafter.settings["own_head"]:  # a shared head is read as one of each depth
+        assert_alike(target, drafter, back)
+    held = torch.load(folder / "medusa_lm_head.pt", weights_only=True)  # noqa: TID251  (as they read it)
+    heads = {value.data_ptr() for value in held.values() if len(value) == V}
+    assert len(heads) == (drafter.depth if drafter.settings["own_head"] else 1)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -283,9 +283,6 @@ def test_heads_for_a_target_whose_head_has_a_bias_are_refused(target, make_draft
     target.head = replace(target.head, bias=torch.zeros(V))
     with pytest.raises(UserError, match="this target's head has a bias"):
         checkpoint_io.load(folder, target)
-
-
-# -- whole models ----------------------------------------------------------------------------------
 
 
 def draft(folder, kind, vocab) -> str:

@@ -77,9 +77,6 @@ def assert_alike(one, other, atol=1e-4) -> None:
     torch.testing.assert_close(logits(one.model, texts), logits(other.model, texts), rtol=0, atol=atol)
 
 
-# -- what a checkpoint holds -----------------------------------------------------------------------
-
-
 def test_a_checkpoint_holds_what_trains_and_names_the_base(target, tmp_path):
     drafter = adapted(target, tmp_path / "draft")
     drafter.add_confidence()
@@ -126,9 +123,6 @@ def test_a_checkpoint_that_holds_the_whole_model_is_merged(target, tmp_path):
     assert_alike(checkpoint_io.load(folder, target), drafter)
 
 
-# -- the base --------------------------------------------------------------------------------------
-
-
 def test_a_base_that_is_gone_or_another_is_one_line_that_says_what_to_do(target, tmp_path):
     base = tmp_path / "draft"
     folder = saved(adapted(target, base), target, tmp_path / "checkpoint")
@@ -172,9 +166,6 @@ def test_a_hub_id_is_named_with_the_commit_that_was_loaded(target):
     assert locate_base(model, "owner/name", "main") == LoraBase("owner/name", "a" * 40)
     model.config._commit_hash = None
     assert locate_base(model, "owner/name", "v1") == LoraBase("owner/name", "v1")
-
-
-# -- other programs --------------------------------------------------------------------------------
 
 
 def opened(base, folder: Path, texts) -> torch.Tensor:
@@ -236,9 +227,6 @@ def test_an_exported_folder_is_a_plain_model_that_says_the_same(tiny_target, tmp
         want = logits(one.model, texts)
         torch.testing.assert_close(logits(again, texts), want, rtol=NEAR[dtype], atol=NEAR[dtype])
     torch.testing.assert_close(logits(drafter.model, texts), want, rtol=0, atol=10 * NEAR[dtype])
-
-
-# -- training --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -320,9 +308,6 @@ def test_a_killed_run_ends_with_the_same_bits_and_its_state_is_small(bench, tmp_
     moments = state["optimizer_states"][0]["state"]
     assert len(moments) == len(ours)
     assert sorted(m["exp_avg"].shape for m in moments.values()) == sorted(w.shape for w in ours.values())
-
-
-# -- starting from adapters ----------------------------------------------------------------------------
 
 
 def fresh(target, tmp_path, **options) -> DraftLM:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -67,9 +66,6 @@ def confidences(drafter, target, texts) -> dict[tuple[int, int, int], float]:
                 places += [(row, t - ahead, 1 + ahead) for ahead in range(1, min(K, t + 1))]
             found |= dict.fromkeys(places, float(logit.sigmoid()))
     return found
-
-
-# -- contract: every drafter with states ---------------------------------------------------------
 
 
 def test_a_head_changes_no_draft(pair):
@@ -157,41 +153,6 @@ def test_a_drafter_without_states_refuses_a_head(pair):
     assert drafter.confidence is None
 
 
-# -- learning ------------------------------------------------------------------------------------
-
-
-# Of a random EAGLE without a bias the states say little of its probs, however long one learns.
-@pytest.mark.parametrize(("name", "options"), [("eagle", {"bias": True}), ("medusa", {})])
-def test_a_head_learns_what_is_accepted(tiny_target, make_drafter, name, options):
-    """On other texts than those it learnt from, and of random probs, which are accepted much alike."""
-    target, drafter = both(tiny_target, make_drafter, name, **options)
-    drafter.requires_grad_(False)
-    drafter.add_confidence()
-    objective = Objective(kl, constant)
-    optimizer = torch.optim.Adam(drafter.confidence.parameters(), lr=0.03)
-    seen, losses = batch_of(target, random_texts(16, 20, seed=3)), []
-    for _ in range(120):
-        optimizer.zero_grad()
-        steps = drafter.unroll(seen, target)
-        total, scored = objective(
-            steps, seen.last, target.head, drafter.aux_weights_at(1.0), confidence=drafter.confidence
-        )
-        total.backward()
-        optimizer.step()
-        losses.append(sum(row.confidence_loss for row in scored) / sum(row.rows for row in scored))
-    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
-    fresh = random_texts(16, 20, seed=4)
-    drafted, said = unrolled(drafter, target, fresh), confidences(drafter, target, fresh)
-    teacher = target.head(target.read(fresh).last).softmax(-1)
-    true = torch.tensor(
-        [float(torch.minimum(teacher[row, t + depth], q).sum()) for (row, t, depth), q in drafted.items()]
-    )
-    guess = torch.tensor([said[place] for place in drafted])
-    assert losses[-1] < min(losses[:20])
-    assert torch.corrcoef(torch.stack([true, guess]))[0, 1] > 0.3
-    assert (true - guess).abs().mean() < (true - true.mean()).abs().mean()
-
-
 def test_rows_count_by_their_weights_and_columns_of_a_side_are_not_read(tiny_target, make_drafter):
     target, drafter = both(
         tiny_target, make_drafter, "medusa", token_info="vanilla", info_rank=4, hot_tokens=V
@@ -214,9 +175,6 @@ def test_rows_count_by_their_weights_and_columns_of_a_side_are_not_read(tiny_tar
         for head in (drafter.confidence, None)
     ]
     assert float(totals[0] - totals[1]) == pytest.approx(want, rel=1e-4)
-
-
-# -- decoding ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -252,9 +210,6 @@ def test_what_a_row_draws_where_it_drafts_nothing_is_its_own(tiny_target, make_d
     single = [generate(target, drafter, [prompts[i]], requests=[i], **options).outputs[0] for i in range(18)]
     assert any(0 in output.draft_lengths for output in together)
     assert [output.tokens for output in together] == [output.tokens for output in single]
-
-
-# -- runs ----------------------------------------------------------------------------------------
 
 
 CONFIDENT = {"drafter__confidence": True, "decode__min_confidence": 0.3}

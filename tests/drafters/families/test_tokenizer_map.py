@@ -30,9 +30,6 @@ def shared(found: TokenizerMap) -> set[tuple[int, int]]:
     return set(zip(found.draft_ids.tolist(), found.target_ids.tolist(), strict=True))
 
 
-# -- what tokens stand for -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tokenizer", [SMALL, LARGE, MIXED], ids=["small", "large", "parts of letters"])
 def test_tokens_spell_the_text_that_the_tokenizer_decodes(tokenizer):
     tokens = [*range(len(tokenizer)), *reversed(range(len(tokenizer)))]
@@ -55,9 +52,6 @@ def test_a_tokenizer_of_another_kind_is_refused():
     other.decoder = decoders.WordPiece()
     with pytest.raises(UserError, match=r"^target=x: its tokenizer is neither"):
         TokenBytes.of(other, 3, "target=x")
-
-
-# -- what is shared --------------------------------------------------------------------------------
 
 
 def test_tokens_of_the_same_bytes_are_shared_and_no_others():
@@ -91,9 +85,6 @@ def test_ids_that_a_model_has_not_are_left_out():
     found = TokenizerMap(copied(LARGE), 290, target)
     assert found.target_ids.max() < len(target.words) == 280
     assert found.draft_ids.max() < 290
-
-
-# -- texts -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -1,4 +1,4 @@
-"""Token shares: when they are made, that they follow the weights, and how they round."""
+"""Frozen weights: shares of tokens that follow them, and rounding to int8."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from faces import SAMPLED, TREE, Follower, K, assert_faces_agree, both, random_texts, unrolled
+from faces import CHUNKS, SAMPLED, TREE, Follower, K, assert_faces_agree, both, random_texts, unrolled
 from torch import nn
 
+from decode.errors import UserError
+from decode.kernels import packed_linear
 from drafters.layers import decode_step
 from drafters.layers.decode_step import SharesCache
 
 KINDS = ["eagle", "hass", "prism", "eagle3", "p_eagle"]
-CHUNKS = [(5, 3), (1, 4), (3, 1)]
 
 
 def frozen(tiny_target, make_drafter, kind):
@@ -31,7 +32,7 @@ def made(drafter):
 @torch.inference_mode()
 def agree(drafter, target):
     """Decode, and compare with the unroll."""
-    assert_faces_agree(drafter, target, random_texts(), CHUNKS)
+    assert_faces_agree(drafter, target, random_texts(), CHUNKS[:3])
     return made(drafter)
 
 
@@ -100,7 +101,7 @@ def test_they_round_no_worse_in_half_precision(tiny_target, make_drafter, monkey
         found = errors[limit] = []
         with torch.inference_mode():
             follower = Follower(drafter, target, random_texts())
-            for counts in CHUNKS:
+            for counts in CHUNKS[:3]:
                 follower.advance(counts)
                 q = follower.propose(SAMPLED).q
                 for row, anchor in enumerate(follower.anchors):
@@ -108,3 +109,27 @@ def test_they_round_no_worse_in_half_precision(tiny_target, make_drafter, monkey
         assert (made(drafter) is not None) == (limit > 0)
     plain, shared = (math.fsum(found) for found in errors.values())
     assert shared < 1.2 * plain
+
+
+@pytest.mark.parametrize("fast", [0, 4], ids=["plain", "int8"])
+@pytest.mark.parametrize("kind", [*KINDS, "lyanna", "mlp", "lstm", "medusa", "hydra"])
+def test_replay_and_decoding_are_of_the_rounded_model(kind, fast, monkeypatch, tiny_target, make_drafter):
+    monkeypatch.setattr(packed_linear, "int8_rows", lambda *shape: fast)
+    target, drafter = both(tiny_target, make_drafter, kind)
+    drafter.eval().requires_grad_(False)
+    texts = random_texts()
+    heads = target.head.weight.clone()
+    with torch.inference_mode():
+        before = Follower(drafter, target, texts, CHUNKS[0]).propose(SAMPLED).q
+    drafter.round_to_int8()
+    with torch.inference_mode():
+        assert_faces_agree(drafter, target, texts, CHUNKS[:3])
+        after = Follower(drafter, target, texts, CHUNKS[0]).propose(SAMPLED).q
+    assert 0 < (after - before).abs().max() < 0.2, "rounded, and much the same"
+    assert target.head.weight.equal(heads)
+
+
+def test_a_drafter_without_layers_is_refused(tiny_target, make_drafter):
+    drafter = make_drafter("ngram", tiny_target())
+    with pytest.raises(UserError, match=r"score\.quantize=int8: .*leave it none"):
+        drafter.round_to_int8()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from workbench import Bench, train
 
 from decode.errors import UserError
 from drafters import optional
@@ -77,19 +76,6 @@ def compare(name, options, tiny_target, make_drafter):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "lm"])
-@pytest.mark.ci("eagle")
-def test_a_run_trains_with_it(drafter, tmp_path):
-    """In mixed precision, as is the default."""
-    bench = Bench(tmp_path)
-    more = [option for option in bench.command if drafter == "eagle" or option != "drafter.depth=2"]
-    more += [f"drafter={drafter}", "score.enabled=false"]
-    taken = [train([*more, f"gradient_checkpointing={on}"]) for on in ("false", "true")]
-    assert [done.code for done in taken] == [0, 0]
-    losses = [done.out.split("loss ")[-1].split()[0] for done in taken]
-    assert losses[0] == losses[1]
-
-
 def test_a_copy_that_answers_is_the_same(tiny_target, make_drafter):
     """On-policy training copies the draft model, checkpointing and all."""
     target = tiny_target(vocab=40, layers=4, hidden=16)
@@ -102,8 +88,3 @@ def test_a_copy_that_answers_is_the_same(tiny_target, make_drafter):
         for weight in drafter.parameters():
             weight.zero_()
     torch.testing.assert_close(twin.read(tokens).last, want, rtol=0, atol=0)
-
-
-def test_a_drafter_without_layers_refuses_it(tmp_path):
-    done = train(["drafter=mlp", "gradient_checkpointing=true", f"output_dir={tmp_path}"])
-    done.refused("gradient_checkpointing: this drafter has no layers to recompute")

@@ -7,7 +7,6 @@ import torch
 from faces import (
     CHAIN,
     CHUNKS,
-    ROUNDING,
     V,
     assert_faces_agree,
     both,
@@ -43,18 +42,6 @@ def test_decoding_computes_the_probs_of_training(tiny_target, make_drafter, name
         for prefix, chain in zip(follower.known, follower.propose(CHAIN).tokens.tolist(), strict=True):
             below = laws_below(drafter, target, prefix, chain[:-1])
             assert [int(probs.argmax()) for probs in below] == chain
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_tokens_probs_depend_on_the_one_before(tiny_target, make_drafter, name, kind):
-    target, drafter = informed(tiny_target, make_drafter, name, kind)
-    prefix = random_texts()[0, :8].tolist()
-    one, other = (laws_below(drafter, target, prefix, [t])[1] for t in (1, 2))
-    if kind == "none":
-        assert torch.equal(one, other)
-    else:
-        assert (one - other).abs().max() > 100 * ROUNDING
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])

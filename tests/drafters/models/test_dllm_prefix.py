@@ -8,7 +8,6 @@ import contract
 import pytest
 import torch
 from contract import *  # noqa: F403
-from exact import check_lossless
 from faces import (
     CHAIN,
     CHUNKS,
@@ -30,12 +29,10 @@ from transformers import AutoModelForCausalLM
 from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.model.causal_lm import CausalLM
-from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.losses import divergences
 from distill.losses.objective import Objective
 from distill.losses.weights import DPace, constant
-from drafters import optional
 from drafters.base import DraftStep
 from drafters.checkpoint import io as checkpoint_io
 
@@ -54,9 +51,6 @@ def pair(request, tiny_target, make_drafter):
 @pytest.fixture
 def target(tiny_target):
     return tiny_target(vocab=V, layers=3, hidden=16, dtype=torch.float32)
-
-
-# -- one full pass under the mask ------------------------------------------------------------------
 
 
 def full_pass(model, shown, block, shift, kind="llama"):
@@ -126,9 +120,6 @@ def test_adapters_keep_the_contract(target, tmp_path, kind):
     contract.test_proposing_changes_nothing_for_later_rounds(pair)
 
 
-# -- packed training -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("sampled", [False, True], ids=["all anchors", "a sample"])
 @pytest.mark.parametrize("kind", CAUSAL)
@@ -180,9 +171,6 @@ def test_batch_past_the_context_has_gradients_of_zero(target, tmp_path, weights)
     assert all(w.grad is not None and not w.grad.any() for w in layers)
 
 
-# -- passes and their tokens -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("steps", [1, 2])
 def test_draft_reads_new_tokens_and_masks_only(target, tmp_path, steps):
     drafter = drafter_for(target, filler(tmp_path / "model"), prefix="causal", shift=1, steps=steps)
@@ -194,17 +182,6 @@ def test_draft_reads_new_tokens_and_masks_only(target, tmp_path, steps):
         first, later = widths[::steps], [w for i, w in enumerate(widths) if i % steps]
         assert first == [length + 1 + K, *(n + K for n in output.emitted[:-1])]
         assert later == [K] * len(output.emitted) * (steps - 1)
-
-
-def test_keys_and_values_of_masks_are_not_kept(target, tmp_path):
-    drafter = drafter_for(target, filler(tmp_path / "model"), prefix="causal")
-    follower = Follower(drafter, target, random_texts())
-    for counts in CHUNKS:
-        follower.advance(counts)
-        follower.propose(SAMPLED)
-        assert list(follower.state.lm.lengths) == [n + 1 for n in follower.settled]
-    layers, width, fp32 = 2, 16, 4
-    assert optional.kv_bytes_per_token(drafter, follower.state) == layers * 2 * width * fp32
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -229,23 +206,6 @@ def test_surest_masks_are_filled_first(target, tmp_path, shift):
     assert differ, "later passes changed nothing, so this could not fail"
 
 
-# -- decoding --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("plan", "shift"),
-    [
-        (Plan(2, proposal="sampled"), 0),
-        (Plan(tree=((0,), (1,), (0, 0), (0, 1)), proposal="hybrid", rule="traversal"), 1),
-    ],
-    ids=["chain", "tree"],
-)
-def test_decoding_is_lossless(tiny_target, make_drafter, plan, shift):
-    target = tiny_target()
-    drafter = make_drafter("hf_dllm", target, prefix="causal", shift=shift)
-    check_lossless(target, drafter, plan, Sampler(0.7), rows=[0])
-
-
 @pytest.mark.parametrize("kind", ["llama", "learned positions"])
 def test_text_past_the_context_is_the_targets(target, tmp_path, kind):
     more = {"n_positions": 16} if kind == "learned positions" else {}
@@ -257,9 +217,6 @@ def test_text_past_the_context_is_the_targets(target, tmp_path, kind):
     plain = [o.tokens for o in generate(target, None, prompts, **options).outputs]
     for plan in (CHAIN, TREE):
         assert [o.tokens for o in generate(target, drafter, prompts, plan=plan, **options).outputs] == plain
-
-
-# -- files and refusals ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefixes", [("none", "causal"), ("causal", "none")], ids=" to ".join)

@@ -33,9 +33,6 @@ def drafter_for(target, path: str) -> DraftLM:
     return DraftLM.for_target(target, path=path).to(target.dtype).eval()
 
 
-# -- decoding ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model_keeps_the_contract(target, tmp_path, monkeypatch, kind):
     """Windows and additive masks over scratch slots above all."""
@@ -92,9 +89,6 @@ def test_text_past_the_context_is_the_targets(target, tmp_path):
         for plan in (CHAIN, TREE):
             run = generate(target, drafter, prompts, plan=plan, **options)
             assert [o.tokens for o in run.outputs] == plain
-
-
-# -- the vocabulary ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab", [V - 9, V + 9])
@@ -175,9 +169,6 @@ def test_bundled_draft_model_drafts_for_the_bundled_target(pocket):
     assert sum(sum(o.emitted) for o in outputs) / sum(len(o.emitted) for o in outputs) > 1.5
 
 
-# -- saved ---------------------------------------------------------------------------------------
-
-
 def test_tied_matrix_is_saved_once(target, tmp_path):
     drafter = drafter_for(target, draft_model(tmp_path / "draft"))
     shutil.rmtree(tmp_path / "draft")
@@ -191,44 +182,6 @@ def test_tied_matrix_is_saved_once(target, tmp_path):
     with torch.no_grad():
         rows = [d.model(input_ids=texts, use_cache=False).logits for d in (drafter, loaded)]
     assert torch.equal(*rows)
-
-
-def saved_with(target, tmp_path, **changes) -> Path:
-    """A checkpoint whose model configuration is changed."""
-    (tmp_path / "saved").mkdir()
-    checkpoint_io.save(drafter_for(target, draft_model(tmp_path / "draft")), target, tmp_path / "saved")
-    file = tmp_path / "saved" / "config.json"
-    config = json.loads(file.read_text())
-    config["settings"]["config"] |= changes
-    file.write_text(json.dumps(config))
-    return file.parent
-
-
-def test_nothing_named_in_a_checkpoint_is_fetched_or_run(target, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')\n")
-    maps = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Model")
-    kernel = "nobody-we-know/kernel"
-    changes = {"auto_map": maps, "attn_implementation": kernel, "_attn_implementation": kernel}
-    loaded = checkpoint_io.load(saved_with(target, tmp_path, **changes), target)
-    assert type(loaded.model).__module__.startswith("transformers.models.")
-    assert loaded.model.config._attn_implementation == "sdpa"
-    assert "auto_map" not in loaded.settings["config"]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"model_type": "nonsense"}, {"model_type": "t5"}, {"hidden_size": "x"}, {"hidden_size": 32}],
-    ids=str,
-)
-def test_config_without_a_model_is_refused(target, tmp_path, changes):
-    folder = saved_with(target, tmp_path, **changes)
-    with pytest.raises(UserError) as error:
-        checkpoint_io.load(folder, target)
-    assert "\n" not in str(error.value)
-
-
-# -- a run that trains nothing ---------------------------------------------------------------------
 
 
 def given(bench: Bench, *more: str) -> list[str]:

@@ -44,9 +44,6 @@ def hidden(drafter, target, batch):
         }
 
 
-# -- states --------------------------------------------------------------------------------------
-
-
 def test_stale_states_are_those_of_their_place(tiny_target, make_drafter):
     target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
     texts = random_texts()
@@ -83,9 +80,6 @@ def test_selected_rows_keep_their_stale_states(tiny_target, make_drafter):
         assert part.state.left[place] == whole.state.left[row]
         torch.testing.assert_close(part.state.stale[place], whole.state.stale[row], rtol=0, atol=1e-5)
         assert paths(part.propose(TREE), place) == paths(whole.propose(TREE), row)
-
-
-# -- modes ---------------------------------------------------------------------------------------
 
 
 def test_logit_sum_adds_a_share_of_the_stale_logits(tiny_target, make_drafter):
@@ -196,8 +190,6 @@ def test_draft_may_be_deeper_than_the_last_one(tiny_target, make_drafter, mode):
     assert deep.lengths().tolist() == ([1, 1] if mode == "immediate" else [4, 4])
 
 
-# -- lossless ------------------------------------------------------------------------------------
-
 SMALL = ((0,), (1,), (0, 0))
 SHARP = {"proposal": "hybrid", "draft_temperature": 0.4}  # else three tokens leave nothing to reject
 PLANS = {
@@ -242,9 +234,6 @@ def test_plans_with_stale_states_are_lossless(tiny_target, make_drafter, case, s
     batch = {"prompts": [[1, 0, 0, 1], [1], [0, 1]], "length": 4, "rows": [0]}
     check_lossless(target, drafter, plan, sampler, **(single if mode == "immediate" else batch))
     assert any(seen)
-
-
-# -- costs -------------------------------------------------------------------------------------
 
 
 def rollouts_of(target, count=6, length=20):
@@ -300,9 +289,6 @@ def test_reuse_ablation_counts_as_defined(tiny_target, make_drafter):
         assert difference == pytest.approx(taus[0] - taus[1])
         assert low <= difference <= high
     assert drafter.reuse.mode == "tree_merge"
-
-
-# -- training --------------------------------------------------------------------------------------
 
 
 def test_state_loss_has_its_schedule(tiny_target, make_drafter):

@@ -37,8 +37,6 @@ from distill.training.optim import warm_up_and_decay
 from drafters.checkpoint import io as checkpoint_io
 from drafters.hf import tuned_target as tuned
 
-# -- the given target and the tuned one ------------------------------------------------------------
-
 
 def test_fresh_adapters_change_nothing(tiny_target):
     target, drafter = fresh(tiny_target)
@@ -139,9 +137,6 @@ def test_copies_with_adapters_are_freed_with_the_drafter(tiny_target):
     assert len(tuned._TWINS) == before
 
 
-# -- the loss --------------------------------------------------------------------------------------
-
-
 def test_depth_zero_trains_the_tuned_target(tiny_target):
     target, drafter = moved(tiny_target)
     texts, mask = random_texts(1, 8), torch.tensor([[0, 0, 1, 1, 0, 0, 1, 1]], dtype=torch.bool)
@@ -209,9 +204,6 @@ def test_adapters_wait_for_the_warmup_and_learn_slower(tiny_target):
     assert fresh(tiny_target, warmup=0.0)[1].param_groups()[1].rate(0.0) == 0.25
 
 
-# -- runs ------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def scored(bench) -> Path:
     before = {p.name: p.read_bytes() for p in bench.target.iterdir()}
@@ -241,8 +233,7 @@ def card_of(checkpoint: Path) -> dict[str, Any]:
 def test_scorecard_names_the_tuned_target_and_its_drift(bench, scored):
     for step in ("3", "6"):
         card = card_of(scored / "checkpoints" / step)
-        assert card["audit_passed"]
-        assert card["replay_agrees"]
+        assert card["audit_passed"] is card["replay_agrees"] is True
         assert card["lossless_to"] == "tuned target"
         far = card["target_drift"]
         assert far["prompts"] == 4

@@ -205,9 +205,6 @@ def test_final_norm_tells_its_scale(tiny_target):
         Mtp.for_target(target, depth=1, **UNASKED | {"before_norm": True})
 
 
-# -- vLLM's files ------------------------------------------------------------------------------------
-
-
 def written(drafter, target):
     return formats.write_layout(checkpoint_io.as_saved(drafter), target, "vllm")
 

@@ -20,6 +20,8 @@ REFUSED = {
         *({"taps": []}, {"taps": None}, {"layers": 0}, {"draft_vocab_size": 0}, {"anchors": -1}),
         *({"depth_weight": 0.0}, {"rate": 0.0}, {"fc_norm": True, "norm_before_fc": True}),
     ],
+    "hf_dllm": [{"depth": 0}, {"anchors": 0}, {"steps": 0}, {"steps": 4}, {"shift": 2}, {"prefix": "both"}],
+    "hydra": [{"depth": 0}, {"layers": 0}],
     "lookahead": [{"columns": 0}, {"ngram": 1}, {"pool": -1}],
     "lyanna": [
         *({"root_token": "all"}, {"drafted_states": "none"}, {"layers": 0}, {"warmup": 1.0}),
@@ -29,11 +31,13 @@ REFUSED = {
             for change in ({"nodes": 0}, {"least": 0}, {"weight": 0.0}, {"mode": "all"})
         ),
     ],
+    "medusa": [{"depth": 0}, {"layers": 0}],
     "medusa2": [
         *({"heads": 0}, {"lora_lr": -1}, {"warmup": 1.0}, {"warmup": -0.1}),
         *({"lora": LORA | {"targets": [name]}} for name in ("lm_head", "nowhere", "embed_tokens")),
         {"lora": LORA | {"targets": ["q_proj", "lm_head"]}},
     ],
+    "mlp": [{"depth": 0}, {"inner_size": -3}],
     "ngram": [{"min_n": 0, "max_n": 3}, {"min_n": 3, "max_n": 2}],
     "prism": [{"modules": order} for order in ([], [1, 0], [0, 2], [0, -1], [0, 0, 0, 1])],
     "prompt": [{"depth": 0}, {"ensemble": 0}, {"anchors": -1}],

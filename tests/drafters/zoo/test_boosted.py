@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
-import math
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from draft_models import quick
-from faces import CHAIN, CHUNKS, SAMPLED, TREE, Follower, K, batch_of, both, paths, random_texts, unrolled
+from faces import (
+    CHAIN,
+    CHUNKS,
+    SAMPLED,
+    TREE,
+    Follower,
+    K,
+    batch_of,
+    both,
+    equal,
+    paths,
+    random_texts,
+    unrolled,
+)
 from workbench import same, train, weights
 
 from decode.errors import UserError
@@ -18,6 +30,7 @@ from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters import optional
+from drafters.drafting.merge import mix_trees
 from drafters.export import formats
 from drafters.zoo.boosted import Boosted
 
@@ -45,9 +58,6 @@ def taps_of(target, drafter, part):
     target.tap(part.taps)
     yield
     target.tap(drafter.taps)
-
-
-# -- training --------------------------------------------------------------------------------------
 
 
 def wanted(target, drafter, texts) -> dict[tuple[int, int, int], bool]:
@@ -139,18 +149,6 @@ def test_first_stays_frozen_in_evaluation_mode(tiny_target, make_drafter):
     assert same(drafter.first.state_dict(), before)
 
 
-# -- drafts ----------------------------------------------------------------------------------------
-
-
-def mixed(first, second, weight, nodes):
-    """`mix_trees` in plain Python: {path: log q} twice -> the best paths with their probabilities."""
-    found = {}
-    for tree, share in ((first, weight), (second, 1 - weight)):
-        for path, score in tree.items():
-            found[path] = found.get(path, 0.0) + share * math.exp(score)
-    return dict(sorted(found.items(), key=lambda kv: -kv[1])[:nodes])
-
-
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize(
     "names",
@@ -161,28 +159,19 @@ def mixed(first, second, weight, nodes):
 def test_draft_has_the_most_probable_paths_of_both(tiny_target, make_drafter, names, weight):
     target, drafter = boosted(tiny_target, make_drafter, *names, first_weight=weight)
     follower = Follower(drafter, target, random_texts())
-    parts = {}
-    for name in ("first", "second"):
-        with taps_of(target, drafter, getattr(drafter, name)):
-            parts[name] = Follower(getattr(drafter, name), target, random_texts())
-    shared = 0
+    parts, shared = [], 0
+    for part in (drafter.first, drafter.second):
+        with taps_of(target, drafter, part):
+            parts.append(Follower(part, target, random_texts()))
     for counts in CHUNKS:
-        for one in (follower, *parts.values()):
+        for one in (follower, *parts):
             one.advance(counts)
         draft = follower.propose(TREE)
-        own = {name: one.propose(TREE) for name, one in parts.items()}
-        for row in range(2):
-            trees = {
-                name: {path: float(tree.score[row, i]) for path, i in paths(tree, row).items() if path}
-                for name, tree in own.items()
-            }
-            want = mixed(trees["first"], trees["second"], weight, TREE.nodes)
-            want = {path: chance for path, chance in want.items() if chance}
-            found = {path: i for path, i in paths(draft, row).items() if path}
-            assert found.keys() == want.keys()
-            scores = [math.exp(float(draft.score[row, i])) for i in found.values()]
-            assert scores == pytest.approx([want[path] for path in found], rel=1e-4)
-            shared += len(trees["first"].keys() & trees["second"].keys())
+        first, second = (one.propose(TREE) for one in parts)
+        want = mix_trees(first, second, weight, TREE.nodes)
+        assert equal(draft, want)
+        torch.testing.assert_close(draft.score, want.score, rtol=1e-4, atol=0)
+        shared += sum(len(paths(first, row).keys() & paths(second, row).keys()) - 1 for row in range(2))
     assert shared
 
 
@@ -210,9 +199,6 @@ def test_second_with_fewer_levels_drafts_those(tiny_target, make_drafter):
         drafter.check(plan)
 
 
-# -- what cannot be combined -----------------------------------------------------------------------
-
-
 def test_drafters_that_cannot_be_combined_are_refused(tiny_target, make_drafter):
     target, drafter = boosted(tiny_target, make_drafter)
     eagle = drafter.second
@@ -237,9 +223,6 @@ def test_no_engine_drafts_with_two(tiny_target, make_drafter):
     assert formats.accepting("boosted", drafter.settings, target) == []
     with pytest.raises(UserError, match="no program drafts with two models"):
         formats.check("boosted", drafter.settings, target, "vllm")
-
-
-# -- a whole run -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -125,9 +125,6 @@ def below_the_root(passes: list[str]) -> int:
     return passes.count("logits") - passes.count("unread")
 
 
-# -- vertical: the draft model's own draft ---------------------------------------------------------
-
-
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize(
@@ -258,9 +255,6 @@ def test_right_guesses_save_passes(target, make_drafter, passes, plan, right, fi
     assert below_the_root(passes) == (plan.depth - 1) * rounds
 
 
-# -- horizontal: the lookup's tokens behind those of the draft model ---------------------------------
-
-
 @pytest.mark.parametrize("plan", [CHAIN, SAMPLED], ids=lambda p: p.name)
 @pytest.mark.parametrize("depth", [1, 2, 9])
 def test_later_tokens_and_their_q_are_the_seconds(tiny_target, make_drafter, plan, depth):
@@ -283,8 +277,6 @@ def test_later_tokens_and_their_q_are_the_seconds(tiny_target, make_drafter, pla
         assert (later != PAD).any() or own == K
 
 
-# -- lossless -----------------------------------------------------------------------------------------
-
 ENUMERATED = {  # drafts without `first_depth` are the draft model's, as shown above
     "fixed": Plan(3),
     "token": Plan(2, proposal="sampled"),
@@ -302,9 +294,6 @@ def test_chains_are_lossless(tiny_target, make_drafter, case, sampler):
     drafter = cascade(make_drafter, target, first_depth=plan.depth - 1)
     check_lossless(target, drafter, plan, sampler, length=4, prompts=READ[:1], abreast=1)
     check_lossless(target, drafter, plan, sampler, length=3, rows=[0])
-
-
-# -- its parts -----------------------------------------------------------------------------------------
 
 
 def test_parts_that_make_no_cascade_are_refused(tiny_target, make_drafter, tmp_path):
@@ -344,9 +333,6 @@ def test_export_is_the_firsts(target, make_drafter, tmp_path):
     whole, first = (formats.write_layout(one, target, "hf") for one in saved)
     assert same(whole.tensors, first.tensors)
     assert "not exported: the second drafter" in whole.note
-
-
-# -- whole runs ----------------------------------------------------------------------------------------
 
 
 def test_first_trains_like_a_plain_run(bench):

@@ -1,13 +1,18 @@
-"""Lookahead decoding: Jacobi iterations of the paper, drafts from the pool, and the target's texts."""
+"""Lookahead decoding: Jacobi iterations, the pool and the target's texts; token recycling."""
+
+from __future__ import annotations
 
 import pytest
 import torch
+from faces import Follower, assert_faces_agree, both, equal, random_rollouts
 
 from decode.evaluation.replay import why_inexact
 from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
+from drafters.zoo import recycle
 from drafters.zoo.lookahead import Lookahead
+from drafters.zoo.recycle import RECENT
 
 V = 24
 PROMPT = [5, 9, 2, 7, 3, 5, 9, 2]
@@ -86,3 +91,42 @@ def test_texts_are_the_targets(target, plan, temperature):
     assert all(max(o.drafted) <= plan.nodes for o in drafted)
     assert sum(map(sum, (o.accepted for o in drafted))) > 0 or temperature
     assert "rejected tokens" in why_inexact(plan, Sampler(temperature), drafter)
+
+
+# -- token recycling -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(tiny_target, make_drafter):
+    return both(tiny_target, make_drafter, "recycle", pairs=False)
+
+
+def test_newest_places_of_a_token_count_most(made):
+    """Texts of three tokens, each of them more often in a text than places count."""
+    target, drafter = made
+    texts = torch.randint(3, (2, 60), generator=torch.Generator().manual_seed(0))
+    assert all(texts[0].eq(token).sum() > RECENT for token in range(3))
+    assert_faces_agree(drafter, target, texts, [(40, 12), (3, 20), (1, 4), (4, 1)])
+
+
+def test_long_prompt_is_scored_in_pieces(made, monkeypatch):
+    target, drafter = made
+    texts = torch.randint(20, (2, 30), generator=torch.Generator().manual_seed(1))
+    whole = Follower(drafter, target, texts, (25, 21)).propose(Plan(3, 3, 8))
+    monkeypatch.setattr(recycle, "LOGITS", 2 * target.vocab_size * 4)  # four places at once
+    widths, call = [], type(target.head).__call__
+    monkeypatch.setattr(
+        type(target.head), "__call__", lambda self, h: widths.append(h.shape[1]) or call(self, h)
+    )
+    assert equal(whole, Follower(drafter, target, texts, (25, 21)).propose(Plan(3, 3, 8)))
+    assert widths[:7] == [4] * 6 + [2]  # the prompt's longest row and one column of padding
+
+
+def test_pairs_are_counted_only_if_asked(tiny_target, make_drafter, made):
+    _, drafter = made
+    assert not drafter.needs_fit
+    assert drafter.fit(random_rollouts(40)) == "nothing is counted or trained"
+    assert not drafter.seen.any()
+    _, counting = both(tiny_target, make_drafter, "recycle")
+    assert counting.needs_fit
+    assert "pairs counted" in counting.fit(random_rollouts(40))

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from exact import EXACT, check_lossless
-from faces import SAMPLED, V, assert_faces_agree, batch_of, both, random_texts
+from exact import EXACT
+from faces import V, assert_faces_agree, batch_of, both, random_texts
 from workbench import final
 
 from decode.draft import Draft
@@ -61,9 +61,6 @@ def read_ahead(target, draft):
     target.extend(tokens)
     target.keep([5, 2])
     return target.extend(torch.tensor([[22], [23]]), draft)
-
-
-# -- prompts and the target --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", ["tree", "chain"])
@@ -119,9 +116,6 @@ def test_long_texts_are_read_in_parts(pair, monkeypatch):
     torch.testing.assert_close(verifier.read(texts).taps, whole, rtol=0, atol=EXACT)
 
 
-# -- several prompts of each depth -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 def test_ensemble_is_the_mean_of_separate_members(tiny_target, make_drafter, shape):
     """In what is read behind drafts, behind a prefill and in training."""
@@ -149,15 +143,6 @@ def test_ensemble_is_the_mean_of_separate_members(tiny_target, make_drafter, sha
 def test_ensembles_decode_as_trained(tiny_target, make_drafter):
     target, drafter = both(tiny_target, make_drafter, "prompt", ensemble=2)
     assert_faces_agree(drafter, target, random_texts())
-
-
-def test_ensembles_are_lossless(tiny_target, make_drafter):
-    target = tiny_target()
-    drafter = make_drafter("prompt", target, ensemble=2)
-    check_lossless(drafter.verifier(target), drafter, SAMPLED, Sampler(1.0), rows=[0])
-
-
-# -- costs and rounds ------------------------------------------------------------------------------
 
 
 def read_sizes(target, monkeypatch) -> list[int]:
@@ -204,9 +189,6 @@ def test_rounds_without_a_draft_keep_the_next_one(pair):
     assert [draft.depth for draft in drafted] == [0, 2, 0, 2, 0]
 
 
-# -- one model in two places, and refusals -----------------------------------------------------------
-
-
 def test_verifier_shares_the_targets_weights(tiny_target, make_drafter):
     target = tiny_target(vocab=V, layers=3, hidden=16)
     drafter = make_drafter("prompt", target)
@@ -246,24 +228,6 @@ def test_prompting_twice_is_refused(pair):
         drafter.verifier(drafter.verifier(target))
 
 
-# -- training --------------------------------------------------------------------------------------
-
-
-def test_sampled_anchors_stand_for_all(pair):
-    target, drafter = pair
-    batch = batch_of(target, random_texts(rows=3))
-    every = {step.depth: step for step in drafter.eval().unroll(batch, target)}
-    drafter.train().anchors = 4
-    for step in drafter.unroll(batch._replace(seed=5), target):
-        if not step.depth:
-            continue
-        whole = every[step.depth]
-        where = torch.searchsorted(whole.anchor, step.anchor)
-        torch.testing.assert_close(step.hidden, whole.hidden[where], rtol=0, atol=EXACT)
-        assert len(step.anchor) <= 12
-        assert step.weight == pytest.approx(len(every[1].anchor) / 12)
-
-
 def test_prompts_are_no_hidden_matrices(pair):
     """Which Muon would train."""
     _, drafter = pair
@@ -287,8 +251,7 @@ def test_run_scores_on_the_targets_answers(bench):
     for step in ("3", "6"):
         card = json.loads((done.folder / "checkpoints" / step / "score.json").read_text())
         assert (card["lossless_to"], card["target_drift"]) == ("target", None)
-        assert card["audit_passed"]
-        assert card["replay_agrees"]
+        assert card["audit_passed"] is card["replay_agrees"] is True
     weights = final(done.folder)
     assert set(weights) == {"prompts.weight"}
 

@@ -1,4 +1,4 @@
-"""Suffix: estimates against their formula written out, the trees they make, what is kept, datastores."""
+"""Prompt lookup against a matcher that tries everything; suffix against its formula, and datastores."""
 
 from __future__ import annotations
 
@@ -15,13 +15,150 @@ from hypothesis import strategies as st
 
 from decode.draft import PAD
 from decode.errors import UserError
+from decode.evaluation.replay import Rollout, replay
+from decode.generation.generate import generate
 from decode.plan import Plan
+from decode.sampling import Sampler
 from drafters.base import Text
 from drafters.checkpoint import io as checkpoint_io
 from drafters.drafting.ngram_counts import KEPT, NgramCounts
 from drafters.families.lookup import IndexedText
+from drafters.models.ngram import Ngram
 from drafters.models.suffix import NEGLIGIBLE, OCCURRENCES, Suffix
 from drafters.models.union import Union
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    return tiny_target(vocab=30, dtype=torch.float32)
+
+
+def chains(drafter, target, texts, depth, cuts=()) -> list[list[int]]:
+    draft = propose(drafter, target, feed(drafter, target, texts, cuts), Plan(depth))
+    return [[t for t in row if t >= 0] for row in draft.tokens.tolist()]
+
+
+def test_tree_has_all_matches_longest_first(target):
+    text = [1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 2, 6, 7, 9, 1, 2]
+    state = feed(Ngram(1, 3), target, [text])
+    draft = propose(Ngram(1, 3), target, state, Plan(2, 2, 8))
+    assert set(paths(draft, 0)) - {()} == {(3,), (3, 5), (3, 4), (6,), (6, 7)}
+    assert [draft.tokens[0, i] for i in range(3)] == [3, 5, 4]
+    # Nodes are spent on the longest, newest match first.
+    assert set(paths(propose(Ngram(1, 3), target, state, Plan(2, 2, 3)), 0)) - {()} == {(3,), (3, 5), (3, 4)}
+    narrow = propose(Ngram(1, 3), target, state, Plan(tree=((0,), (0, 0), (1,))))
+    assert set(paths(narrow, 0)) - {()} == {(3,), (3, 5), (6,)}
+
+
+def test_rows_without_a_match_draft_nothing(target):
+    texts = [[1, 2, 3], [4, 5, 4], [6, 7]]
+    draft = propose(Ngram(1, 3), target, feed(Ngram(1, 3), target, texts), Plan(2))
+    assert draft.tokens.tolist() == [[-1, -1], [5, 4], [-1, -1]]
+    assert draft.lengths().tolist() == [0, 2, 0]
+    none = propose(Ngram(1, 3), target, feed(Ngram(1, 3), target, texts[::2]), Plan(2))
+    assert none.tokens.shape == (2, 0)
+    assert none.lengths().tolist() == [0, 0]
+
+
+def test_agreement_counts_equal_tokens_up_to_a_limit():
+    text = IndexedText([1])
+    text.extend([1, 2, 3] * 5)
+    assert [text.agreement(12, most) for most in (0, 1, 4, 12, 20)] == [0, 1, 4, 12, 12]
+    assert [text.agreement(place, 9) for place in (3, 6, 13)] == [3, 6, 0]
+
+
+texts = st.lists(st.integers(0, 3), min_size=2, max_size=24)
+bounds = st.tuples(st.integers(1, 4), st.integers(0, 3)).map(lambda p: (p[0], p[0] + p[1]))
+
+
+def places(text, low, high) -> list[int]:
+    """Every place that follows a match, the longest first, then the most recent."""
+    end, found = len(text), []
+    for n in range(high, low - 1, -1):
+        for place in range(end - 1, n - 1, -1):
+            if text[place - n : place] == text[end - n :] and place not in found:
+                found.append(place)
+    return found
+
+
+def copied(text, place, depth) -> list[int]:
+    longer = list(text)
+    for i in range(depth):
+        longer.append(longer[place + i])
+    return longer[len(text) :]
+
+
+@given(texts, bounds, st.integers(1, 6))
+def test_chains_are_those_of_a_brute_matcher(target, text, ns, depth):
+    want = [copied(text, place, depth) for place in places(text, *ns)[:1]] or [[]]
+    assert chains(Ngram(*ns), target, [text], depth) == want
+
+
+@given(texts, bounds, st.integers(1, 4), st.integers(2, 4), st.integers(0, 8))
+def test_trees_are_those_of_a_brute_matcher(target, text, ns, depth, width, more):
+    plan = Plan(depth, width, depth + more)
+    children: dict[tuple[int, ...], list[int]] = {(): []}
+    for place in places(text, *ns):
+        path = ()
+        for token in copied(text, place, depth):
+            if token not in children[path]:
+                if len(children[path]) == width or len(children) > plan.nodes:
+                    break
+                children[path].append(token)
+                children[(*path, token)] = []
+            path = (*path, token)
+    draft = propose(Ngram(*ns), target, feed(Ngram(*ns), target, [text]), plan)
+    assert set(paths(draft, 0)) == set(children)
+
+
+@given(texts, texts, st.lists(st.integers(2, 23), max_size=6))
+def test_text_may_come_in_any_pieces(target, one, other, cuts):
+    drafter, length = Ngram(1, 3), min(len(one), len(other))
+    both = [one[:length], other[:length]]
+    assert chains(drafter, target, both, 3, sorted(cuts)) == chains(drafter, target, both, 3)
+    assert chains(drafter, target, both, 3) == [chains(drafter, target, [t], 3)[0] for t in both]
+
+
+def indexed(ns, text) -> IndexedText:
+    history = IndexedText(Ngram(*ns).orders)
+    history.extend(text)
+    return history
+
+
+@given(texts, bounds, st.lists(st.integers(0, 3), max_size=4).map(tuple), st.integers(2, 4))
+def test_next_tokens_are_the_first_level_of_a_tree(text, ns, path, width):
+    drafter, history, longer = Ngram(*ns), indexed(ns, text), indexed(ns, [*text, *path])
+    found = drafter.next_tokens(history, path, width)
+    tree = drafter.nodes(longer, Plan(1, width, width))
+    assert found == drafter.next_tokens(longer, (), width)
+    assert found == [(node.token, pytest.approx(node.chance)) for node in tree]
+    assert vars(history) == vars(indexed(ns, text))  # the path is taken off again
+
+
+def test_short_prompts_and_empty_drafts_decode_and_replay(target):
+    prompts = [[3], [4, 5], [6, 7, 6, 7, 6]]
+    plain = generate(target, None, prompts, max_new_tokens=20, sampler=Sampler(0.0)).outputs
+    for plan in (Plan(3), Plan(3, 2, 6)):
+        run = generate(target, Ngram(1, 3), prompts, max_new_tokens=20, sampler=Sampler(0.0), plan=plan)
+        assert [o.tokens for o in run.outputs] == [o.tokens for o in plain]
+        assert 0 in run.outputs[0].draft_lengths  # the first token is new, so nothing was offered
+        rollouts = [Rollout(p, o.tokens) for p, o in zip(prompts, plain, strict=True)]
+        (replayed,) = replay(target, Ngram(1, 3), rollouts, [plan], Sampler(0.0))
+        assert replayed.counts.rounds == [len(o.emitted) for o in run.outputs]
+        # Alone, so that no row of the batch is offered anything.
+        (short,) = replay(target, Ngram(6, 6), rollouts[:1], [plan], Sampler(0.0))
+        assert short.counts.tokens == [19]
+
+
+def test_min_confidence_is_refused():
+    drafter = Ngram(1, 2)
+    drafter.check(Plan(depth=2))
+    with pytest.raises(UserError, match=r"decode\.min_confidence=0\.3"):
+        drafter.check(Plan(depth=2, min_confidence=0.3))
+
+
+# -- suffix ----------------------------------------------------------------------------------------
+
 
 OPTIONS = {
     "longest": 8,
@@ -32,11 +169,6 @@ OPTIONS = {
     "vocab_size": 30,
 }
 EVERYTHING = 30  # tokens, so that none is cut off
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target):
-    return tiny_target(vocab=30, dtype=torch.float32)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -69,14 +201,12 @@ def drafts(drafter, target, text, plan) -> dict:
     return found
 
 
-# -- against the formula ---------------------------------------------------------------------------
-
 small, wide = st.integers(0, 2), st.integers(0, 29)  # of the wide ones, more than KEPT may follow a token
 several = st.one_of(
     st.lists(st.lists(small, max_size=9), max_size=6),
     st.lists(st.tuples(small, wide).map(list), min_size=KEPT, max_size=3 * KEPT),
 )
-texts = st.lists(small, min_size=1, max_size=3 * OCCURRENCES)
+suffix_texts = st.lists(small, min_size=1, max_size=3 * OCCURRENCES)
 drafted = st.lists(small, max_size=4).map(tuple)
 settings = st.fixed_dictionaries(
     {
@@ -122,7 +252,7 @@ def formula(
     return p([n for n in (8, 4, 2, 1) if n <= min(longest, size)], 1.0)
 
 
-@given(several, texts, drafted, settings)
+@given(several, suffix_texts, drafted, settings)
 def test_estimates_are_those_of_the_formula(rollouts, text, path, options):
     drafter = fitted(rollouts, **options)
     want = formula(rollouts, text, path, **options)
@@ -139,7 +269,7 @@ def test_estimates_are_those_of_the_formula(rollouts, text, path, options):
 stored_texts = st.lists(st.lists(small, min_size=1, max_size=9), min_size=1, max_size=4)
 
 
-@given(several, texts, drafted, settings, stored_texts, st.sampled_from([0.0, 0.3, 1.0]))
+@given(several, suffix_texts, drafted, settings, stored_texts, st.sampled_from([0.0, 0.3, 1.0]))
 def test_datastore_counts_with_the_rollouts(rollouts, text, path, options, store, weight):
     options = options | {"store": store, "store_weight": weight}
     drafter = fitted(rollouts, **options)
@@ -149,7 +279,7 @@ def test_datastore_counts_with_the_rollouts(rollouts, text, path, options, store
 
 @given(
     several,
-    texts,
+    suffix_texts,
     settings,
     st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 8)),
     st.sampled_from([0.0, 0.02, 0.3]),
@@ -173,14 +303,11 @@ def test_chance_of_a_node_is_the_product_along_its_path(rollouts, text, options,
     assert max(Counter(node.parent for node in nodes).values(), default=0) <= width
     chances = [node.chance for node in nodes]
     assert chances == sorted(chances, reverse=True)
-    if len(nodes) < plan.nodes:  # then nothing above the floor was left out
-        for path in [line for line in [(), *lines] if len(line) < depth]:
-            above = nodes[lines.index(path)].chance if path else 1.0
-            for token, share in drafter.next_tokens(history, path, width):
-                assert (*path, token) in lines or above * share < floor or not share
-
-
-# -- by hand ---------------------------------------------------------------------------------------
+    least = chances[-1] + 1e-12 if len(nodes) == plan.nodes else floor  # nothing above it was left out
+    for path in [line for line in [(), *lines] if len(line) < depth]:
+        above = nodes[lines.index(path)].chance if path else 1.0
+        for token, share in drafter.next_tokens(history, path, width):
+            assert (*path, token) in lines or above * share < least or not share
 
 
 def test_estimate_worked_out_by_hand():
@@ -188,9 +315,6 @@ def test_estimate_worked_out_by_hand():
     # w N = 10 and w D = 10 in the text; N' = 3 and escape D' = 8 in the rollouts.
     found = dict(drafter.next_tokens(history_of(drafter, [2, 5, 2]), (), EVERYTHING))
     assert found == pytest.approx({5: 10 / 31, 3: 2 / 31, 4: 1 / 31})
-
-
-# -- what is kept ----------------------------------------------------------------------------------
 
 
 def test_newest_answers_are_kept():

@@ -1,20 +1,35 @@
-"""Growing a draft: chains and trees against plain Python over a table of distributions."""
+"""Growing a draft against plain Python over a table of distributions; two trees in one."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
-from exact import EnumeratingCoin, Script, paths_of, struck
+from exact import (
+    EnumeratingCoin,
+    Node,
+    Script,
+    Table,
+    assert_same_law,
+    emitted,
+    exact_law,
+    grow,
+    paths_of,
+    struck,
+)
 from faces import ONE, best_paths, paths
 
-from decode.draft import PAD, Draft
+from decode.draft import PAD, Draft, DraftProbs
 from decode.plan import Plan
 from decode.sampling import Sampler
+from decode.verification.rule import verify
+from drafters.drafting.merge import merge_trees, mix_trees
 from drafters.drafting.tree import expand, largest
 from drafters.vocabulary import Vocabulary
 from drafters.vocabulary import probs_of as distribution
@@ -29,7 +44,9 @@ def table_logits(seed: int, row: int, path) -> torch.Tensor:
     return torch.tensor([dice.gauss(0, 2) for _ in range(V)], dtype=torch.float64)
 
 
-def grow(seed: int, rows: int, plan: Plan, sampler: Sampler = ONE, coin=None, table=table_logits) -> Draft:
+def expanded(
+    seed: int, rows: int, plan: Plan, sampler: Sampler = ONE, coin=None, table=table_logits
+) -> Draft:
     """`expand` over a table of logits; `step` follows every entry's path."""
     entries = [[()] for _ in range(rows)]
 
@@ -48,7 +65,7 @@ def grow(seed: int, rows: int, plan: Plan, sampler: Sampler = ONE, coin=None, ta
 def test_a_tree_is_the_best_of_eagle_2s_expansion(shape):
     plan = Plan(*shape)
     for seed in range(3):
-        draft = grow(seed, 3, plan)
+        draft = expanded(seed, 3, plan)
         for row in range(3):
 
             def log_probs(found, seed=seed, row=row):
@@ -64,7 +81,7 @@ def test_a_chain_ends_before_the_product_of_its_largest_probs_is_too_small(propo
     plan, lengths = Plan(5, proposal=proposal, min_confidence=0.35), []
     warper = Sampler(temperature if proposal == "sampled" and temperature else 1.0)
     for seed in range(6):
-        draft = grow(seed, 3, plan, Sampler(temperature))
+        draft = expanded(seed, 3, plan, Sampler(temperature))
         for row in range(3):
             chain = [t for t in draft.tokens[row].tolist() if t != PAD]
             sure = [
@@ -89,43 +106,23 @@ def test_where_no_row_is_sure_of_anything_nothing_is_drafted():
         assert draft.depth == 0
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(2, proposal="sampled"),
-        Plan(tree=[(0,), (1,), (0, 0)], proposal="sampled"),
-        Plan(tree=[(0,), (1,)], proposal="hybrid"),
-    ],
-    ids=lambda p: p.name,
-)
-def test_drawn_tokens_ignore_the_repetition_penalty(plan):
+DRAWN = [Plan(3, proposal="sampled"), Plan(3, proposal="sampled", drafts=2), Plan(3, 2, 5, proposal="hybrid")]
+DRAWN += [Plan(tree=[(0,), (1,), (0, 0)], proposal=proposal) for proposal in ("sampled", "hybrid")]
+
+
+@pytest.mark.parametrize("plan", DRAWN, ids=lambda p: p.name)
+def test_drafts_are_drawn_at_their_own_temperature_without_a_repetition_penalty(plan):
     """The drafter has no history; any q is right as long as it is the one drawn from."""
-    one, other = (grow(1, 3, plan, Sampler(0.5, repetition_penalty=penalty)) for penalty in (1.0, 1.5))
-    assert one.tokens.equal(other.tokens)
-    assert one.q.equal(other.q)
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(3, proposal="sampled"),
-        Plan(3, proposal="sampled", drafts=2),
-        Plan(tree=[(0,), (1,), (0, 0)], proposal="sampled"),
-        Plan(3, 2, 5, proposal="hybrid"),
-    ],
-    ids=lambda p: p.name,
-)
-def test_drafts_are_drawn_at_their_own_temperature(plan):
-    """Whatever the target's, 0 included; without one they are drawn at that."""
     cooled = replace(plan, draft_temperature=0.6)
-    for temperature in (0.0, 1.0):
-        one, other = grow(1, 3, cooled, Sampler(temperature)), grow(1, 3, plan, Sampler(0.6))
-        assert one.tokens.equal(other.tokens)
-        assert one.q.equal(other.q)
-    assert not grow(1, 3, cooled, Sampler(0.0)).q.equal(grow(1, 3, plan, Sampler(1.0)).q)
-
-
-# -- trees that are drawn, in whole or in part ---------------------------------------------------
+    want = expanded(1, 3, plan, Sampler(0.6))
+    for other in (
+        expanded(1, 3, plan, Sampler(0.6, repetition_penalty=1.5)),
+        expanded(1, 3, cooled, Sampler(0.0)),
+        expanded(1, 3, cooled, Sampler(1.0)),
+    ):
+        assert other.tokens.equal(want.tokens)
+        assert other.q.equal(want.q)
+    assert not want.q.equal(expanded(1, 3, plan, Sampler(1.0)).q)
 
 
 class Settled:
@@ -177,7 +174,7 @@ def test_a_dynamic_hybrid_keeps_the_best_of_drawn_and_likeliest_children(shape):
     plan, coin = Plan(*shape, proposal="hybrid"), Settled()
     drawn = 0
     for seed, sampler in enumerate(WARPERS):
-        draft = grow(seed, 3, plan, sampler, coin)
+        draft = expanded(seed, 3, plan, sampler, coin)
         for row in range(3):
             want = reference(warped(seed, row, sampler), plan, coin)
             found = {p: bool(draft.probs.sampled[row, node]) for p, node in paths(draft, row).items() if p}
@@ -205,7 +202,7 @@ def test_a_static_tree_has_the_form_it_was_given(proposal, sampler):
     repeated = proposal == "repeated"
     plan = Plan(tree=STATIC, proposal="sampled" if repeated else proposal, replacement=repeated)
     coin = Settled()
-    draft = grow(5, 3, plan, sampler, coin)
+    draft = expanded(5, 3, plan, sampler, coin)
     assert ranks_of(draft) == list(plan.tree)
     for row in range(3):
         probs = warped(5, row, sampler)
@@ -237,7 +234,7 @@ def test_drafts_side_by_side_hang_from_the_first_that_begins_as_they_do(count):
     """Node level * K + k is of chain k; every slot with children has one q, its own (contract)."""
     plan, shared = Plan(3, proposal="sampled", drafts=count), 0
     for seed in range(4):
-        draft = grow(seed, 3, plan, Sampler(0.5))
+        draft = expanded(seed, 3, plan, Sampler(0.5))
         probs = draft.probs
         assert probs.sampled.all()
         assert (probs.replacement, probs.siblings, probs.levels) == (True, count, (1, count, count))
@@ -257,7 +254,7 @@ def test_drafts_side_by_side_hang_from_the_first_that_begins_as_they_do(count):
 @pytest.mark.parametrize("plan", [Plan(2, 3, 6, proposal="hybrid"), Plan(tree=STATIC, proposal="hybrid")])
 def test_a_hybrid_at_temperature_zero_is_the_fixed_tree(plan):
     fixed = Plan(plan.depth, plan.width, plan.nodes) if not plan.tree else Plan(tree=plan.tree)
-    one, other = grow(1, 3, plan, Sampler(0.0)), grow(1, 3, fixed, Sampler(0.0))
+    one, other = expanded(1, 3, plan, Sampler(0.0)), expanded(1, 3, fixed, Sampler(0.0))
     assert one.probs is None
     assert one.tokens.equal(other.tokens)
     assert one.parents.equal(other.parents)
@@ -268,7 +265,7 @@ def test_children_that_no_vocabulary_has_are_absent(proposal):
     """Eight children of six tokens; or of three, where no more have mass."""
     plan = Plan(tree=[(rank,) for rank in range(8)], proposal=proposal)
     for sampler, most in ((ONE, V), (Sampler(1.0, top_k=3), 3)):
-        draft = grow(0, 3, plan, sampler)
+        draft = expanded(0, 3, plan, sampler)
         for row in range(3):
             real = [t for t in draft.tokens[row].tolist() if t != PAD]
             assert len(set(real)) == len(real)
@@ -284,28 +281,20 @@ def certain_of(*tokens) -> torch.Tensor:
     return torch.full((V,), -torch.inf, dtype=torch.float64).index_fill(0, torch.tensor(tokens), 0.0)
 
 
-@pytest.mark.parametrize(
-    ("plan", "table", "kept"),
-    [
-        (Plan(3, 2, 4), lambda *_: certain_of(5), {(5,), (5, 5), (5, 5, 5)}),
-        (Plan(3, 2, 4, proposal="hybrid"), lambda *_: certain_of(5), {(5,), (5, 5), (5, 5, 5)}),
-        (
-            Plan(3, 2, 4),
-            lambda *at: certain_of(5) if at[2] else certain_of(2, 4),
-            {(2,), (4,), (2, 5), (4, 5)},
-        ),
-    ],
-)
-def test_of_equal_scores_the_older_node_is_kept(plan, table, kept):
-    """A certain token scores as its parent, and two halves score alike."""
-    draft = grow(0, 2, plan, ONE, Settled(), table)
-    for row in range(2):
-        assert set(paths(draft, row)) == {(), *kept}
+def test_of_equal_scores_the_older_node_is_kept():
+    """A certain token scores as its parent, two halves score alike, and so do all nodes of a flat tree."""
 
-
-def test_of_a_flat_distribution_the_first_nodes_are_kept():
-    draft = grow(0, 2, Plan(2, V, 20), ONE, Settled(), lambda *_: certain_of(*range(V)))
-    assert draft.parents.tolist() == [[-1] * 6 + [0] * 6 + [1] * 6 + [2] * 2] * 2
+    tree, certain, chain = Plan(3, 2, 4), lambda *_: certain_of(5), {(5,), (5, 5), (5, 5, 5)}
+    halves = {(2,), (4,), (2, 5), (4, 5)}
+    for plan, table, kept in [
+        (tree, certain, chain),
+        (replace(tree, proposal="hybrid"), certain, chain),
+        (tree, lambda *at: certain_of(5) if at[2] else certain_of(2, 4), halves),
+    ]:
+        draft = expanded(0, 2, plan, ONE, Settled(), table)
+        assert [set(paths(draft, row)) for row in range(2)] == [{(), *kept}] * 2
+    flat = expanded(0, 2, Plan(2, V, 20), ONE, Settled(), lambda *_: certain_of(*range(V)))
+    assert flat.parents.tolist() == [[-1] * 6 + [0] * 6 + [1] * 6 + [2] * 2] * 2
 
 
 def test_logits_that_are_not_finite_have_no_probs():
@@ -327,3 +316,140 @@ def test_the_largest_of_many_are_those_of_topk(size, count):
     assert value.equal(x.topk(count).values)
     assert x.gather(-1, index).equal(value)
     assert all(len(set(row)) == count for row in index[0].tolist())
+
+
+# -- two trees in one ------------------------------------------------------------------------------
+
+
+def union(fresh, old, first, nodes, drawn=frozenset()):
+    """`merge_trees` in plain Python: {path: score} twice -> how often each path is kept, and as drawn ones.
+
+    A drawn node that is not among the first is not what the other tree has on the same path.
+    """
+    ranked = sorted(fresh, key=lambda p: -fresh[p])
+    kept = ranked[:first]
+
+    def is_twin(path):
+        above = accumulate((token,) for token in path)
+        return path in fresh and all(p not in drawn or p in ranked[:first] for p in above)
+
+    for path in sorted(old, key=lambda p: -old[p]):
+        node = path if is_twin(path) else ("old", path)
+        if len(kept) < nodes and node not in kept:
+            kept.append(node)
+    for path in ranked[first:]:
+        if len(kept) < nodes and path not in kept:
+            kept.append(path)
+    names = Counter(node[1] if node[0] == "old" else node for node in kept)
+    return names, {node for node in kept if node in drawn}
+
+
+def random_tree(dice, depth, nodes, limit):
+    """{path: score}, scores falling along a path, and no two alike."""
+    tree = {(): 0.0}
+    for _ in range(60):
+        above = dice.choice(list(tree))
+        path = (*above, dice.randrange(4))
+        if len(path) <= min(depth, limit) and len(tree) <= nodes:
+            tree.setdefault(path, tree[above] - dice.uniform(0.1, 2))
+    del tree[()]
+    return dict(sorted(tree.items(), key=lambda kv: (len(kv[0]), -kv[1])))
+
+
+def draft_of(trees, nodes, depth):
+    tokens = torch.full((len(trees), nodes), PAD)
+    parents, score = tokens.clone(), torch.full((len(trees), nodes), -torch.inf, dtype=torch.float64)
+    for row, tree in enumerate(trees):
+        place = {(): -1} | {path: i for i, path in enumerate(tree)}
+        for path, i in place.items():
+            if path:
+                tokens[row, i], parents[row, i], score[row, i] = path[-1], place[path[:-1]], tree[path]
+    return Draft(tokens, parents, depth, score=score)
+
+
+def with_drawn(draft, trees, drawn):
+    """The draft with these of its nodes drawn; row r of q, of the r-th slot, is told by its numbers."""
+    rows, nodes = draft.tokens.shape
+    sampled = torch.zeros(rows, nodes, dtype=torch.bool)
+    for row, tree in enumerate(trees):
+        sampled[row, : len(tree)] = torch.tensor([path in drawn[row] for path in tree])
+    owner = torch.arange(nodes + 1).expand(rows, -1)
+    q = torch.arange(nodes + 1.0)[None, :, None].expand(rows, -1, 4)
+    probs = DraftProbs(q, owner, (nodes + 1,), sampled, ranked=True)
+    return Draft(draft.tokens, draft.parents, draft.depth, probs, score=draft.score)
+
+
+def walked(draft, row):
+    """Path of the root and of every node; None of a missing one."""
+    names = [()]
+    for token, parent in zip(draft.tokens[row].tolist(), draft.parents[row].tolist(), strict=True):
+        assert parent + 1 < len(names), "parents come first"
+        names.append(None if token == PAD else (*names[parent + 1], token))
+    return names
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_two_trees_become_the_best_of_one_then_what_the_other_adds(seed, hybrid):
+    dice, depth, nodes = random.Random(seed), 3, 9
+    one = [random_tree(dice, depth, nodes, depth) for _ in range(4)]
+    other = [random_tree(dice, depth, nodes, limit) for limit in (0, 1, 2, 3)]
+    first = dice.choice([0, 4, 7, 9])
+    drawn = [set(dice.sample(list(tree), len(tree) // 3)) if hybrid else set() for tree in one]
+    fresh = draft_of(one, nodes, depth)
+    fresh = with_drawn(fresh, one, drawn) if hybrid else fresh
+    draft = merge_trees(fresh, draft_of(other, nodes, depth), first, nodes)
+    assert draft.tokens.shape == (4, nodes)
+    for row in range(4):
+        names = walked(draft, row)
+        want, as_drawn = union(one[row], other[row], first, nodes, drawn[row])
+        assert Counter(name for name in names[1:] if name is not None) == want
+        if draft.probs is None:
+            assert not hybrid
+            continue
+        assert {n for n, s in zip(names[1:], draft.probs.sampled[row], strict=True) if s} == as_drawn
+        for number, slot in enumerate(draft.probs.owner[row].tolist()):  # q stays with its slot
+            before = walked(fresh, row)[number]
+            assert slot < 0 or names[slot] == before
+            assert slot >= 0 or all(p[:-1] != before for p in as_drawn)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+def test_two_trees_become_the_best_paths_of_their_mixture(seed, weight):
+    dice, depth, nodes = random.Random(seed), 3, 9
+    one = [random_tree(dice, depth, nodes, limit) for limit in (3, 3, 0, 2)]
+    other = [random_tree(dice, depth, nodes, limit) for limit in (0, 1, 2, 3)]
+    draft = mix_trees(draft_of(one, nodes, depth), draft_of(other, nodes, depth), weight, nodes)
+    for row in range(4):
+        chance = Counter()
+        for tree, share in ((one[row], weight), (other[row], 1 - weight)):
+            chance.update({path: share * math.exp(score) for path, score in tree.items() if share})
+        scored = zip(walked(draft, row)[1:], draft.score[row].tolist(), strict=True)
+        found = {name: math.exp(score) for name, score in scored if name is not None}
+        assert found == pytest.approx(dict(chance.most_common(nodes)))
+
+
+def outputs_of_a_round(table):
+    """Of three tokens: token 0 and its child are the fresh tree's best, the drawn one its last; 1 is old."""
+
+    def story():
+        q = struck(table.q(()), 0)
+        return [Node((yield q), -1, q), Node(0, -1), Node(table.q((0,)).index(max(table.q((0,)))), 1)]
+
+    def play(tapes):
+        coin = EnumeratingCoin(tapes, junk=3)
+        fresh = grow([story() for _ in tapes], coin, 3)
+        fresh = replace(fresh, score=torch.tensor([-1.0, -0.1, -0.2]).expand(len(tapes), -1))
+        token = torch.ones(len(tapes), 1, dtype=torch.long)
+        old = Draft(token, token - 2, 1, score=torch.zeros(len(tapes), 1))
+        draft = merge_trees(fresh, old, 1, 3)
+        return emitted(draft, verify(Plan(2, 2, 3, proposal="hybrid").rule, draft, table.rows(draft), coin))
+
+    return exact_law(play, 64)
+
+
+def test_a_drawn_node_is_not_kept_because_the_other_tree_has_its_token():
+    tables = [Table(seed, Sampler(1.0)) for seed in range(5)]
+    for table in tables:
+        assert_same_law(table.complete(outputs_of_a_round(table), 3), table.law(3))

@@ -1,9 +1,13 @@
-"""Skip: a target without some of its sublayers drafts; the search for them; a trained exit."""
+"""A target that drafts for itself, without some sublayers (skip) or over a part of its keys (sparse)."""
+
+from __future__ import annotations
+
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from faces import V, assert_faces_agree, batch_of, both, random_rollouts, random_texts
+from faces import Follower, V, assert_faces_agree, batch_of, both, random_rollouts, random_texts
 from self_drafts import self_drafted
 
 from decode.errors import UserError
@@ -11,12 +15,16 @@ from decode.evaluation.replay import Rollout, replay
 from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
+from decode.transfer import RowInts
+from drafters import optional
 from drafters.base import Text
 from drafters.drafting import sublayer_search
 from drafters.drafting.sublayer_search import Agreement, Costs, search
 from drafters.models.skip import Skip
+from drafters.models.sparse import Sparse, attention_mass
 from drafters.models.union import Union
 
+SPARSE = {"sinks": 1, "recent": 2, "places": 1, "refresh": 1, "queries": 1}
 CHAIN, SAMPLED, TREE = Plan(3), Plan(3, proposal="sampled"), Plan(3, 3, 8)
 
 
@@ -24,20 +32,32 @@ def skipping(target, word, cost=0.5, exit="none"):
     return Skip(target.hidden_size, cost, word, exit).to(target.dtype).eval().requires_grad_(False)
 
 
+def every_key(target, recent=64):
+    return Sparse(**SPARSE | {"recent": recent})
+
+
+# A drafter that computes what the target does, and one that leaves something out.
+WHOLE = {
+    "skip": (partial(skipping, word="bbb"), partial(skipping, word="b-b")),
+    "sparse": (every_key, partial(every_key, recent=2)),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize(
     ("plan", "temperature"), [(CHAIN, 0.0), (SAMPLED, 0.7), (SAMPLED, 1.0)], ids=["fixed", "warm", "drawn"]
 )
-def test_whole_target_is_accepted_whole(tiny_target, plan, temperature):
+def test_whole_target_is_accepted_whole(tiny_target, plan, temperature, name):
     """Every draft is accepted whole, at any temperature: for a drawn one p / q is 1 but for rounding."""
-    target = tiny_target(vocab=12, layers=3)
-    prompts = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
+    target, rounds = tiny_target(vocab=12, layers=3), []
     options = {"max_new_tokens": 25, "sampler": Sampler(temperature), "seed": 3}
-    run = generate(target, skipping(target, "bbb"), prompts, plan=plan, **options)
-    whole = [a for o in run.outputs for a, e in zip(o.accepted, o.emitted, strict=True) if e == a + 1]
+    for make in WHOLE[name]:
+        outputs = generate(target, make(target), [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]], plan=plan, **options)
+        rounds.append([pair for o in outputs.outputs for pair in zip(o.accepted, o.emitted, strict=True)])
+    whole = [accepted for accepted, emitted in rounds[0] if emitted == accepted + 1]
     assert len(whole) > 12
     assert set(whole) == {3}
-    less = generate(target, skipping(target, "b-b"), prompts, plan=plan, **options)
-    assert sum(len(o.emitted) for o in less.outputs) > sum(len(o.emitted) for o in run.outputs)
+    assert len(rounds[0]) < len(rounds[1])
 
 
 def test_replay_counts_the_rounds_of_a_union_with_it(tiny_target, make_drafter):
@@ -63,9 +83,6 @@ def test_cache_has_room_for_a_tree(tiny_target):
 
     generate(target, skipping(target, "b-"), [[3, 1, 4, 1, 5]], on_round=note, **options)
     assert sizes == {5 + 20 + 1 + 6 * 3}
-
-
-# -- search ------------------------------------------------------------------------------------
 
 
 def test_agreement_is_that_of_one_drafted_token(tiny_target):
@@ -136,9 +153,6 @@ def test_found_sublayers_are_settings(tiny_target):
     assert Skip.restore(drafter.settings, target).settings == drafter.settings
 
 
-# -- exit ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def exiting(tiny_target, make_drafter):
     return both(tiny_target, make_drafter, "skip", sublayers=None, layers=2, exit="linear")
@@ -179,9 +193,6 @@ def test_fresh_exit_changes_nothing(tiny_target):
     assert drafts[0] == drafts[1]
 
 
-# -- refusals --------------------------------------------------------------------------------------
-
-
 def test_target_without_separate_layers_is_refused(tiny_target):
     target = tiny_target()
     settings = Skip.for_target(target, cost=0.9, layers=1).settings
@@ -189,3 +200,74 @@ def test_target_without_separate_layers_is_refused(tiny_target):
     for build in (lambda: Skip.for_target(target, cost=0.5), lambda: Skip.restore(settings, target)):
         with pytest.raises(UserError, match="LlamaForCausalLM cannot draft for itself here"):
             build()
+
+
+# -- sparse ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sinks": 0, "recent": 4, "places": 2, "refresh": 4, "queries": 4},
+        {"sinks": 2, "recent": 5, "places": 0, "refresh": 1, "queries": 1},
+        {"sinks": 0, "recent": 1, "places": 0, "refresh": 1, "queries": 1},
+        {"sinks": 0, "recent": 7, "places": 5, "refresh": 2, "queries": 1},
+    ],
+    ids=str,
+)
+def test_kept_places_depend_on_the_text_only(tiny_target, make_drafter, options):
+    """The dense computation looks at every place again, whatever was settled in one round."""
+    target, drafter = both(tiny_target, make_drafter, "sparse", **options)
+    chunks = [(5, 1), (1, 4), (7, 3), (2, 9), (1, 1), (4, 3)]
+    assert_faces_agree(drafter, target, random_texts(length=28), chunks)
+
+
+def test_kept_places_are_few_and_hold_the_newest(tiny_target, make_drafter):
+    target, drafter = both(tiny_target, make_drafter, "sparse")
+    follower = Follower(drafter, target, random_texts(2, 40))
+    most, sparse = drafter.sinks + drafter.places + drafter.recent, 0
+    for counts in [(2, 9), *[(1, 1)] * 6, (5, 4), (6, 1)]:
+        follower.advance(counts)
+        places, kept = drafter._visible_places(follower.state, target)
+        for row, (n, count) in enumerate(zip(follower.settled, kept, strict=True)):
+            assert count <= min(n, most)
+            assert (count < n) == (n - n % drafter.refresh > most - drafter.refresh)
+            sparse += count < n
+            for seen in places[:, row, :count].transpose(1, 2).flatten(0, 1).tolist():
+                assert len({*seen}) == count
+                newest = n - n % drafter.refresh - (drafter.recent - drafter.refresh)
+                assert {*seen} >= {0, *range(max(newest, 0), n)}
+        bytes_ = follower.cache.store.bytes_per_token
+        kept_bytes = bytes_ * sum(kept) / sum(follower.settled)
+        assert optional.kv_bytes_per_token(drafter, follower.state) == pytest.approx(kept_bytes, abs=1)
+    assert sparse > 10
+
+
+def test_mass_is_the_targets_attention(tiny_target):
+    target, texts = tiny_target(vocab=V, layers=3, hidden=16), random_texts(2, 12)
+    lengths = RowInts([12, 9])
+    target.start(2, 12)
+    target.extend(texts)
+    target.keep(lengths)
+    before = target.cache.store._data.clone()
+    places = torch.tensor([[9, 10, 11], [6, 7, 8]])
+    mass = attention_mass(target.fused, target.cache.store, texts.gather(1, places), places)
+    assert torch.equal(target.cache.store._data, before)
+    target.model.set_attn_implementation("eager")
+    probs = target.model(input_ids=texts, output_attentions=True).attentions  # layers of (B, heads, T, T)
+    for row in range(2):
+        want = torch.stack([layer[row][:, places[row]].sum((0, 1)) for layer in probs])  # one head of keys
+        torch.testing.assert_close(mass[row, :, 0], want, rtol=0, atol=1e-6)
+
+
+def test_text_may_reach_the_end_of_the_context(tiny_target):
+    target = tiny_target(vocab=12, layers=2, positions=24)
+    options = {"max_new_tokens": 19, "sampler": Sampler(0.0)}
+    plain = generate(target, None, [[3, 1, 4, 1, 5]], **options).outputs[0].tokens
+    run = generate(target, Sparse(**SPARSE), [[3, 1, 4, 1, 5]], plan=TREE, **options)
+    assert run.outputs[0].tokens == plain
+
+
+def test_target_with_a_window_is_refused(tiny_target):
+    with pytest.raises(UserError, match="the target has a sliding window"):
+        Sparse.for_target(tiny_target(window=4), **SPARSE)
