@@ -192,15 +192,3 @@ def test_an_ngram_that_nothing_followed_is_unknown(rollouts, ngram):
     if len(ngram) in ORDERS:
         found = looked_up(counts_of(rollouts), ngram)
         assert (found is None) == (ngram not in counted(rollouts))
-
-
-@given(st.lists(st.integers(0, 200_000), max_size=7))
-def test_the_hash_of_an_ngram_is_that_of_the_last_tokens_of_a_longer_text(text):
-    fits = [n for n in ORDERS if n <= len(text)]
-    assert hashes(text, ORDERS) == [hashes(text[-n:], [n])[0] for n in fits]
-    assert all(0 <= value < 2**64 for value in hashes(text, ORDERS))
-
-
-def test_tokens_in_another_order_are_another_ngram():
-    ngrams = [(1, 2), (2, 1), (200_000, 0), (0, 200_000), (0, 0), (0,), (0, 0, 0)]
-    assert len({hashes(ngram, [len(ngram)])[0] for ngram in ngrams}) == len(ngrams)

@@ -57,23 +57,6 @@ def test_an_engine_computes_the_drafters_logits(made, case, engine):
     assert '"model": "D"' in served if engine == "vllm" else "D --speculative-num-steps" in served
 
 
-def test_both_engines_load_the_same_files_of_an_eagle3(made):
-    target, drafter = made("eagle3, other taps")
-    one, other = (written(drafter, target, engine) for engine in ("vllm", "sglang"))
-    assert one.config == other.config
-    assert all(tensor.equal(other.tensors[name]) for name, tensor in one.tensors.items())
-    assert one.serve != other.serve
-
-
-def test_default_taps_go_unnamed_and_others_by_both_conventions(made):
-    target, drafter = made("eagle3")
-    assert drafter.taps == (2, 4, 5)
-    assert not {IDS, "eagle_config"} & written(drafter, target, "vllm").config.keys()
-    config = written(made("eagle3, other taps")[1], target, "vllm").config
-    assert config[IDS] == [1, 3]
-    assert config["eagle_config"][IDS] == [0, 2]
-
-
 def test_scaled_positions_are_there_for_readers_of_any_version(made, tiny_target, make_drafter):
     target, _ = made("eagle3")
     target.config.rope_parameters = dict(YARN)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from faces import batch_of
 from torch import Tensor
 
 from decode.errors import UserError
 from drafters import optional
-from drafters.base import Batch
 from drafters.layers.decoder_layer import DecoderLayer
 
 VARIANTS = {
@@ -57,8 +57,7 @@ def compare(name, options, tiny_target, make_drafter):
     drafter, other = (make_drafter(name, target, **options).train() for _ in range(2))
     if not drafter.trains:
         pytest.skip("used as it is")
-    read = target.read(tokens)
-    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), read.taps, read.last)
+    batch = batch_of(target, tokens)
     much, want = kept_and_slopes(drafter, batch, target)
     if not isinstance(drafter, optional.Recomputes):
         with pytest.raises(UserError, match="this drafter has no layers to recompute"):

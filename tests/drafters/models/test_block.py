@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 import torch
 from faces import CHAIN, Follower, K, V, assert_faces_agree, batch_of, both, laws_at, random_texts, unrolled
-from safetensors.torch import save_file
 from served_speculators import confidence, load
 
 from decode.errors import UserError
@@ -44,38 +42,6 @@ def test_shallow_draft_begins_the_deep_one(tiny_target, make_drafter):
     assert torch.equal(follower.propose(Plan(depth=1)).tokens, follower.propose(CHAIN).tokens[:, :1])
     with pytest.raises(UserError, match=f"this drafter predicts {K} tokens"):
         follower.propose(Plan(depth=K + 1))
-
-
-def test_masks_see_each_other_and_the_root_sees_none(tiny_target, make_drafter):
-    target, drafter = both(tiny_target, make_drafter, "diffusion")
-    follower = Follower(drafter, target, random_texts(), (5, 3))
-    before = follower.propose(Plan(depth=K, proposal="sampled")).q
-    with torch.no_grad():
-        drafter.mask[-1] += 1
-    after = follower.propose(Plan(depth=K, proposal="sampled")).q
-    moved = (after - before).abs().amax((0, 2))  # (K,)
-    assert moved[0] == 0
-    assert moved[1:].min() > 1e-4
-
-
-def test_every_layer_reads_the_features(tiny_target, make_drafter):
-    """Without them, and only with those up to the one before the root, it drafts otherwise."""
-    target, drafter = both(tiny_target, make_drafter, "diffusion", layers=2)
-    texts = random_texts()
-    probs = []
-    for change in (None, 0, 1):
-        follower = Follower(drafter, target, texts)
-        if change is not None:  # a layer's values of old features
-            project = drafter.context
-            old = [drafter.layers[change]]
-            drafter.context = lambda layer, f, a, p=project, old=old: tuple(
-                t * (0.0 if layer is old[0] else 1.0) for t in p(layer, f, a)
-            )
-        follower.advance((5, 3))
-        probs.append(follower.propose(Plan(depth=K, proposal="sampled")).q)
-        drafter.__dict__.pop("context", None)
-    assert (probs[1] - probs[0]).abs().max() > 1e-3
-    assert (probs[2] - probs[0]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["diffusion", "dflash"])
@@ -232,95 +198,6 @@ def drafter(target, make_drafter):
     return drafter.requires_grad_(False)
 
 
-def renamed(drafter, target) -> dict[str, torch.Tensor]:
-    """Tensors by the names that all of them have, cut apart by hand."""
-    shape, state = drafter.shape, drafter.state_dict()
-    q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    found = {
-        "fc.weight": state["fc.weight"],
-        "hidden_norm.weight": state["context_norm.weight"],
-        "norm.weight": state["norm.weight"],
-        "markov_head.markov_w1.weight": state["info.emb.weight"],
-        "markov_head.markov_w2.weight": state["info.out.weight"],
-        "confidence_head.proj.weight": state["confidence.weight"][None],
-        "confidence_head.proj.bias": state["confidence.bias"],
-        "embed_tokens.weight": target.embed.weight,
-        "lm_head.weight": target.head.weight,
-    }
-    for i in range(len(drafter.stack)):
-        stem = f"layers.{i}."
-        joint, gate_up = state[f"{stem}qkv_proj.weight"], state[f"{stem}gate_up_proj.weight"]
-        for letter, rows in zip("qkv", joint.split([q, k, k]), strict=True):
-            found[f"{stem}self_attn.{letter}_proj.weight"] = rows
-        for name, rows in zip(("gate", "up"), gate_up.chunk(2), strict=True):
-            found[f"{stem}mlp.{name}_proj.weight"] = rows
-        for name in ("o_proj", "q_norm", "k_norm"):
-            found[f"{stem}self_attn.{name}.weight"] = state[f"{stem}{name}.weight"]
-        found[f"{stem}mlp.down_proj.weight"] = state[f"{stem}down_proj.weight"]
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            found[f"{stem}{name}.weight"] = state[f"{stem}{name}.weight"]
-    return {name: value.detach().clone().contiguous() for name, value in found.items()}
-
-
-def layers(drafter) -> dict:
-    shape = drafter.shape
-    return {
-        "model_type": "qwen3",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": len(drafter.stack),
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "rms_norm_eps": shape.eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "vocab_size": V,
-        "layer_types": ["full_attention"] * len(drafter.stack),
-    }
-
-
-HEADS = {
-    "block_size": K,
-    "markov_rank": 5,
-    "markov_head_type": "vanilla",
-    "enable_confidence_head": True,
-    "confidence_head_with_markov": True,
-}
-
-
-def deepspec(drafter) -> dict:
-    more = {"architectures": ["Qwen3DSparkModel"], "target_layer_ids": [1, 3], "mask_token_id": MASK}
-    return layers(drafter) | HEADS | more
-
-
-def specforge(drafter) -> dict:
-    nested = {"projector_type": "dspark", "target_layer_ids": [1, 3], "mask_token_id": MASK}
-    more = {"architectures": ["DSparkDraftModel"], "model_type": "dspark", "dflash_config": nested}
-    return layers(drafter) | HEADS | more
-
-
-def speculators(drafter) -> dict:
-    return HEADS | {
-        "architectures": ["DSparkSpeculator"],
-        "speculators_model_type": "dspark",
-        "aux_hidden_state_layer_ids": [2, 4],
-        "mask_token_id": MASK,
-        "draft_vocab_size": V,
-        "sample_from_anchor": True,
-        "transformer_layer_config": layers(drafter),
-        "speculators_config": {"verifier": {"name_or_path": "some/target"}},
-    }
-
-
-VENDORS = {"deepspec": deepspec, "specforge": specforge, "speculators": speculators}
-
-
-def written(folder, config, tensors):
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
 @torch.no_grad()
 def computed(drafter, target):
     """Logits and confidences of every anchor and depth."""
@@ -328,9 +205,25 @@ def computed(drafter, target):
     return [(step.head(step.hidden), drafter.confidence(step.hidden)) for step in steps]
 
 
-@pytest.mark.parametrize("vendor", VENDORS)
+def written(drafter, target, to="sglang"):
+    """Files in the format of DeepSpec, which has the embedding and the head too, or of speculators."""
+    return formats.write_layout(checkpoint_io.as_saved(drafter), target, to)
+
+
+def as_specforge(config):
+    """DeepSpec's configuration, some of it nested."""
+    nested = {"projector_type": "dspark"} | {
+        key: config.pop(key) for key in ("target_layer_ids", "mask_token_id")
+    }
+    return config | {"architectures": ["DSparkDraftModel"], "model_type": "dspark", "dflash_config": nested}
+
+
+@pytest.mark.parametrize("vendor", ["deepspec", "specforge", "speculators"])
 def test_checkpoints_of_others_have_the_same_logits(drafter, target, tmp_path, vendor):
-    written(tmp_path, VENDORS[vendor](drafter), renamed(drafter, target))
+    layout = written(drafter, target, "speculators" if vendor == "speculators" else "sglang")
+    if vendor == "specforge":
+        layout = layout._replace(config=as_specforge(dict(layout.config)))
+    layout.write(tmp_path)
     loaded = checkpoint_io.load(tmp_path, target)
     assert loaded.settings == drafter.settings | {"anchors": 0}
     assert loaded.taps == (2, 4)
@@ -339,12 +232,14 @@ def test_checkpoints_of_others_have_the_same_logits(drafter, target, tmp_path, v
 
 
 def test_confidence_head_without_the_bias_or_switched_off(drafter, target, tmp_path):
-    tensors = renamed(drafter, target)
-    tensors["confidence_head.proj.weight"] = tensors["confidence_head.proj.weight"][:, :16].contiguous()
-    loaded = checkpoint_io.load(written(tmp_path, deepspec(drafter), tensors), target)
+    layout = written(drafter, target)
+    layout.tensors["confidence_head.proj.weight"] = drafter.confidence.weight[None, :16].contiguous()
+    layout.write(tmp_path)
+    loaded = checkpoint_io.load(tmp_path, target)
     assert loaded.confidence.weight.tolist() == [*drafter.confidence.weight[:16].tolist(), *[0.0] * 5]
-    config = deepspec(drafter) | {"enable_confidence_head": False}
-    assert checkpoint_io.load(written(tmp_path, config, tensors), target).confidence is None
+    layout.config["enable_confidence_head"] = False
+    layout.write(tmp_path)
+    assert checkpoint_io.load(tmp_path, target).confidence is None
 
 
 REFUSED = {
@@ -359,19 +254,19 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_checkpoint_that_is_no_dspark_is_refused(drafter, target, tmp_path, what):
     change, said = REFUSED[what]
-    config, tensors = deepspec(drafter), renamed(drafter, target)
-    change(config, tensors)
+    layout = written(drafter, target)
+    change(layout.config, layout.tensors)
+    layout.write(tmp_path)
     with pytest.raises(UserError, match=said) as caught:
-        checkpoint_io.load(written(tmp_path, config, tensors), target)
+        checkpoint_io.load(tmp_path, target)
     assert "\n" not in str(caught.value)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("to", ["vllm", "speculators"])
 def test_engine_computes_the_drafters_confidence(drafter, target, to):
-    layout = formats.write_layout(checkpoint_io.as_saved(drafter), target, to)
-    assert layout.config["enable_confidence_head"]
-    assert layout.config["confidence_head_with_markov"]
+    layout = written(drafter, target, to)
+    assert layout.config["enable_confidence_head"] is layout.config["confidence_head_with_markov"] is True
     served, texts = load(layout.config, layout.tensors), random_texts()
     for step in drafter.unroll(batch_of(target, texts), target):
         before = texts.flatten()[step.anchor + step.depth]
@@ -380,10 +275,9 @@ def test_engine_computes_the_drafters_confidence(drafter, target, to):
 
 
 def test_export_to_sglang_has_embedding_head_and_command(drafter, target):
-    layout = formats.write_layout(checkpoint_io.as_saved(drafter), target, "sglang")
+    layout = written(drafter, target)
     assert layout.tensors["embed_tokens.weight"].equal(target.embed.weight)
     assert layout.tensors["lm_head.weight"].equal(target.head.weight)
-    assert layout.tensors.keys() == renamed(drafter, target).keys()
     command = layout.command("T", "D")
     assert "--speculative-algorithm DSPARK --speculative-draft-model-path D" in command
     assert f"--speculative-num-draft-tokens {K + 1}" in command

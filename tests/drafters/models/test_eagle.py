@@ -69,6 +69,33 @@ SETTINGS = {
 }
 
 
+def check_slopes(drafter, hidden, wanted):
+    """Rows and the gradients of a random mix of them, for all weights but the head's."""
+    torch.testing.assert_close(hidden, wanted, rtol=0, atol=1e-12)
+    pull = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(5), dtype=wanted.dtype)
+    weights = [w for name, w in drafter.named_parameters() if name != "lm_head.weight"]
+    slopes = [torch.autograd.grad((pull * rows).sum(), weights) for rows in (hidden, wanted)]
+    for mine, other in zip(*slopes, strict=True):
+        assert other.abs().max() > 0
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-11 * max(1.0, float(other.abs().max())))
+
+
+def both_unrolls(drafter, target, batch) -> list[torch.Tensor]:
+    """Rows of all depths: the drafter's, and the dense unroll's."""
+    want, ours, wanted = dense(drafter, batch, target), [], []
+    for step in drafter.unroll(batch, target):
+        ours.append(step.hidden)
+        wanted += [want[a // 12, a % 12, step.depth] for a in step.anchor.tolist()]
+    return [torch.cat(ours), torch.stack(wanted)]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """An unroll has blocks of a few queries."""
+    monkeypatch.setattr(unrolled, "MIN_QUERIES", 3)
+    monkeypatch.setitem(unrolled.SCORE_BYTES, "cpu", 1)
+
+
 @pytest.fixture(params=OPTIONS)
 def optioned(request, tiny_target, make_drafter):
     return both(tiny_target, make_drafter, "eagle3", **OPTIONS[request.param])
@@ -83,34 +110,18 @@ def test_saved_and_loaded_with_every_option(optioned, tmp_path):
     contract.test_a_saved_drafter_comes_back_bit_for_bit(optioned, tmp_path)
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", ["eagle", *OPTIONS])
 @pytest.mark.parametrize("masks", MASKS, ids=lambda m: m[0] + m[1])
 @pytest.mark.covering
-def test_unroll_of_supervised_anchors_is_the_dense_one(tiny_target, make_drafter, name, masks, monkeypatch):
+def test_unroll_of_supervised_anchors_is_the_dense_one(tiny_target, make_drafter, name, masks):
     """Values and gradients of all weights, with blocks of a few queries."""
-    monkeypatch.setattr("drafters.layers.unroll_attention.MIN_QUERIES", 3)
-    monkeypatch.setitem(unrolled.SCORE_BYTES, "cpu", 1)
     target = tiny_target(vocab=V, layers=4, hidden=16)  # float64
     drafter = make_drafter(name if name == "eagle" else "eagle3", target, depth=K, **OPTIONS.get(name, {}))
     mask = torch.tensor([[c == "1" for c in text] for text in masks])
-    texts = random_texts(2, mask.shape[1])
-    read = target.read(texts)
-    batch = Batch(texts, mask, read.taps, read.last)
-    want, compared = dense(drafter, batch, target), 0
-    dice = torch.Generator().manual_seed(5)
-    ours, theirs = torch.zeros(()), torch.zeros(())
-    for step in drafter.unroll(batch, target):
-        hidden = torch.stack([want[a // 12, a % 12, step.depth] for a in step.anchor.tolist()])
-        torch.testing.assert_close(step.hidden, hidden, rtol=0, atol=1e-12)
-        pull = torch.randn(hidden.shape, generator=dice, dtype=hidden.dtype)
-        ours, theirs = ours + (pull * step.hidden).sum(), theirs + (pull * hidden).sum()
-        compared += len(hidden)
-    assert compared > 10
-    weights = [w for n, w in drafter.named_parameters() if n != "lm_head.weight"]
-    slopes = [torch.autograd.grad(total, weights) for total in (ours, theirs)]
-    for mine, other in zip(*slopes, strict=True):
-        assert other.abs().max() > 0
-        torch.testing.assert_close(mine, other, rtol=0, atol=1e-11 * max(1.0, float(other.abs().max())))
+    ours, wanted = both_unrolls(drafter, target, batch_of(target, random_texts(2, 12), mask))
+    assert len(ours) > 10
+    check_slopes(drafter, ours, wanted)
 
 
 def test_unsupervised_positions_are_not_finished(tiny_target, make_drafter, monkeypatch):
@@ -122,9 +133,7 @@ def test_unsupervised_positions_are_not_finished(tiny_target, make_drafter, monk
     monkeypatch.setattr(layer, "finish", lambda x, y: rows.append(len(x)) or finish(x, y))
     mask = torch.zeros(1, 24, dtype=torch.bool)
     mask[0, 10:15] = True
-    texts = random_texts(1)
-    read = target.read(texts)
-    steps = list(drafter.unroll(Batch(texts, mask, read.taps, read.last), target))
+    steps = list(drafter.unroll(batch_of(target, random_texts(1), mask), target))
     assert rows == [len(step.anchor) for step in steps] == [5, 4, 3]
 
 
@@ -134,11 +143,9 @@ def test_fresh_drafter_is_the_targets_head_on_the_highest_tap(tiny_target):
     taps = {"taps": [0, 1, "last"], "fc_norm": True, "draft_vocab_size": V}
     drafter = Eagle3.for_target(target, **SETTINGS | taps).double()
     target.tap(drafter.taps)
-    texts = random_texts(1)
-    read = target.read(texts)
-    batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), read.taps, read.last)
+    batch = batch_of(target, random_texts(1))
     step = next(iter(drafter.unroll(batch, target)))
-    unit = torch.nn.functional.rms_norm(read.last[0, step.anchor], (16,))
+    unit = torch.nn.functional.rms_norm(batch.last[0, step.anchor], (16,))
     with torch.no_grad():  # what `fc` mixes in is small
         drafter.fc.weight[:, :32] = 0
         drafter.fc.weight[:, 32:] = torch.eye(16)
@@ -225,9 +232,7 @@ def test_detached_depth_has_no_gradient_in_earlier_ones(tiny_target, make_drafte
     for name in ("eagle", "hass"):
         target = tiny_target(vocab=V, layers=4, hidden=16)
         drafter = make_drafter(name, target, depth=2)
-        texts = random_texts(1, 12)
-        read = target.read(texts)
-        batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), read.taps, read.last)
+        batch = batch_of(target, random_texts(1, 12))
         first, second = drafter.unroll(batch, target)
         torch.testing.assert_close(second.hidden, list(drafter.unroll(batch, target))[1].hidden)
         (slopes[name],) = torch.autograd.grad(second.hidden.sum(), first.hidden, allow_unused=True)
@@ -355,17 +360,6 @@ def drafted(drafter, target, plan):
         return drafter.propose(follower.state, target, Sampler(1.0), coin, plan)
 
 
-def check_slopes(drafter, hidden, wanted):
-    """Rows and the gradients of a random mix of them, for all weights but the head's."""
-    torch.testing.assert_close(hidden, wanted, rtol=0, atol=1e-12)
-    pull = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(5), dtype=wanted.dtype)
-    weights = [w for name, w in drafter.named_parameters() if name != "lm_head.weight"]
-    slopes = [torch.autograd.grad((pull * rows).sum(), weights) for rows in (hidden, wanted)]
-    for mine, other in zip(*slopes, strict=True):
-        assert other.abs().max() > 0
-        torch.testing.assert_close(mine, other, rtol=0, atol=1e-11 * max(1.0, float(other.abs().max())))
-
-
 @pytest.mark.parametrize("name", ["p_eagle", "prism"])
 def test_trains_in_mixed_precision(tiny_target, make_drafter, name):
     """All depths in one dtype, whatever a mask's own is."""
@@ -381,12 +375,7 @@ def test_trains_in_mixed_precision(tiny_target, make_drafter, name):
 
 
 def one_pass(drafter, target, tokens, taps):
-    """(K, D) of the newest anchor: one causal pass over the pairs of a text, masks behind them.
-
-    Args:
-        tokens: (n + 1,), the root among them.
-        taps: (n, L, D).
-    """
+    """(K, D) of the newest anchor, by one causal pass over pairs of (n + 1) tokens and (n, L, D) taps."""
     feature = torch.stack([norm(t, m) for t, m in zip(taps.unbind(1), drafter.fc_norm, strict=True)], 1)
     feature = feature.flatten(1) @ drafter.fc.weight.T
     masks = drafter.depth - 1
@@ -400,11 +389,10 @@ def one_pass(drafter, target, tokens, taps):
     return norm(x, drafter.norm)[-drafter.depth :]
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("layers", [1, 2])
-def test_unroll_with_masks_is_one_causal_pass(tiny_target, make_drafter, layers, monkeypatch):
+def test_unroll_with_masks_is_one_causal_pass(tiny_target, make_drafter, layers):
     """Values and gradients, of the mask's two vectors too."""
-    monkeypatch.setattr("drafters.layers.unroll_attention.MIN_QUERIES", 3)
-    monkeypatch.setitem(unrolled.SCORE_BYTES, "cpu", 1)
     target = tiny_target(vocab=V, layers=4, hidden=16)  # float64
     drafter = make_drafter("p_eagle", target, depth=4, layers=layers)
     batch = batch_of(target, random_texts(2, 12))
@@ -457,20 +445,14 @@ def test_decoding_equals_training_with_modules(tiny_target, make_drafter, order)
     assert_faces_agree(drafter, target, random_texts())
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("detach", [False, True])
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_unroll_with_modules_is_the_dense_one(tiny_target, make_drafter, order, detach, monkeypatch):
+def test_unroll_with_modules_is_the_dense_one(tiny_target, make_drafter, order, detach):
     """Values at every depth, of the module that the order names; and, undetached, gradients."""
-    monkeypatch.setattr("drafters.layers.unroll_attention.MIN_QUERIES", 3)
-    monkeypatch.setitem(unrolled.SCORE_BYTES, "cpu", 1)
     target = tiny_target(vocab=V, layers=4, hidden=16)  # float64
     drafter = make_drafter("prism", target, depth=4, modules=order, detach=detach)
-    want, ours, wanted = dense(drafter, batch := patchy(target), target), [], []
-    for step in drafter.unroll(batch, target):
-        ours.append(step.hidden)
-        wanted += [want[a // 12, a % 12, step.depth] for a in step.anchor.tolist()]
-    assert step.depth == 4
-    ours, wanted = torch.cat(ours), torch.stack(wanted)
+    ours, wanted = both_unrolls(drafter, target, patchy(target))
     if detach:
         torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
     else:
@@ -497,15 +479,6 @@ def test_one_module_is_eagle_bit_for_bit(tiny_target, make_drafter):
     assert all(torch.equal(*pair) for pair in zip(hidden, other, strict=True))
     assert all(torch.equal(*pair) for pair in zip(slopes, others, strict=True))
     assert all(equal(*pair) for pair in zip(drafts, redrawn, strict=True))
-
-
-def test_fresh_modules_are_alike(tiny_target):
-    target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
-    sizes = {"depth": K, "detach": True, "feature_noise": 0.1, "feature_weight": 1.0}
-    prism = Prism.for_target(target, modules=[0, 1, 2], **sizes)
-    for module in prism.later:
-        assert all(torch.equal(w, prism.state_dict()[name]) for name, w in module.state_dict().items())
-        assert module.fc.weight.data_ptr() != prism.fc.weight.data_ptr()
 
 
 def test_every_module_starts_from_an_eagle(tiny_target, make_drafter, tmp_path):

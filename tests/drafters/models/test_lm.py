@@ -209,17 +209,3 @@ def test_run_saves_and_scores_the_given_model(bench, tmp_path):
     assert card["step"] == 0
     assert card["drafter"] == "lm"
     assert card["drafter_kv_bytes_per_token"] == card["kv_bytes_per_token"] > 0  # it is the target's twin
-
-
-def test_run_without_scoring_saves_a_checkpoint(bench):
-    done = train(given(bench, "seed=4", "score.enabled=false")).succeeded()
-    assert (done.folder / "checkpoints" / "last").readlink() == Path("0")
-    assert not (done.folder / "checkpoints" / "best").exists()
-
-
-def test_wrong_folder_is_refused_before_work(bench, tmp_path):
-    before = bench.runs()
-    other = draft_model(tmp_path / "other, (odd) 'name'", vocab=1024)
-    for path, reason in [(tmp_path / "nowhere", "no such folder"), (other, "has 1024 ids, the target's 260")]:
-        train(given(bench, f"drafter.path={path}")).refused(reason, str(path))
-    assert bench.runs() == before

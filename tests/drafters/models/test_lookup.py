@@ -310,13 +310,6 @@ def test_chance_of_a_node_is_the_product_along_its_path(rollouts, text, options,
             assert (*path, token) in lines or above * share < least or not share
 
 
-def test_estimate_worked_out_by_hand():
-    drafter = fitted([[2, 3], [2, 3], [2, 4]], longest=1, own_weight=10.0)
-    # w N = 10 and w D = 10 in the text; N' = 3 and escape D' = 8 in the rollouts.
-    found = dict(drafter.next_tokens(history_of(drafter, [2, 5, 2]), (), EVERYTHING))
-    assert found == pytest.approx({5: 10 / 31, 3: 2 / 31, 4: 1 / 31})
-
-
 def test_newest_answers_are_kept():
     drafter = Suffix(**OPTIONS | {"longest": 2, "max_tokens": 11})
     texts = [

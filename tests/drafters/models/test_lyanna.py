@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from exact import check_lossless
-from faces import ONE, SAMPLED, TREE, Follower, K, V, batch_of, both, paths, random_texts
+from faces import ONE, SAMPLED, TREE, Follower, K, V, batch_of, both, random_texts
 
 from benchmarks.lyanna_ablation import head_products, reuse_ablation, reuse_mode
 from decode.draft import PAD
@@ -31,8 +31,22 @@ BY_FORM = pytest.mark.parametrize(
 )
 
 
-def lyanna(tiny_target, make_drafter, mode="none", **options):
-    return both(tiny_target, make_drafter, "lyanna", reuse=REUSE | {"mode": mode}, **options)
+@pytest.fixture
+def lyanna(tiny_target, make_drafter):
+    """Makes a target and a Lyanna with a mode of reuse."""
+
+    def make(mode="none", **options):
+        return both(tiny_target, make_drafter, "lyanna", reuse=REUSE | {"mode": mode}, **options)
+
+    return make
+
+
+def followed(target, drafter, counts, plan=TREE) -> Follower:
+    """Of two texts, which have so many tokens of a first draft."""
+    follower = Follower(drafter, target, random_texts(), (5, 7))
+    follower.propose(plan)
+    follower.advance(counts)
+    return follower
 
 
 def hidden(drafter, target, batch):
@@ -44,45 +58,30 @@ def hidden(drafter, target, batch):
         }
 
 
-def test_stale_states_are_those_of_their_place(tiny_target, make_drafter):
-    target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
-    texts = random_texts()
+def test_stale_states_are_those_of_their_place(lyanna):
+    """Rows that change places take theirs along."""
+    target, drafter = lyanna("tree_merge")
+    texts, rows, compared = random_texts(), [0, 1], 0
     states = hidden(drafter, target, batch_of(target, texts))
     follower = Follower(drafter, target, texts, (5, 7))
-    follower.propose(TREE)
-    compared = 0
     for counts in [(1, 2), (2, 1), (3, 1), (1, 3)]:
+        follower.propose(TREE)
+        follower.select([1, 0])
+        rows.reverse()
         anchors, drafted = follower.anchors, follower.state.drafted
         follower.advance(counts)
         state = follower.state
         assert state.left.tolist() == [K - n for n in counts]
-        for row, (anchor, n) in enumerate(zip(anchors, counts, strict=True)):
+        for place, (row, anchor, n) in enumerate(zip(rows, anchors, counts, strict=True)):
             for j in range(K - n):
-                assert torch.equal(state.stale[row, j], drafted[row, n + j])
+                assert torch.equal(state.stale[place, j], drafted[place, n + j])
                 want = states[row * texts.shape[1] + anchor, n + j + 1]
-                torch.testing.assert_close(state.stale[row, j], want, rtol=0, atol=1e-5)
+                torch.testing.assert_close(state.stale[place, j], want, rtol=0, atol=1e-5)
                 compared += 1
-        follower.propose(TREE)
     assert compared == 2 * 4 * K - sum((1, 2, 2, 1, 3, 1, 1, 3))
 
 
-def test_selected_rows_keep_their_stale_states(tiny_target, make_drafter):
-    target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
-    texts = random_texts(3)
-    whole, part = Follower(drafter, target, texts), Follower(drafter, target, texts)
-    for follower in (whole, part):
-        follower.advance((3, 6, 2))
-        follower.propose(TREE)
-    part.select([2, 0])
-    whole.advance((1, 2, 1))
-    part.advance((1, 1))
-    for place, row in enumerate([2, 0]):
-        assert part.state.left[place] == whole.state.left[row]
-        torch.testing.assert_close(part.state.stale[place], whole.state.stale[row], rtol=0, atol=1e-5)
-        assert paths(part.propose(TREE), place) == paths(whole.propose(TREE), row)
-
-
-def test_logit_sum_adds_a_share_of_the_stale_logits(tiny_target, make_drafter):
+def test_logit_sum_adds_a_share_of_the_stale_logits():
     reuse = Reuse("logit_sum", 3, 0.5, 1, 1.0)
     raw = [torch.tensor([[1.0, 2.0], [3.0, 4.0], [10.0, 20.0], [30.0, 40.0]])] * 2
     one, two = reuse.summed(raw, torch.tensor([2, 1]))
@@ -90,8 +89,8 @@ def test_logit_sum_adds_a_share_of_the_stale_logits(tiny_target, make_drafter):
     assert two.tolist() == [[6.0, 12.0], [3.0, 4.0]]
 
 
-def test_immediate_mode_skips_drafting_when_all_rows_have_enough(tiny_target, make_drafter):
-    target, drafter = lyanna(tiny_target, make_drafter, "immediate")
+def test_immediate_mode_skips_drafting_when_all_rows_have_enough(lyanna):
+    target, drafter = lyanna("immediate")
     follower = Follower(drafter, target, random_texts(), (5, 7))
     follower.propose(TREE)
     drafting = drafter.module_at(2)
@@ -111,11 +110,9 @@ def test_immediate_mode_skips_drafting_when_all_rows_have_enough(tiny_target, ma
     assert calls  # a row has none
 
 
-def test_tree_merge_leaves_chains_as_they_are(tiny_target, make_drafter):
-    target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
-    follower = Follower(drafter, target, random_texts(), (5, 7))
-    follower.propose(TREE)
-    follower.advance((1, 2))
+def test_tree_merge_leaves_chains_as_they_are(lyanna):
+    target, drafter = lyanna("tree_merge")
+    follower = followed(target, drafter, (1, 2))
     assert follower.state.stale is not None
     draft = follower.propose(SAMPLED)
     with reuse_mode(drafter, "none"):
@@ -140,11 +137,9 @@ def nodes_of(draft, row):
     return [(n, s) for n, s in zip(names[1:], sampled, strict=True) if PAD not in n]
 
 
-def test_tree_merge_adds_fixed_nodes_to_drawn_ones(tiny_target, make_drafter):
-    target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
-    follower = Follower(drafter, target, random_texts(), (5, 7))
-    follower.propose(TREE)
-    follower.advance((K, 1))  # all kept, and all rejected
+def test_tree_merge_adds_fixed_nodes_to_drawn_ones(lyanna):
+    target, drafter = lyanna("tree_merge")
+    follower = followed(target, drafter, (K, 1))  # all kept, and all rejected
     merged = drawn(drafter, follower, HYBRID)
     with reuse_mode(drafter, "none"):
         fresh = drawn(drafter, follower, HYBRID)
@@ -161,13 +156,9 @@ def test_tree_merge_adds_fixed_nodes_to_drawn_ones(tiny_target, make_drafter):
 
 
 @BY_FORM
-def test_immediate_chain_is_drawn_from_stale_states(tiny_target, make_drafter, root_token, drafted_states):
-    target, drafter = lyanna(
-        tiny_target, make_drafter, "immediate", root_token=root_token, drafted_states=drafted_states
-    )
-    follower = Follower(drafter, target, random_texts(), (5, 7))
-    follower.propose(SAMPLED)
-    follower.advance((1, 2))
+def test_immediate_chain_is_drawn_from_stale_states(lyanna, root_token, drafted_states):
+    target, drafter = lyanna("immediate", root_token=root_token, drafted_states=drafted_states)
+    follower = followed(target, drafter, (1, 2), SAMPLED)
     stale = follower.state.stale
     draft = follower.propose(SAMPLED)
     assert draft.lengths().tolist() == [K - 1, K - 2]
@@ -181,11 +172,9 @@ def test_immediate_chain_is_drawn_from_stale_states(tiny_target, make_drafter, r
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_draft_may_be_deeper_than_the_last_one(tiny_target, make_drafter, mode):
-    target, drafter = lyanna(tiny_target, make_drafter, mode)
-    follower = Follower(drafter, target, random_texts(), (5, 7))
-    follower.propose(Plan(2, 2, 6))
-    follower.advance((1, 1))
+def test_draft_may_be_deeper_than_the_last_one(lyanna, mode):
+    target, drafter = lyanna(mode)
+    follower = followed(target, drafter, (1, 1), Plan(2, 2, 6))
     deep = follower.propose(Plan(4, 2, 14))
     assert deep.lengths().tolist() == ([1, 1] if mode == "immediate" else [4, 4])
 
@@ -244,15 +233,15 @@ def rollouts_of(target, count=6, length=20):
 
 
 @pytest.mark.parametrize("mode", MODES[:3])
-def test_draft_costs_one_head_product(tiny_target, make_drafter, mode):
-    target, drafter = lyanna(tiny_target, make_drafter, mode)
+def test_draft_costs_one_head_product(lyanna, mode):
+    target, drafter = lyanna(mode)
     for depth in (2, 3, 5):
         assert head_products(target, drafter, [1, 2, 3], Plan(depth, 3, 8)) == 1
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_replay_counts_the_decoders_rounds(tiny_target, make_drafter, mode):
-    target, drafter = lyanna(tiny_target, make_drafter, mode)
+def test_replay_counts_the_decoders_rounds(lyanna, mode):
+    target, drafter = lyanna(mode)
     sampler, rollouts = WARM, rollouts_of(target)
     prompts = [r.prompt for r in rollouts]
     outputs = generate(target, drafter, prompts, max_new_tokens=20, sampler=sampler, plan=TREE).outputs
@@ -265,8 +254,8 @@ def test_replay_counts_the_decoders_rounds(tiny_target, make_drafter, mode):
     assert one.counts.rounds == [len(o.emitted) for o in outputs]
 
 
-def test_reuse_ablation_counts_as_defined(tiny_target, make_drafter):
-    target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
+def test_reuse_ablation_counts_as_defined(lyanna):
+    target, drafter = lyanna("tree_merge")
     sampler, rollouts = WARM, rollouts_of(target)
     report = reuse_ablation(target, drafter, rollouts, TREE, sampler)
     steps = []
@@ -291,8 +280,8 @@ def test_reuse_ablation_counts_as_defined(tiny_target, make_drafter):
     assert drafter.reuse.mode == "tree_merge"
 
 
-def test_state_loss_has_its_schedule(tiny_target, make_drafter):
-    target, drafter = lyanna(tiny_target, make_drafter, base_weight=0.5, root_token="none")
+def test_state_loss_has_its_schedule(lyanna):
+    target, drafter = lyanna(base_weight=0.5, root_token="none")
     batch = batch_of(target, random_texts())
     for progress, main, base, feature in [
         (0.05, 0.1, 0.1, 1.0),
@@ -311,19 +300,19 @@ def test_state_loss_has_its_schedule(tiny_target, make_drafter):
 
 
 @BY_FORM
-def test_every_form_keeps_the_contract(tiny_target, make_drafter, root_token, drafted_states):
+def test_every_form_keeps_the_contract(lyanna, root_token, drafted_states):
     """Training's distributions are decoding's, and its gradient is its loss's."""
     for promise in (
         contract.test_decoding_computes_the_laws_that_training_taught,
         contract.test_gradients_reach_every_trainable_weight_and_none_of_the_targets,
         contract.test_the_gradient_of_training_is_the_derivative_of_its_loss,
     ):
-        promise(lyanna(tiny_target, make_drafter, root_token=root_token, drafted_states=drafted_states))
+        promise(lyanna(root_token=root_token, drafted_states=drafted_states))
 
 
-def test_own_drafted_states_send_no_gradient_to_settled_places(tiny_target, make_drafter):
+def test_own_drafted_states_send_no_gradient_to_settled_places(lyanna):
     """The losses of later depths reach neither the first state nor the keys and values of settled places."""
-    target, drafter = lyanna(tiny_target, make_drafter)
+    target, drafter = lyanna()
     others = ("later", "info")
     settled = [weight for name, weight in drafter.named_parameters() if not name.startswith(others)]
     for step in drafter.unroll(batch_of(target, random_texts()), target):

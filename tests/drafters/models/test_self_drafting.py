@@ -11,7 +11,6 @@ from faces import Follower, V, assert_faces_agree, batch_of, both, random_rollou
 from self_drafts import self_drafted
 
 from decode.errors import UserError
-from decode.evaluation.replay import Rollout, replay
 from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
@@ -22,7 +21,6 @@ from drafters.drafting import sublayer_search
 from drafters.drafting.sublayer_search import Agreement, Costs, search
 from drafters.models.skip import Skip
 from drafters.models.sparse import Sparse, attention_mass
-from drafters.models.union import Union
 
 SPARSE = {"sinks": 1, "recent": 2, "places": 1, "refresh": 1, "queries": 1}
 CHAIN, SAMPLED, TREE = Plan(3), Plan(3, proposal="sampled"), Plan(3, 3, 8)
@@ -58,19 +56,6 @@ def test_whole_target_is_accepted_whole(tiny_target, plan, temperature, name):
     assert len(whole) > 12
     assert set(whole) == {3}
     assert len(rounds[0]) < len(rounds[1])
-
-
-def test_replay_counts_the_rounds_of_a_union_with_it(tiny_target, make_drafter):
-    target = tiny_target(vocab=12, layers=3)
-    drafter = Union(skipping(target, "b-b"), make_drafter("suffix", target)).to(target.dtype).eval()
-    target.tap(drafter.taps)
-    prompts, options = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]], {"max_new_tokens": 25, "sampler": Sampler(0.0)}
-    run = generate(target, drafter, prompts, plan=TREE, **options)
-    plain = generate(target, None, prompts, **options)
-    assert [o.tokens for o in run.outputs] == [o.tokens for o in plain.outputs]
-    rollouts = [Rollout(p, o.tokens) for p, o in zip(prompts, plain.outputs, strict=True)]
-    (one,) = replay(target, drafter, rollouts, [TREE], Sampler(0.0))
-    assert one.counts.rounds == [len(o.emitted) for o in run.outputs]
 
 
 def test_cache_has_room_for_a_tree(tiny_target):

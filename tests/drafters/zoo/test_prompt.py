@@ -65,47 +65,23 @@ def read_ahead(target, draft):
 
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 @pytest.mark.parametrize("window", [None, 4])
-def test_prompts_change_nothing_for_the_target(tiny_target, make, window, shape):
+def test_prompts_behind_a_node_are_those_behind_its_text_and_change_nothing(tiny_target, make, window, shape):
     """By the fused pass and, where windows slide, by transformers' code."""
     target = tiny_target(vocab=V, layers=3, hidden=16, window=window)
-    verifier = make(target).verifier(target)
-    draft = drafts()[shape]
+    verifier, draft = make(target).verifier(target), drafts()[shape]
     plain = Target(verifier.model)  # of the same weights
     got, want = read_ahead(verifier, draft), read_ahead(plain, draft)
     torch.testing.assert_close(got.last, want.last, rtol=0, atol=EXACT)
-    for one in (verifier, plain):
-        one.keep([3, 2], torch.tensor([[0, 1, 3], [0, 1, 2]]))
-    after = torch.tensor([[7, 8], [9, 10]])
-    torch.testing.assert_close(verifier.extend(after).last, plain.extend(after).last, rtol=0, atol=EXACT)
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("shape", ["tree", "chain"])
-def test_prompts_behind_a_node_equal_those_behind_its_text(tiny_target, make, window, shape):
-    """Behind every node that of the text that leads to it."""
-    target = tiny_target(vocab=V, layers=3, hidden=16, window=window)
-    verifier, draft = make(target).verifier(target), drafts()[shape]
-    got = read_ahead(verifier, draft).taps  # (B, S, K, D)
     tokens = torch.cat([torch.tensor([[22], [23]]), draft.tokens], 1)
     for row, text in enumerate(TEXTS):
         for slot, seen in enumerate(draft.ancestors().expand(2, -1, -1)[row]):
             path = torch.tensor([text + tokens[row, seen].tolist()])
-            want = verifier.read(path).taps[0, -1]
-            torch.testing.assert_close(got[row, slot], want, rtol=0, atol=EXACT)
-
-
-def test_prompts_behind_a_prefill_are_not_kept(pair):
-    target, drafter = pair
-    verifier = drafter.verifier(target)
-    verifier.start(2, 40)
-    tokens = torch.tensor([TEXTS[0], TEXTS[1] + [0] * 3])
-    assert verifier.extend(tokens).taps.shape[2] == 0
-    verifier.keep([5, 2])
-    ahead = verifier.look_ahead()
-    assert verifier.lengths == [5, 2]
-    for row, text in enumerate(TEXTS):
-        want = verifier.read(torch.tensor([text])).taps[0, -1]
-        torch.testing.assert_close(ahead[row], want, rtol=0, atol=EXACT)
+            behind = verifier.read(path).taps[0, -1]
+            torch.testing.assert_close(got.taps[row, slot], behind, rtol=0, atol=EXACT)
+    for one in (verifier, plain):
+        one.keep([3, 2], torch.tensor([[0, 1, 3], [0, 1, 2]]))
+    after = torch.tensor([[7, 8], [9, 10]])
+    torch.testing.assert_close(verifier.extend(after).last, plain.extend(after).last, rtol=0, atol=EXACT)
 
 
 def test_long_texts_are_read_in_parts(pair, monkeypatch):
@@ -126,15 +102,16 @@ def test_ensemble_is_the_mean_of_separate_members(tiny_target, make_drafter, sha
     def mean(read):
         return torch.stack([read(member) for member in members]).mean(0)
 
-    def taps(reader):
-        return read_ahead(reader, drafts()[shape]).taps
-
     def ahead(reader):
         read_ahead(reader, drafts()[shape])
         reader.keep([1, 1])
         return reader.look_ahead()
 
-    for read in (taps, ahead, lambda reader: reader.read(random_texts()).taps):
+    for read in (
+        lambda reader: read_ahead(reader, drafts()[shape]).taps,
+        ahead,
+        lambda reader: reader.read(random_texts()).taps,
+    ):
         got = read(verifier)
         torch.testing.assert_close(got, mean(read), rtol=0, atol=EXACT)
         assert (got - read(members[0])).abs().max() > 1e-3, "members differ"
@@ -178,6 +155,7 @@ def test_rounds_without_a_draft_keep_the_next_one(pair):
     loop, drafted = Loop(verifier, drafter, TEXTS, *parts), []
     loop.on_round = lambda seen: drafted.append(seen.draft)
     loop.admit()
+    assert verifier.lengths == [5, 2]  # prompts behind a prefill are not kept
     for turn in range(4):
         loop.plan = Plan() if turn % 2 else plan
         state = loop.state.ahead
