@@ -8,6 +8,7 @@ import os
 import re
 import resource
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import pyarrow as pa
@@ -19,7 +20,7 @@ from cards import audit, card_of, row, scorecard
 from faces import V
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from workbench import CONF, command, fork, make_target
+from workbench import CONF, command, fork, make_target, same
 
 from decode.errors import RemoteError, UserError
 from decode.model.load import load_target
@@ -47,9 +48,8 @@ def made(tiny_target, make_drafter):
     return target, make_drafter("eagle", target)
 
 
-def same(one: Drafter, other: Drafter) -> bool:
-    ours, theirs = one.state_dict(), other.state_dict()
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+def same_weights(one: Drafter, other: Drafter) -> bool:
+    return same(one.state_dict(), other.state_dict())
 
 
 @pytest.fixture(autouse=True)
@@ -64,13 +64,13 @@ def test_a_drafter_is_saved_and_comes_back_bit_for_bit(made, tmp_path):
     assert {p.name for p in (tmp_path / "new").iterdir()} == {"README.md", "config.json", "model.safetensors"}
     loaded = from_pretrained(tmp_path / "new", target)
     assert type(loaded) is Eagle
-    assert same(loaded, drafter)
+    assert same_weights(loaded, drafter)
     save_pretrained(loaded, tmp_path / "again")  # it knows its target
-    assert same(from_pretrained(tmp_path / "again", target), drafter)
+    assert same_weights(from_pretrained(tmp_path / "again", target), drafter)
     config = json.loads((tmp_path / "again" / "config.json").read_text())
     config["target"] = {name: config["target"][name] for name in ("name", "fingerprint")}  # all that was once
     (tmp_path / "again" / "config.json").write_text(json.dumps(config))
-    assert same(from_pretrained(tmp_path / "again", target), drafter)
+    assert same_weights(from_pretrained(tmp_path / "again", target), drafter)
 
 
 def test_a_drafter_without_a_target_and_a_folder_in_use_are_refused(made, tmp_path):
@@ -102,14 +102,10 @@ def test_a_score_goes_along_while_the_weights_are_those_that_were_scored(made, t
 
 
 def test_a_full_disk_leaves_nothing(made, tmp_path, monkeypatch):
-    target, drafter = made
-
-    def full(facts):
-        raise OSError(errno.ENOSPC, "No space left on device", "README.md")
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device", "README.md"))
     monkeypatch.setattr(pretrained, "model_card", full)
     with pytest.raises(OSError, match="No space left"):
-        save_pretrained(drafter, tmp_path / "new", target)
+        save_pretrained(made[1], tmp_path / "new", made[0])
     assert not list(tmp_path.iterdir())
 
 
@@ -122,14 +118,14 @@ def test_the_target_that_a_checkpoint_names_is_loaded_if_it_is_still_that_one(tm
     written = json.loads((folder / "config.json").read_text())["target"]
     assert written["name"] == str(where)
     assert len(written["tokenizer"]) == 16
-    assert same(from_pretrained(folder), drafter.to(target.dtype))
+    assert same_weights(from_pretrained(folder), drafter.to(target.dtype))
     checkpoint_io.tokenizer_hash.cache_clear()
     words = json.loads((where / "tokenizer.json").read_text())
     words["model"]["vocab"] |= {"a": words["model"]["vocab"]["b"], "b": words["model"]["vocab"]["a"]}
     (where / "tokenizer.json").write_text(json.dumps(words))
     with pytest.raises(UserError, match=r"tokenizer of .* has changed"):
         from_pretrained(folder)
-    assert same(from_pretrained(folder, target), drafter)  # whoever passes it knows it
+    assert same_weights(from_pretrained(folder, target), drafter)  # whoever passes it knows it
     checkpoint_io.tokenizer_hash.cache_clear()
 
 
@@ -145,7 +141,7 @@ def test_what_is_pushed_comes_back_bit_for_bit(made, fake_hub, monkeypatch):
     with pytest.raises(UserError, match="or a private one that this login"):
         from_pretrained(REPO, target)
     monkeypatch.setenv("HF_TOKEN", fake_hub.token)
-    assert same(from_pretrained(REPO, target), drafter)
+    assert same_weights(from_pretrained(REPO, target), drafter)
     with pytest.raises(UserError, match=r"it has no revision|no such repository"):
         from_pretrained("me/nothing", target)
 
@@ -170,23 +166,19 @@ def test_an_upload_that_is_cut_off_commits_nothing_and_can_be_made_again(made, f
     assert not fake_hub.repos or not fake_hub.repos[REPO].files
     fake_hub.cut = ""
     push_to_hub(drafter, REPO, target)
-    assert same(from_pretrained(REPO, target), drafter)
+    assert same_weights(from_pretrained(REPO, target), drafter)
 
 
-@pytest.mark.parametrize(
-    ("failing", "kind", "said"),
-    [
+def test_an_upload_that_the_hub_refuses_is_one_line(made, fake_hub, monkeypatch):
+    """Without the token."""
+    for failing, kind, said in [
         ({"/api/repos/create": 403}, UserError, r"may not write there \(403\)"),
         ({"/commit/": 500}, RemoteError, "answers 500; nothing was committed"),
-    ],
-)
-def test_an_upload_that_the_hub_refuses_is_one_line(made, fake_hub, failing, kind, said):
-    fake_hub.failing = failing
-    with pytest.raises(kind, match=said):
-        push_to_hub(made[1], REPO, made[0])
-
-
-def test_a_wrong_token_is_not_told(made, fake_hub, monkeypatch):
+        ({"/preupload/": 503}, RemoteError, "503"),
+    ]:
+        fake_hub.failing = failing
+        with pytest.raises(kind, match=said):
+            push_to_hub(made[1], REPO, made[0])
     secret = "hf_aSecretThatIsWrong"
     monkeypatch.setenv("HF_TOKEN", secret)
     with pytest.raises(UserError, match=r"\(401\)") as error:
@@ -214,7 +206,7 @@ def test_without_a_network_one_line_says_so(made, fake_hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(RemoteError, match="cannot be reached, and the cache has no copy"):
         from_pretrained(REPO, target)
-    assert same(from_pretrained("me/known", target), drafter)
+    assert same_weights(from_pretrained("me/known", target), drafter)
 
 
 def test_weights_of_another_models_repository_are_not_fetched(made, fake_hub):
@@ -254,7 +246,7 @@ def test_a_run_ends_on_the_hub_and_is_whole_if_that_fails(bench, fake_hub, monke
     assert json.loads(files["scorecard.json"]) == score | {"target": "target", "samples": []}
     assert files["model.safetensors"] == (best / "model.safetensors").read_bytes()
     target = load_target(str(bench.target))
-    assert same(from_pretrained(REPO, target), checkpoint_io.load(best, target))
+    assert same_weights(from_pretrained(REPO, target), checkpoint_io.load(best, target))
     text = b"".join(value for name, value in files.items() if name != "model.safetensors").decode()
     assert str(bench.root) not in text, "paths of this machine"
     assert fake_hub.token not in done.out + done.err + retried.out + retried.err + text
