@@ -56,21 +56,19 @@ def test_tensors_that_fit_are_taken_over_and_others_listed(saved, make_drafter, 
 
 
 def test_another_drafters_and_damaged_files_are_no_start(saved, make_drafter, tiny_target, tmp_path):
-    _, folder, target = saved("eagle")
-    with pytest.raises(UserError, match="drafter 'eagle', not 'eagle3'"):
-        checkpoint_io.warm_start(make_drafter("eagle3", target), folder, target)
-    with pytest.raises(UserError, match=r"no config\.json there"):
-        checkpoint_io.warm_start(make_drafter("eagle", target), tmp_path, target)
-    (folder / "model.safetensors").write_bytes(b"no")
-    with pytest.raises(UserError, match="damaged checkpoint"):
-        checkpoint_io.warm_start(make_drafter("eagle", target), folder, target)
-    _, elsewhere, _ = saved("eagle")
-    wider = make_drafter("eagle", tiny_target(vocab=V, hidden=16))
-    with pytest.raises(UserError, match=r"none of its \d+ tensors fits this drafter"):
-        checkpoint_io.warm_start(wider, elsewhere, target)
-    save_file({"nothing": torch.zeros(1)}, elsewhere / "model.safetensors")
-    with pytest.raises(UserError, match="damaged checkpoint"):
-        checkpoint_io.warm_start(wider, elsewhere, target)
+    (_, folder, target), (_, damaged, _), (_, other, _) = (saved("eagle") for _ in range(3))
+    (damaged / "model.safetensors").write_bytes(b"no")
+    save_file({"nothing": torch.zeros(1)}, other / "model.safetensors")
+    eagle, wider = make_drafter("eagle", target), make_drafter("eagle", tiny_target(vocab=V, hidden=16))
+    for drafter, start, said in [
+        (make_drafter("eagle3", target), folder, "drafter 'eagle', not 'eagle3'"),
+        (eagle, tmp_path, r"no config\.json there"),
+        (eagle, damaged, "damaged checkpoint"),
+        (wider, folder, r"none of its \d+ tensors fits this drafter"),
+        (wider, other, "damaged checkpoint"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            checkpoint_io.warm_start(drafter, start, target)
 
 
 def test_a_run_starts_from_anothers_checkpoint(bench):

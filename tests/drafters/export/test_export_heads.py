@@ -216,20 +216,15 @@ def test_ibms_files_are_read(target, make_drafter, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["medusa", "mlp"])
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
+def test_files_for_another_target_are_refused(target, make_drafter, tiny_target, tmp_path, name):
+    folder, _ = exported(make_drafter(name, target), target, tmp_path)
+    for change, reason in [
         ({"hidden": 8}, "its hidden size is 16, the target's 8"),
         ({"vocab": V + 1}, f"its vocabulary is {V}, the target's {V + 1}"),
-    ],
-)
-def test_files_for_another_target_are_refused(
-    target, make_drafter, tiny_target, tmp_path, name, change, reason
-):
-    folder, _ = exported(make_drafter(name, target), target, tmp_path)
-    other = tiny_target(**{"vocab": V, "hidden": 16, "dtype": torch.float32} | change)
-    with pytest.raises(UserError, match=reason):
-        checkpoint_io.load(folder, other)
+    ]:
+        other = tiny_target(**{"vocab": V, "hidden": 16, "dtype": torch.float32} | change)
+        with pytest.raises(UserError, match=reason):
+            checkpoint_io.load(folder, other)
 
 
 DAMAGED = [

@@ -89,11 +89,15 @@ def test_further_passes_fill_in_the_surest_and_keep_them(tiny_target, make_draft
 @pytest.mark.parametrize(
     "plan", [Plan(2, proposal="sampled"), Plan(2, 2, 4, proposal="hybrid")], ids=lambda p: p.name
 )
-def test_sampled_plans_with_several_passes_are_refused(tiny_target, make_drafter, plan):
-    target, drafter = both(tiny_target, make_drafter, "diffusion", steps=2)
+@pytest.mark.parametrize("name", ["diffusion", "dflash", "hf_dllm"])
+def test_sampled_plans_with_several_passes_are_refused(tiny_target, make_drafter, name, plan):
+    target, drafter = both(tiny_target, make_drafter, name, steps=2)
     follower = Follower(drafter, target, random_texts(), (5, 3))
-    with pytest.raises(UserError, match=r"set decode\.proposal=fixed"):
-        follower.propose(plan)
+    for refused in (drafter.check, follower.propose):
+        with pytest.raises(
+            UserError, match=r"set decode\.proposal=fixed|drafter\.steps=2 .* not be lossless"
+        ):
+            refused(plan)
 
 
 def test_every_supervised_place_counts_once_on_average():

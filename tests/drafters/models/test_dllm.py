@@ -156,17 +156,6 @@ def test_no_mask_is_filled_with_the_mask_token(target, tmp_path):
             assert (follower.propose(plan).tokens != MASK).all()
 
 
-@pytest.mark.parametrize("plan", [SAMPLED, Plan(K, 3, 8, proposal="hybrid")], ids=lambda p: p.name)
-def test_sampled_plans_with_several_passes_are_refused(target, tmp_path, plan):
-    drafter = drafter_for(target, filler(tmp_path / "model"), steps=2)
-    for fixed in (CHAIN, TREE):
-        drafter.check(fixed)
-    with pytest.raises(UserError, match=r"drafter\.steps=2 .* not be lossless"):
-        drafter.check(plan)
-    with pytest.raises(UserError, match=r"not be lossless"):
-        generate(target, drafter, [[7, 8]], max_new_tokens=4, sampler=Sampler(1.0), plan=plan)
-
-
 def test_dropout_is_off_in_training(target, tmp_path):
     drafter = drafter_for(target, filler(tmp_path / "model", "bert", hidden_dropout_prob=0.5)).train()
     assert drafter.training

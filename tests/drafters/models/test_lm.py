@@ -80,8 +80,7 @@ def test_draft_of_k_tokens_costs_k_passes(own):
 
 
 def test_text_past_the_context_is_the_targets(target, tmp_path):
-    for kind in ("learned positions", "tied"):
-        name = {"learned positions": "n_positions", "tied": "max_position_embeddings"}[kind]
+    for kind, name in (("learned positions", "n_positions"), ("tied", "max_position_embeddings")):
         drafter = drafter_for(target, draft_model(tmp_path / kind, kind, **{name: 16}))
         prompts = [[1, 2, 3, 4, 5], list(range(20))]
         options = {"max_new_tokens": 20, "sampler": Sampler(0.0)}
@@ -195,17 +194,14 @@ def test_run_saves_and_scores_the_given_model(bench, tmp_path):
     assert "nothing is trained" in done.out
     folder = done.folder
     assert (folder / "done").exists()
-    assert [p.name for p in checkpoints(folder)] == ["0"]
-    names = {p.name for p in (folder / "checkpoints" / "0").iterdir()}
-    assert names == {"model.safetensors", "config.json", "score.json"}
+    (checkpoint,) = checkpoints(folder)
+    assert {p.name for p in checkpoint.iterdir()} == {"model.safetensors", "config.json", "score.json"}
     for link in ("best", "last"):
         assert (folder / "checkpoints" / link).readlink() == Path("0")
     assert not (bench.root / "outputs" / "rollouts").exists()
     assert not leftovers(bench.root)
     assert "score/tau" in (folder / "csv" / "metrics.csv").read_text()
-    card = json.loads((folder / "checkpoints" / "0" / "score.json").read_text())
-    assert card["tau"] == 3.0
-    assert card["audit_passed"]
-    assert card["step"] == 0
-    assert card["drafter"] == "lm"
+    card = json.loads((checkpoint / "score.json").read_text())
+    said = {"tau": 3.0, "audit_passed": True, "step": 0, "drafter": "lm"}
+    assert {name: card[name] for name in said} == said
     assert card["drafter_kv_bytes_per_token"] == card["kv_bytes_per_token"] > 0  # it is the target's twin

@@ -344,17 +344,14 @@ def test_checkpoint_names_its_datastore(target, tmp_path, monkeypatch):
         checkpoint_io.load(tmp_path, target)
 
 
-@pytest.mark.parametrize("key", ["../../../etc", "", "0" * 17, "/" * 16])
-def test_key_of_no_datastore_is_refused(target, tmp_path, key):
+def test_key_of_no_datastore_is_refused(target, tmp_path):
     checkpoint_io.save(fitted([[1, 2]]), target, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["settings"] |= {"store": "/etc/passwd", "store_key": key}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="no key of a datastore"):
-        checkpoint_io.load(tmp_path, target)
-
-
-def test_store_without_a_key_is_refused(target):
+    for key in ("../../../etc", "", "0" * 17, "/" * 16):
+        config["settings"] |= {"store": "/etc/passwd", "store_key": key}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match="no key of a datastore"):
+            checkpoint_io.load(tmp_path, target)
     options = {name: value for name, value in OPTIONS.items() if name != "vocab_size"}
     with pytest.raises(UserError, match="no key of a datastore"):
         Suffix.for_target(target, **options, store="texts.jsonl")
