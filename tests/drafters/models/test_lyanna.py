@@ -20,6 +20,7 @@ from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
+from drafters import optional
 from drafters.drafting.state_reuse import Reuse
 
 HYBRID = Plan(K, 3, 8, proposal="hybrid")
@@ -117,6 +118,8 @@ def test_tree_merge_leaves_chains_as_they_are(lyanna):
     draft = follower.propose(SAMPLED)
     with reuse_mode(drafter, "none"):
         assert torch.equal(draft.q, follower.propose(SAMPLED).q)
+    assert "states are not reused" in optional.remark(drafter, SAMPLED)
+    assert not optional.remark(drafter, TREE)
     assert not drafter.depends_on_rounds(SAMPLED)
     assert drafter.depends_on_rounds(TREE)
 

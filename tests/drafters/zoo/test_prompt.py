@@ -145,6 +145,9 @@ def test_round_is_one_pass_over_slots_and_prompts(pair, plan, monkeypatch):
     assert sizes == [len(TEXTS[0]), prompts, *[slots] * rounds]
     assert verifier.slots(1 + plan.nodes) == slots
     assert verifier.cache.store.capacity == len(TEXTS[0]) + 12 + slots, "it did not grow"
+    sizes.clear()
+    generate(verifier, None, [TEXTS[0]], max_new_tokens=6, sampler=GREEDY)
+    assert sizes == [len(TEXTS[0]), *[1] * 5], "plain decoding reads no prompts"
 
 
 def test_rounds_without_a_draft_keep_the_next_one(pair):
