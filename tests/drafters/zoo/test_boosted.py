@@ -98,6 +98,16 @@ def test_anchors_that_the_first_predicts_count_less(tiny_target, make_drafter, f
     assert 0 < sum(seen) < len(seen)
 
 
+def test_steps_that_only_train_the_first_predict_nothing(tiny_target, make_drafter):
+    target, drafter = boosted(tiny_target, make_drafter, ("lyanna", {"base_weight": 0.5}))
+    batch = batch_of(target, lucky(target, drafter))
+    early, late = (
+        [step.weight.tolist() for step in drafter.unroll(batch._replace(progress=progress), target)]
+        for progress in (0.2, 1.0)
+    )
+    assert early == late
+
+
 def test_depths_below_the_firsts_count_as_missed(tiny_target, make_drafter):
     target, drafter = boosted(tiny_target, make_drafter)
     drafter.first.depth = 1
