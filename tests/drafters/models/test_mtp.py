@@ -140,7 +140,7 @@ REFUSED = [  # a tensor that is added, or left out
     (
         "deepseek",
         "layers.4.post_mlp_layernorm.weight",
-        "1 tensors .* no place here, post_mlp_layernorm.weight",
+        "1 tensors .* not supported, post_mlp_layernorm.weight",
     ),
     ("mimo", "mtp_layers.1.input_proj.weight", "several MTP layers"),
     ("mimo", "mtp_layers.0.mlp.up_proj.weight", r"has no mlp\.up_proj\.weight"),
