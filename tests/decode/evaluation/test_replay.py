@@ -1,7 +1,8 @@
-"""Replay computes, without random draws, what the decoder does on the same text."""
+"""Replay computes, without random draws, what the decoder does on the same text; and what is computed of its rounds."""
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -10,9 +11,10 @@ import torch
 from exact import EXACT, EnumeratingCoin, Grown, exact_law, target_law
 from faces import able
 
-from decode.evaluation.replay import Counts, Rollout, agreement, replay, why_inexact
+from decode.evaluation.replay import Counts, Rollout, RoundStarts, agreement, by_context, replay, why_inexact
+from decode.evaluation.survival import decoded_counts, kaplan_meier
 from decode.generation.generate import generate
-from decode.generation.types import Observes
+from decode.generation.types import Observes, Output, Traits
 from decode.plan import Plan
 from decode.sampling import Sampler
 
@@ -195,3 +197,188 @@ def test_answers_of_one_token_and_plain_decoding(tiny_target):
     assert one.counts == Counts([0], [0.0])
     assert one.counts.tau == 0
     assert torch.isfinite(torch.tensor(one.survival)).all()
+
+
+# -- drafts that depend on earlier rounds ------------------------------------------------------------
+
+
+PLANS = [Plan(depth=3), Plan(depth=3, width=2, nodes=5), Plan(tree=((0,), (1,), (0, 0), (1, 0)))]
+SAMPLERS = [Sampler(0.0), Sampler(0.8)]
+
+
+class Forgetful(Grown):
+    """A drafter that says it remembers, and does not."""
+
+    def depends_on_rounds(self, plan):
+        return True
+
+
+class Counting:
+    """Drafts differently in every round of a request: replay from all places could not know."""
+
+    traits = Traits()
+
+    def depends_on_rounds(self, plan):
+        return True
+
+    def __init__(self, drafter) -> None:
+        self.drafter = drafter
+
+    def new_state(self, rows):
+        return [self.drafter.new_state(rows), [0] * rows]
+
+    def advance(self, state, target, tokens, taps, counts, root):
+        self.drafter.advance(state[0], target, tokens, taps, counts, root)
+        state[1] = [n + c for n, c in zip(state[1], counts, strict=True)]
+        state[1] = [n * 7 % 5 for n in state[1]]
+
+    def select(self, state, rows):
+        self.drafter.select(state[0], rows)
+        state[1] = [state[1][r] for r in rows]
+
+    def propose(self, state, target, sampler, coin, plan):
+        draft = self.drafter.propose(state[0], target, sampler, coin, plan)
+        odd = torch.tensor(state[1])[:, None] % 2 == 1
+        return type(draft)(
+            draft.tokens.masked_fill(odd, -1), draft.parents, draft.depth, is_chain=draft.is_chain
+        )
+
+
+def written(target, sampler, count=9, length=14):
+    dice = random.Random(3)
+    prompts = [[dice.randrange(5) for _ in range(dice.randint(1, 6))] for _ in range(count)]
+    outputs = generate(target, None, prompts, max_new_tokens=length, sampler=sampler, stop=[4], seed=2)
+    return [Rollout(p, o.tokens) for p, o in zip(prompts, outputs.outputs, strict=True)]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
+@pytest.mark.covering
+def test_without_memory_walking_is_replay_from_all_places(tiny_target, plan, sampler):
+    target = tiny_target(vocab=5)
+    rollouts = written(target, sampler)
+    (want,) = replay(target, Grown(5), rollouts, [plan], sampler)
+    (got,) = replay(target, Forgetful(5), rollouts, [plan], sampler, batch_size=4)
+    assert got.counts == want.counts
+    assert (got.reached == want.reached).all()
+    assert sum(want.counts.rounds) < sum(want.counts.tokens)  # something was kept
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+@pytest.mark.parametrize("plan", PLANS[:2], ids=lambda p: p.name)
+@pytest.mark.covering
+def test_with_memory_walking_is_what_the_decoder_does(tiny_target, plan, sampler):
+    target, drafter = tiny_target(vocab=5), Counting(Grown(5))
+    rollouts = written(target, sampler)
+    options = {"max_new_tokens": 14, "sampler": sampler, "plan": plan, "stop": [4], "seed": 2}
+    outputs = generate(target, drafter, [r.prompt for r in rollouts], **options).outputs
+    assert [o.tokens for o in outputs] == [r.answer for r in rollouts]
+    (one,) = replay(target, drafter, rollouts, [plan], sampler)
+    assert one.counts.rounds == [len(o.emitted) for o in outputs]
+    assert one.counts != replay(target, Grown(5), rollouts, [plan], sampler)[0].counts
+
+
+def test_drawn_drafts_with_a_memory_are_counted_by_the_decoder():
+    sampled = Plan(depth=2, proposal="sampled")
+    assert "earlier rounds" in why_inexact(sampled, Sampler(1.0), Forgetful(3))
+    assert not why_inexact(sampled, Sampler(1.0), Grown(3))
+    assert not why_inexact(PLANS[1], Sampler(1.0), Forgetful(3))
+
+
+# -- tau by context length ---------------------------------------------------------------------------
+
+
+DICE = np.random.default_rng(0)
+
+
+def rollout(prompt: int, answer: int) -> Rollout:
+    return Rollout([1] * prompt, [2] * answer)
+
+
+def test_every_token_is_emitted_by_one_round():
+    for starts, depth in [(1, 3), (7, 3), (40, 1), (40, 0), (3, 8)]:
+        chain = RoundStarts(DICE.uniform(size=(starts, depth)), depth)
+        assert chain.tokens.sum() == pytest.approx(starts, abs=1e-12)
+        assert chain.begins.sum() == chain.count
+
+
+def test_rounds_are_counted_by_the_context_that_they_begin_behind():
+    """Known chains: all is accepted in one text, and nothing in the other."""
+    rollouts = [rollout(100, 61), rollout(250, 21)]
+    keeps = [np.ones((60, 4)), np.zeros((20, 4))]
+    parts = by_context(rollouts, keeps, 4)
+    # Rounds of the first text begin behind 101, 106, ..., 156 tokens; of the second behind 251, ..., 270.
+    found = [(part.low, part.high, part.rounds, part.tokens) for part in parts]
+    assert found == [(0, 128, 6, 30), (128, 256, 6 + 5, 30 + 5), (256, 512, 15, 15)]
+    assert [part.tau for part in parts] == pytest.approx([5, 35 / 11, 1])
+
+
+def test_the_parts_add_up_to_the_replay():
+    lengths = [(int(DICE.integers(1, 700)), int(DICE.integers(1, 90))) for _ in range(20)]
+    rollouts = [rollout(*pair) for pair in lengths]
+    keeps = [DICE.uniform(size=(answer - 1, 3)) for _, answer in lengths]
+    parts = by_context(rollouts, keeps, 3)
+    assert sum(part.tokens for part in parts) == pytest.approx(sum(answer - 1 for _, answer in lengths))
+    assert sum(part.rounds for part in parts) == pytest.approx(sum(RoundStarts(k, 3).count for k in keeps))
+    assert all(part.low < part.high for part in parts)
+
+
+def test_answers_of_one_token_have_no_rounds():
+    assert by_context([rollout(5, 1)], [np.zeros((0, 3))], 3) == []
+    assert by_context([], [], 3) == []
+
+
+# -- survival ----------------------------------------------------------------------------------------
+
+
+ALPHA, DEPTH = 0.8, 4
+TRUE = [ALPHA**j for j in range(1, DEPTH + 1)]  # 0.8, ..., 0.4096
+LENGTHS = (8, 16, 32, 64)
+SIGMAS = 4.5  # a correct estimate is outside once in 150,000
+
+
+def simulated(dice: random.Random, length: int, depth: int = DEPTH, end: float = 0.0) -> Output:
+    """One answer of so many tokens, each of which a draft has with chance ALPHA, and ends it with `end`."""
+    found, left = Output([0]), length - 1
+    while left and not found.stopped:
+        accepted = next((j for j in range(depth) if dice.random() >= ALPHA), depth)
+        emitted = min(accepted + 1, left)
+        stop = next((j for j in range(emitted) if dice.random() < end), None)
+        found.stopped, emitted = stop is not None, emitted if stop is None else stop + 1
+        found.accepted.append(accepted)
+        found.emitted.append(emitted)
+        found.draft_lengths.append(depth)
+        left -= emitted
+    return found
+
+
+def bounds(counts: np.ndarray) -> list[float]:
+    """Greenwood's standard errors of s_j, by the true alpha."""
+    terms = np.cumsum((1 - ALPHA) / (ALPHA * counts[1, 1:]))
+    return [s * math.sqrt(t) for s, t in zip(TRUE, terms, strict=True)]
+
+
+@pytest.mark.parametrize("end", [0.0, 0.05], ids=["length", "end tokens"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_survival_of_decoding_is_the_truth_at_every_length(length, end):
+    dice = random.Random(length)
+    counts = decoded_counts([simulated(dice, length, end=end) for _ in range(80_000 // length)], DEPTH)
+    for found, true, error in zip(kaplan_meier(counts), TRUE, bounds(counts), strict=True):
+        assert abs(found - true) < SIGMAS * error < 0.03, (found, true, error)
+
+
+@pytest.mark.parametrize("length", [2, 3, *LENGTHS])
+def test_survival_of_replay_is_exactly_the_truth(length):
+    starts = length - 1
+    keep = np.full((starts, DEPTH), ALPHA)
+    for t in range(starts):
+        keep[t, starts - t :] = 0.0  # behind the end of the text
+    known = min(DEPTH, starts)
+    found = kaplan_meier(RoundStarts(keep, DEPTH).reached)
+    np.testing.assert_allclose(found[:known], TRUE[:known], rtol=1e-12)
+    assert found[known:] == [0.0] * (DEPTH - known), "no text has such a place"
+
+
+def test_no_rounds_have_survival_zero():
+    assert kaplan_meier(np.zeros((2, 3))) == [0.0, 0.0]
+    assert kaplan_meier(np.ones((2, 1))) == []

@@ -1,23 +1,29 @@
-"""The scorecard's numbers, by hand and against the decoder's own record."""
+"""The scorecard's numbers, by hand, against the decoder's own record and, where only an engine decodes, by replay."""
 
+import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from heads import trained
 from scripted import Oracle, greedy
 
 from decode.errors import UserError
 from decode.evaluation import score as module
 from decode.evaluation.acceptance import Acceptance
-from decode.evaluation.replay import Counts, agreement
+from decode.evaluation.bootstrap import central_interval, interval, ratio, resampled_sums
+from decode.evaluation.replay import Counts, Rollout, agreement
 from decode.evaluation.score import HeldOut, ScoreOptions, Setting, score
-from decode.evaluation.scorecard import SCHEMA, Scorecard, Timing
+from decode.evaluation.scorecard import DECODED, SCHEMA, Scorecard, Timing
 from decode.evaluation.timing_ab import DecodeTimings
 from decode.generation.generate import generate
 from decode.generation.types import Generation, Output, Times
+from decode.model.abilities import Abilities
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.scoring.tables import settings_table
+from drafters.models.eagle import Eagle
 
 VOCAB, LENGTH = 23, 24
 PROMPTS = [[5, 9, 2, 7, 3], [4], [17, 4, 21, 6, 12, 2, 8, 8], [11, 11, 2], [20, 1]]
@@ -308,3 +314,113 @@ def test_reserved_answers_select_no_checkpoint():
 def test_score_without_prompts_is_refused(target, oracle):
     with pytest.raises(UserError, match="no prompts"):
         scored(target, oracle, [], SETTINGS, max_new_tokens=4)
+
+
+# -- intervals ---------------------------------------------------------------------------------------
+
+
+def test_prompts_of_a_group_are_drawn_together():
+    values, ones = [0.0] * 10 + [1.0] * 10, np.ones(20)
+    alone = interval(values, ones)
+    together = interval(values, ones, [0] * 10 + [1] * 10)
+    assert 0.2 < alone[0] < 0.5 < alone[1] < 0.8
+    assert together == (0.0, 1.0), "a text or the other, or both"
+
+
+def test_sample_without_rounds_counts_as_zero():
+    assert interval([4.0, 0.0], [2, 0]) == (0.0, 2.0)
+
+
+def test_columns_are_drawn_together():
+    easy = np.arange(20.0)
+    mine, other, rounds = resampled_sums([easy + 1, easy, np.ones(20)]).T
+    assert np.allclose(mine - other, rounds)
+    assert (rounds == 20).all()
+    assert mine.std() > 10
+    assert central_interval(ratio(mine, rounds)) == pytest.approx(interval(easy + 1, np.ones(20)))
+
+
+def test_interval_holds_the_truth_in_nineteen_of_twenty_samples():
+    random = np.random.default_rng(3)
+    inside = 0
+    for _ in range(60):
+        bottom = random.integers(5, 15, 48)
+        top = 2 * bottom + random.normal(0, 3, 48)
+        low, high = interval(top, bottom)
+        inside += low <= 2 <= high
+    assert 52 <= inside <= 59
+
+
+# -- a target that only an engine decodes ------------------------------------------------------------
+
+
+SHORT_PROMPTS = [[5, 9, 2, 7, 3], [4], [11, 4, 8, 6, 12, 2, 8, 8], [11, 11, 2], [10, 1]]
+GREEDY, DRAWN = Sampler(0.0), Sampler(1.0)
+CHAINS = [Setting(GREEDY, Plan(depth=2)), Setting(DRAWN, Plan(depth=2, proposal="sampled"), 2)]
+SIXTEEN = ScoreOptions(max_new_tokens=16, seed=4)
+
+
+@pytest.fixture(scope="module")
+def replayed(tiny_target):
+    """Target, drafter, and the target's answers with both samplers."""
+    target, drafter = trained(tiny_target, Eagle, feature_noise=0.0, feature_weight=1.0)
+    rollouts = {}
+    for sampler in (GREEDY, DRAWN):
+        outputs = generate(target, None, SHORT_PROMPTS, max_new_tokens=16, sampler=sampler).outputs
+        rollouts[sampler] = [Rollout(p, o.tokens) for p, o in zip(SHORT_PROMPTS, outputs, strict=True)]
+    return target, drafter, HeldOut(SHORT_PROMPTS[:2], rollouts=rollouts, reserved=2)
+
+
+@pytest.fixture
+def elsewhere(replayed, monkeypatch):
+    """The same, of a target that cannot be decoded here."""
+    monkeypatch.setattr(replayed[0], "abilities", Abilities(decode="it goes forward", own_cache=True))
+    return replayed
+
+
+@pytest.fixture(scope="module")
+def ordinary(replayed):
+    return score(*replayed, CHAINS, SIXTEEN)
+
+
+def test_replayed_numbers_are_those_of_a_target_that_decodes(ordinary, elsewhere):
+    steps = []
+    card = score(*elsewhere, CHAINS, SIXTEEN, lambda *at: steps.append(at))
+    assert steps == [(1, 2), (2, 2)]
+    for row, other in zip(card.rows, ordinary.rows, strict=True):
+        assert row.replay == replace(other.replay, difference_interval=None)
+        same = other.replay
+        assert (row.tau, row.survival, row.tau_interval) == (same.tau, same.survival, same.tau_interval)
+        assert row.replay.selection_tau == row.replay.counts.part(2).tau
+        assert row.alpha == [row.survival[0], row.survival[1] / row.survival[0]]
+        assert row.tau > 1
+        assert {getattr(row, name) for name in DECODED} == {None}
+        assert row.timing is None
+    assert (card.audit, card.audited, card.conditions.prompts) == (None, "not run", 0)
+    assert card.conditions.elsewhere == "it goes forward"
+    assert not ordinary.conditions.elsewhere
+    values = json.loads(json.dumps(card.to_json()))
+    assert [values[name] for name in ("speedup", "audit", "audit_passed", "tpot")] == [None] * 4
+    assert Scorecard.from_json(values, "score.json") == card
+    assert not card.pays
+
+
+@pytest.mark.parametrize(
+    ("plan", "sampler", "reason"),
+    [
+        (Plan(depth=2, width=2, nodes=4), GREEDY, "engines verify chains"),
+        (Plan(), GREEDY, "engines verify chains"),
+        (Plan(depth=2, proposal="sampled", drafts=2), DRAWN, "engines verify chains"),
+        (Plan(depth=2, proposal="sampled", rule="block"), DRAWN, "weighs whole paths"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_plan_that_cannot_be_replayed_is_refused(plan, sampler, reason, elsewhere):
+    with pytest.raises(UserError, match=reason):
+        score(*elsewhere, [Setting(sampler, plan)], SIXTEEN)
+
+
+def test_score_without_answers_is_refused(elsewhere):
+    target, drafter, _ = elsewhere
+    with pytest.raises(UserError, match=r"score\.replay_prompts"):
+        score(target, drafter, HeldOut(SHORT_PROMPTS), CHAINS, SIXTEEN)

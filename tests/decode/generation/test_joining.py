@@ -123,12 +123,6 @@ def test_every_request_has_its_own_stop_test(target):
     assert {len(o.tokens) for o in run(target, stop=(), until=AfterThree, batch_size=3)} == {3}
 
 
-def test_a_cache_that_goes_forward_takes_one_batch_after_the_other(target, monkeypatch):
-    want = run(target)
-    monkeypatch.setattr(target, "abilities", Abilities(decode="it goes forward", own_cache=True))
-    assert facts(run(target, batch_size=4)) == facts(want)
-
-
 def test_rows_of_a_state_are_selected_and_appended():
     class Odd:
         pass
@@ -143,3 +137,20 @@ def test_rows_of_a_state_are_selected_and_appended():
     for one, other in ((Odd(), Odd()), (None, torch.arange(2))):
         with pytest.raises(TypeError, match="no rows"):
             append_rows(one, other)
+
+
+NAMED = {"requests": [f"id-{row}" for row in range(len(PROMPTS))], "stop": ()}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+@pytest.mark.parametrize(
+    "more", [NAMED, {}, {"stop": (), "until": AfterThree}], ids=["named", "stop", "until"]
+)
+def test_own_cache_gives_the_text_and_rounds_of_the_loop(sampler, more, target, monkeypatch):
+    """All at once, and one batch after the other."""
+    want = run(target, sampler=sampler, **more)
+    monkeypatch.setattr(target, "abilities", Abilities(decode="it goes forward", own_cache=True))
+    for size in (None, 4):
+        found = run(target, sampler=sampler, batch_size=size, **more)
+        assert facts(found) == facts(want)
+        assert all(output.ttft > 0 for output in found)

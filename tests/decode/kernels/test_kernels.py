@@ -1,4 +1,4 @@
-"""Linear layers with packed weights: values, the choice whether to pack, and changes of weights."""
+"""Kernels of few rows: packed and rounded weights, the dtype of products, and the norm."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from decode.hardware import cache_folder
-from decode.kernels import int8_linear, packed_linear
+from decode.kernels import half_products, int8_linear, norm, packed_linear
+from decode.kernels.half_products import product_dtype
 from decode.kernels.int8_linear import round_rows
+from decode.kernels.norm import rms_norm
 from decode.kernels.packed_linear import ROWS, Linear, int8_rows, is_packed, linear, linear_add, packing_gain
 
 COPIES = {"half": torch.bfloat16, "wide": torch.float32}  # kinds of copies and their dtypes
@@ -36,6 +38,7 @@ def _cache(monkeypatch, tmp_path):
 def forget() -> None:
     packing_gain.cache_clear()
     packed_linear._wide_rows.cache_clear()
+    half_products._slowness.cache_clear()
 
 
 @pytest.fixture(params=COPIES)
@@ -264,3 +267,56 @@ def test_without_int8_products_rounded_weights_are_multiplied(monkeypatch):
     round_rows(weight)
     torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
     int8_rows.cache_clear()
+
+
+# -- the dtype of products ---------------------------------------------------------------------------
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("slowness", "expected"), [(20.0, torch.float32), (1.3, torch.bfloat16)])
+def test_products_are_in_fp32_where_half_precision_is_slow(slowness, expected, monkeypatch):
+    monkeypatch.setattr(half_products, "time_ratio", lambda half, wide: slowness)
+    assert product_dtype(torch.bfloat16, CPU) == expected
+
+
+def test_other_dtypes_and_devices_are_not_measured(monkeypatch):
+    monkeypatch.setattr(half_products, "time_ratio", None)
+    for dtype in (torch.float32, torch.float64):
+        assert product_dtype(dtype, CPU) == dtype
+    assert product_dtype(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
+
+
+def test_measurement_fits_this_processor():
+    capabilities = torch.cpu.get_capabilities()
+    if not capabilities.get("avx2"):
+        pytest.skip("not an x86 processor")
+    fast = capabilities["avx512_bf16"] or capabilities["amx_bf16"]
+    if fast or not capabilities["avx512_f"]:  # between the two it depends on the processor
+        assert (product_dtype(torch.bfloat16, CPU) == torch.bfloat16) == fast
+
+
+# -- the norm ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 96), (norm.ROWS, 16), (norm.ROWS + 1, 16), (2, 0, 16)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.covering(pairs=True)
+@torch.no_grad()
+def test_norm_is_torchs(shape, dtype, weighted):
+    x = (3 * torch.randn(shape)).to(dtype)
+    weight = torch.randn(shape[-1]).to(dtype) if weighted else None
+    exact = F.rms_norm(x.double(), shape[-1:], None if weight is None else weight.double(), 1e-5)
+    found = rms_norm(x, weight, 1e-5)
+    assert found.dtype == dtype
+    # Three roundings of half a unit each: of the unit vector, of the weighted one, and what eps may move.
+    torch.testing.assert_close(found.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-12)
+
+
+def test_norm_has_a_gradient():
+    x, weight = torch.randn(2, 8).bfloat16().requires_grad_(), torch.ones(8).bfloat16().requires_grad_()
+    rms_norm(x, weight, 1e-5).sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
