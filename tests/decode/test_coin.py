@@ -1,7 +1,5 @@
 """Random decisions are a function of their key and of nothing else."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

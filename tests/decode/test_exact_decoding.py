@@ -4,8 +4,6 @@ The loop runs for real (row cache, tree masks, compaction, ragged batch, rows th
 float64 model.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -104,19 +102,11 @@ def test_compiled_target_is_lossless(tiny_target, temperature):
     check_lossless(target, Grown(3, 1), DRAWN["hybrid"], sampler, rows=[0])
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_token_is_lossless_behind_chain_accepted_whole(tiny_target, temperature):
-    prompts, target = [[1, 0, 0, 1], [1], [0, 0]], tiny_target(vocab=2)
-    for seed in range(2):
-        drafter = SampledChains(2, seed)
-        check_lossless(target, drafter, SAMPLED, Sampler(temperature), length=4, prompts=prompts)
-
-
 @pytest.mark.parametrize("path", DRAWN)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.covering
 def test_every_rule_is_lossless_on_drawn_drafts(tiny_target, path, temperature):
-    """Grown by the production `expand` from laws that know nothing of the target."""
+    """Grown by the production `expand` from distributions that know nothing of the target."""
     # Of three tokens, two siblings would leave one.
     vocab = 4 if "siblings" in path or DRAWN[path].width > 2 else 3
     once = vocab == 4 or "matched" in path or "drafts" in path
@@ -162,16 +152,9 @@ def test_drafts_side_by_side_are_lossless(tiny_target, temperature, rule, drafts
 @pytest.mark.parametrize("rule", ["match", "recursive", "traversal"])
 @pytest.mark.covering
 def test_rows_with_different_trees_are_lossless(tiny_target, rule, replacement, seed):
-    """Drawn and chosen nodes, holes, laws of nothing, siblings that run out: see `Trees`."""
+    """Drawn and chosen nodes, holes, distributions of nothing, siblings that run out: see `Trees`."""
     drafter = Trees(3, seed, replacement=replacement)
     check_lossless(tiny_target(), drafter, Plan(2, 3, 20, rule=rule), Sampler(0.7), length=4)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.covering
-def test_kseq_is_lossless_on_rows_with_different_trees(tiny_target, seed):
-    plan = Plan(2, tree=((0,), (1,), (2,), (0, 0), (0, 1)), proposal="sampled", replacement=True, rule="kseq")
-    check_lossless(tiny_target(), Trees(3, seed, replacement=True), plan, Sampler(0.7), length=4)
 
 
 def test_random_trees_have_every_form(tiny_target):
@@ -282,16 +265,6 @@ def test_draft_logits_that_are_not_finite_are_lossless(tiny_target, path, damage
         check_lossless(tiny_target(vocab=vocab), drafter, plan, Sampler(0.7), prompts=prompts)
 
 
-@pytest.mark.parametrize("path", ["block", "hybrid", "hybrid, traversal", "chain, matched"])
-@pytest.mark.parametrize("warper", ["none", "penalty"])
-@pytest.mark.covering
-def test_rows_that_stop_and_join_a_batch_are_lossless(tiny_target, path, warper):
-    """A batch of three, which the other plays join as rows end, at an end token or at the third token."""
-    drafter, sampler = Grown(3, 1), WARPERS.get(warper, Sampler(0.7))
-    options = {"stop": [2], "abreast": 9, "batch_size": 3, "rows": [0]}
-    check_lossless(tiny_target(), drafter, DRAWN[path], sampler, **options)
-
-
 @pytest.mark.parametrize("rule", ["block", "traversal", "token"])
 def test_rounds_are_lossless_with_the_keys_of_the_production_coin(tiny_target, rule):
     """Each draw is known by its Philox number: were one used twice, two decisions would agree."""
@@ -338,6 +311,7 @@ def test_every_rule_with_every_drafter_is_lossless(tiny_target, make_drafter, dr
 @pytest.mark.parametrize("path", ["block", "hybrid, traversal"])
 @pytest.mark.covering
 def test_rows_that_join_with_every_drafter_are_lossless(tiny_target, make_drafter, drafter_name, path):
+    """A batch of three, which the other plays join as rows end, at an end token or at the third token."""
     target = tiny_target()
     drafter = able(make_drafter(drafter_name, target), DRAWN[path])
     options = {"stop": [2], "abreast": 9, "batch_size": 3, "rows": [0]}

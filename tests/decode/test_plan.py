@@ -48,22 +48,6 @@ def test_auto_becomes_hybrid_where_tokens_are_drawn(options, temperature, propos
     assert resolved.resolved(0.0) is resolved
 
 
-def test_auto_has_a_name_and_no_draft_temperature():
-    assert AUTO.name == FIXED.name
-    with pytest.raises(UserError, match="draft_temperature"):
-        Plan(3, 2, 6, proposal="auto", draft_temperature=1.0)
-
-
-@pytest.mark.parametrize(("temperature", "plan"), [(0.0, FIXED), (1.0, HYBRID)])
-def test_generate_resolves_auto(tiny_target, make_drafter, temperature, plan):
-    target = tiny_target()
-    drafter = make_drafter("eagle", target)
-    options = {"sampler": Sampler(temperature), "max_new_tokens": 16, "seed": 3}
-    runs = [generate(target, drafter, [[1, 0], [2]], plan=p, **options).outputs for p in (AUTO, plan)]
-    auto, resolved = ([(o.tokens, o.drafted) for o in outputs] for outputs in runs)
-    assert auto == resolved
-
-
 def test_default_plan_suits_lookup_and_rollouts_stay_matched(tiny_target, make_drafter):
     cfg = compose([], Path(CONF), "rollout_alone")
     cfg.rollout.max_new_tokens, cfg.max_tokens = 8, 64
@@ -96,12 +80,6 @@ def test_lossy_plan_has_lossy_in_its_name_and_needs_consent(rule):
             Plan(**shape, rule=rule)
 
 
-def test_plans_of_another_lenience_have_another_name():
-    rules = [{"name": "lenience", "factor": e} for e in (0.5, 0.9)]
-    names = {Plan(2, proposal="sampled", rule=rule, lossy=True).name for rule in rules}
-    assert names == {"chain-2-sampled lenience 0.5 LOSSY", "chain-2-sampled lenience 0.9 LOSSY"}
-
-
 NO_CHAIN = (SAMPLED_TREE, HYBRID_TREE, SEVERAL)
 REFUSED = [
     *((shape | {"rule": rule}, "a chain drawn") for rule in ("token", "block") for shape in NO_CHAIN),
@@ -128,6 +106,7 @@ REFUSED = [
     (CHAIN | {"min_confidence": 1.0}, "less than 1"),
     (CHAIN | {"draft_temperature": 1.0}, "for tokens that are drawn"),
     (DRAWN | {"draft_temperature": -1.0}, "at least 0"),
+    (DYNAMIC | {"proposal": "auto", "draft_temperature": 1.0}, "draft_temperature"),
     (STATIC | {"replacement": True}, "replacement is for sampled trees"),
     (HYBRID_TREE | {"replacement": True}, "replacement is for sampled trees"),
     (CHAIN | {"proposal": "hybrid"}, "two children or more"),

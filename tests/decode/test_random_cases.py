@@ -1,7 +1,5 @@
 """Random cases: the loop writes what a decoder without batch, cache, mask and tensors writes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The distribution that the target's tokens are drawn from is that of Hugging Face's processors."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

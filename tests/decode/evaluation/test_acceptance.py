@@ -1,7 +1,5 @@
 """Replay in the scorecard: it agrees with the decoder, chooses the best and settles `decode=auto`."""
 
-from __future__ import annotations
-
 import logging
 import random
 from pathlib import Path

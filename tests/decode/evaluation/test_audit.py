@@ -1,11 +1,11 @@
-"""The audit passes right decoders and fails wrong ones, in bf16 and with real text."""
+"""Real text: drafted texts are those of plain decoding; right decoders pass the audit and wrong ones fail."""
 
 import json
 from dataclasses import replace
 
 import pytest
 import torch
-from scripted import Oracle, no_compaction
+from scripted import Oracle, no_compaction, rows_of
 from workbench import ROOT
 
 from decode.draft import Draft
@@ -59,6 +59,35 @@ def single():
     return Bench("float32")
 
 
+DRAWN = {
+    "greedy": Sampler(0.0),
+    "plain": Sampler(1.0),
+    "nucleus": Sampler(0.7, top_k=50, top_p=0.95),
+    "penalty": Sampler(1.3, min_p=0.02, repetition_penalty=1.15),
+}
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return Bench("float64")  # in which no rounding changes a draw
+
+
+@pytest.mark.parametrize("sampler", DRAWN)
+@pytest.mark.ci("greedy", "penalty")
+def test_drafted_text_is_that_of_plain_decoding(exact, sampler):
+    options, target = exact.options | {"sampler": DRAWN[sampler], "seed": 11}, exact.target
+    plain = [o.tokens for o in generate(target, None, exact.prompts, **options).outputs]
+    texts = [p + answer for p, answer in zip(exact.prompts, plain, strict=True)]
+    for branches, plan in ((0, CHAIN), (5, TREE)):
+        oracle = Oracle(texts, target.vocab_size, branches=branches)
+        outputs = generate(target, oracle, exact.prompts, plan=plan, **options).outputs
+        assert [o.tokens for o in outputs] == plain
+        assert sum(sum(o.accepted) for o in outputs) > 5 * ROWS
+    if sampler == "greedy":  # by passes over the whole text that know no cache
+        for prompt, answer in zip(exact.prompts, plain, strict=True):
+            assert rows_of(target.model, prompt, answer).argmax(-1).tolist() == answer
+
+
 def counts_add_up(found: Audit):
     assert found.equal + found.near_ties + found.mismatches == found.tokens > 0
     assert 0 <= found.own_row <= found.tokens
@@ -70,7 +99,10 @@ def counts_add_up(found: Audit):
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.ci("tree")
 def test_bf16_passes(half, plan):
+    before = half.target.head.weight.clone()
     found = half.audit(plan, also=None)
+    assert half.target.dtype == torch.bfloat16
+    assert torch.equal(half.target.head.weight, before), "rescoring in fp32 leaves the target"
     counts_add_up(found)
     assert found.passed
     assert found.sampled_tokens > ROWS * LENGTH / 3
@@ -88,13 +120,6 @@ def test_fp32_margin_is_a_rounding(single):
     assert found.equal == found.tokens
     assert 0 < found.margin < 1e-3
     assert found.rescored_in == "float32"
-
-
-def test_audit_leaves_the_target_in_bf16(half):
-    before = half.target.head.weight.clone()
-    half.audit()
-    assert half.target.dtype == torch.bfloat16
-    assert torch.equal(half.target.head.weight, before)
 
 
 @pytest.mark.parametrize("count", [ROWS, 0])

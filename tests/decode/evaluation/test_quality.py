@@ -1,7 +1,5 @@
 """Measured divergence of lossy texts is what enumeration finds."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 

@@ -1,6 +1,4 @@
-"""Replay computes, without random draws, what the decoder does on the same text; and what is computed of its rounds."""
-
-from __future__ import annotations
+"""Replay computes, without random draws, what the decoder does on the same text; sums over its rounds."""
 
 import math
 import random
@@ -30,6 +28,15 @@ MORE = [
     Plan(tree=HYBRID.tree, proposal="hybrid", rule="match"),
 ]
 PROMPT = [1, 2, 0, 1]
+
+
+def written(target, sampler, vocab=5, count=9, length=14, stop=(4,), seed=2) -> list[Rollout]:
+    """Plain answers to random prompts."""
+    dice = random.Random(3)
+    prompts = [[dice.randrange(vocab) for _ in range(dice.randint(1, 6))] for _ in range(count)]
+    options = {"max_new_tokens": length, "sampler": sampler, "stop": stop, "seed": seed}
+    outputs = generate(target, None, prompts, **options).outputs
+    return [Rollout(p, o.tokens) for p, o in zip(prompts, outputs, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -67,22 +74,9 @@ def test_replayed_rounds_and_survival_are_those_of_the_enumerated_decoder(tiny_t
         assert rounds < sum(chance * (len(t) - 1) for t, chance in texts.items()) - 0.02
 
 
-@pytest.mark.parametrize("rule", ["match", "recursive", "traversal", "select"])
-def test_several_drafts_are_counted_by_decoding(rule):
-    for temperature in (0.0, 1.0):
-        plan = Plan(depth=2, proposal="sampled", drafts=4, rule=rule)
-        assert why_inexact(plan, Sampler(temperature))
-    hybrid = Plan(2, 2, 4, proposal="hybrid", draft_temperature=1.0)
-    assert why_inexact(hybrid, Sampler(0.0)), "drawn though the target is greedy"
-    assert not why_inexact(Plan(2, proposal="sampled", draft_temperature=1.0), Sampler(0.0))
-
-
 def test_rollouts_are_replayed_in_a_batch_as_one_by_one(tiny_target):
-    target, drafter, dice = tiny_target(vocab=5), Grown(5), random.Random(3)
-    prompts = [[dice.randrange(5) for _ in range(dice.randint(1, 6))] for _ in range(9)]
-    sampler = Sampler(0.8)
-    outputs = generate(target, None, prompts, max_new_tokens=12, sampler=sampler, stop=[4]).outputs
-    rollouts = [Rollout(p, o.tokens) for p, o in zip(prompts, outputs, strict=True)]
+    target, drafter, sampler = tiny_target(vocab=5), Grown(5), Sampler(0.8)
+    rollouts = written(target, sampler)
     assert len({len(r.answer) for r in rollouts}) > 3
     plans = [SAMPLED, Plan(depth=3, width=2, nodes=6), HYBRID]
     together = replay(target, drafter, rollouts, plans, sampler, batch_size=4)
@@ -115,14 +109,11 @@ def test_replay_and_decoder_agree_for_every_drafter(
     target = drafter.verifier(target)
     if isinstance(drafter, Observes):
         pytest.skip(why_inexact(plan, Sampler(temperature), drafter))
-    sampler, dice = Sampler(temperature), random.Random(5)
-    prompts = [[dice.randrange(12) for _ in range(dice.randint(2, 9))] for _ in range(24)]
-    names, options = list(range(24)), {"max_new_tokens": 12, "sampler": sampler, "stop": [11], "seed": 3}
-    plain = generate(target, None, prompts, requests=names, **options).outputs
-    rollouts = [Rollout(p, o.tokens) for p, o in zip(prompts, plain, strict=True)]
+    sampler = Sampler(temperature)
+    rollouts = written(target, sampler, 12, 24, 12, stop=[11], seed=3)
     (replayed,) = replay(target, drafter, rollouts, [plan], sampler)
-    run = generate(target, drafter, prompts, requests=names, plan=plan, **options).outputs
-    decoder = counts_of(run)
+    options = {"max_new_tokens": 12, "sampler": sampler, "stop": [11], "seed": 3, "plan": plan}
+    decoder = counts_of(generate(target, drafter, [r.prompt for r in rollouts], **options).outputs)
     # About a hundred cases draw, each with other coins: 99 % for all of them together.
     low, high = agreement(decoder, replayed.counts, confidence=1 - 1e-4)
     assert low <= 0 <= high
@@ -131,7 +122,7 @@ def test_replay_and_decoder_agree_for_every_drafter(
 
 
 def test_drafter_whose_state_is_wrong_in_decoding_disagrees(tiny_target):
-    target, dice = tiny_target(vocab=12), random.Random(5)
+    target = tiny_target(vocab=12)
 
     class Knowing(Grown):
         def logits(self, text):
@@ -145,13 +136,11 @@ def test_drafter_whose_state_is_wrong_in_decoding_disagrees(tiny_target):
         def logits(self, text):
             return super().logits(text[:1] if self.joined else text)
 
-    prompts = [[dice.randrange(12) for _ in range(4)] for _ in range(16)]
-    options = {"max_new_tokens": 12, "sampler": Sampler(0.7)}
-    plain = generate(target, None, prompts, **options).outputs
-    rollouts = [Rollout(p, o.tokens) for p, o in zip(prompts, plain, strict=True)]
+    rollouts = written(target, Sampler(0.7), 12, 16, 12, stop=())
 
     def difference(drafter):
-        run = generate(target, drafter, prompts, plan=SAMPLED, **options).outputs
+        options = {"max_new_tokens": 12, "sampler": Sampler(0.7), "plan": SAMPLED}
+        run = generate(target, drafter, [r.prompt for r in rollouts], **options).outputs
         (replayed,) = replay(target, drafter, rollouts, [SAMPLED], Sampler(0.7))
         return agreement(counts_of(run), replayed.counts)
 
@@ -176,16 +165,24 @@ def test_counts_that_differ_by_rounding_agree():
 
 
 def test_plans_whose_rounds_depend_on_more_than_the_text_are_named():
-    warm = Sampler(1.0)
-    for plan, word in [
-        (Plan(2, proposal="sampled", rule="block"), "block"),
-        (Plan(tree=HYBRID.tree, proposal="hybrid", rule="traversal"), "traversal"),
-        (Plan(3, 2, 6, proposal="hybrid"), "shape"),
-        (Plan(tree=STATIC.tree, proposal="sampled"), "siblings"),
-        (Plan(2, rule="typical", lossy=True), "distribution"),
+    warm, cold, dynamic = Sampler(1.0), Sampler(0.0), Plan(3, 2, 6, proposal="hybrid")
+    rules = ("match", "recursive", "traversal", "select")
+    several = [Plan(depth=2, proposal="sampled", drafts=4, rule=rule) for rule in rules]
+    for plan, sampler, word in [
+        (Plan(2, proposal="sampled", rule="block"), warm, "block"),
+        (Plan(tree=HYBRID.tree, proposal="hybrid", rule="traversal"), warm, "traversal"),
+        (dynamic, warm, "shape"),
+        (Plan(tree=STATIC.tree, proposal="sampled"), warm, "siblings"),
+        (Plan(2, rule="typical", lossy=True), warm, "distribution"),
+        (Plan(2, 2, 4, proposal="hybrid", draft_temperature=1.0), cold, "drawn"),
+        *((plan, sampler, "drafts") for plan in several for sampler in (warm, cold)),
     ]:
-        assert word in why_inexact(plan, warm)
-    assert not why_inexact(Plan(3, 2, 6, proposal="hybrid"), Sampler(0.0))
+        assert word in why_inexact(plan, sampler)
+    for plan, sampler in [(dynamic, cold), (Plan(2, proposal="sampled", draft_temperature=1.0), cold)]:
+        assert not why_inexact(plan, sampler)
+    assert "earlier rounds" in why_inexact(SAMPLED, warm, Forgetful(3))
+    assert not why_inexact(SAMPLED, warm, Grown(3))
+    assert not why_inexact(PLANS[1], warm, Forgetful(3))
 
 
 def test_answers_of_one_token_and_plain_decoding(tiny_target):
@@ -244,13 +241,6 @@ class Counting:
         )
 
 
-def written(target, sampler, count=9, length=14):
-    dice = random.Random(3)
-    prompts = [[dice.randrange(5) for _ in range(dice.randint(1, 6))] for _ in range(count)]
-    outputs = generate(target, None, prompts, max_new_tokens=length, sampler=sampler, stop=[4], seed=2)
-    return [Rollout(p, o.tokens) for p, o in zip(prompts, outputs.outputs, strict=True)]
-
-
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
 @pytest.mark.covering
@@ -278,13 +268,6 @@ def test_with_memory_walking_is_what_the_decoder_does(tiny_target, plan, sampler
     assert one.counts != replay(target, Grown(5), rollouts, [plan], sampler)[0].counts
 
 
-def test_drawn_drafts_with_a_memory_are_counted_by_the_decoder():
-    sampled = Plan(depth=2, proposal="sampled")
-    assert "earlier rounds" in why_inexact(sampled, Sampler(1.0), Forgetful(3))
-    assert not why_inexact(sampled, Sampler(1.0), Grown(3))
-    assert not why_inexact(PLANS[1], Sampler(1.0), Forgetful(3))
-
-
 # -- tau by context length ---------------------------------------------------------------------------
 
 
@@ -293,13 +276,6 @@ DICE = np.random.default_rng(0)
 
 def rollout(prompt: int, answer: int) -> Rollout:
     return Rollout([1] * prompt, [2] * answer)
-
-
-def test_every_token_is_emitted_by_one_round():
-    for starts, depth in [(1, 3), (7, 3), (40, 1), (40, 0), (3, 8)]:
-        chain = RoundStarts(DICE.uniform(size=(starts, depth)), depth)
-        assert chain.tokens.sum() == pytest.approx(starts, abs=1e-12)
-        assert chain.begins.sum() == chain.count
 
 
 def test_rounds_are_counted_by_the_context_that_they_begin_behind():

@@ -1,4 +1,4 @@
-"""The scorecard's numbers, by hand, against the decoder's own record and, where only an engine decodes, by replay."""
+"""The scorecard's numbers: by hand, by the decoder's record, by replay where only an engine decodes."""
 
 import json
 from dataclasses import replace
@@ -118,11 +118,6 @@ def test_repeats_are_timed_but_counted_once():
 def test_interval_is_that_of_a_ratio_of_sums():
     assert Counts([6, 6, 6], [2, 2, 2]).interval() == [3.0, 3.0]
     assert Counts([30, 1], [10, 1]).interval() == [1.0, 3.0]  # both prompts drawn twice
-    many = Counts([3, 4, 5, 6, 7] * 8, [2] * 40)
-    low, high = many.interval()
-    assert low < 2.5 < high
-    assert high - low == pytest.approx(2 * 1.96 * (2**0.5 / 2) / 40**0.5, rel=0.15)
-    assert many.interval() == [low, high], "the same each time"
     assert Counts([], []).interval() == [0, 0]
 
 
@@ -220,23 +215,6 @@ def test_batch_size_changes_no_count_and_plain_decoding_has_tau_1(card):
     assert [card["rows"][4][name] for name in COUNTED] == [1, [1, 1], [], [], [], 0]
 
 
-def test_repeated_score_has_the_same_counts(card, target, oracle):
-    options = {"max_new_tokens": LENGTH, "seed": 4, "audit_prompts": 3, "repeats": 2}
-    again = scored(target, oracle, PROMPTS, SETTINGS, **options)
-    for first, second in zip(card["rows"], again["rows"], strict=True):
-        for name in (*COUNTED, "rounds", "tokens"):
-            assert first[name] == second[name]
-    assert again["audit"] == card["audit"]
-    assert again["repeats"] == 2
-
-
-@pytest.mark.proof
-def test_seed_changes_drawn_texts_only(card, target, oracle):
-    other = scored(target, oracle, PROMPTS, SETTINGS, max_new_tokens=LENGTH, seed=5, audit_prompts=1)
-    assert other["tau"] == card["tau"], "greedy draws nothing"
-    assert other["rows"][3]["survival"] != card["rows"][3]["survival"]
-
-
 def test_progress_reaches_its_end(target, oracle):
     steps = []
     options = {"max_new_tokens": 4, "repeats": 2, "audit_prompts": 1}
@@ -299,16 +277,6 @@ def test_replay_of_fewer_prompts_is_compared_on_those_that_both_have():
     assert replay.agrees
     assert replay.difference_interval == agreement(decoded.part(0, 2), both)
     assert replay.selection_tau == both.tau
-
-
-def test_reserved_answers_select_no_checkpoint():
-    """However many prompts a save point decodes."""
-    counts = Counts([9, 9, 4, 8], [4.0, 3.0, 2.0, 4.0])
-    few, many = (
-        module._replay(Acceptance(counts, [0.5], "", None), counts.part(0, shared), shared, reserved=3)
-        for shared in (1, 3)
-    )
-    assert few.selection_tau == many.selection_tau == counts.part(3).tau
 
 
 def test_score_without_prompts_is_refused(target, oracle):

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 from torch.nn.functional import pad
 
-from decode.draft import PAD, Draft, DraftProbs
+from decode.draft import PAD, Draft
 from decode.draft_check import draft_fault
 from decode.errors import UserError
 from decode.evaluation.audit import CHANCE, audit, num_batches
@@ -69,22 +69,6 @@ def test_transform_by_hand():
     child, other = one([0.18, 0.48, 0.34], 2, draft), one([0.18, 0.48, 0.34], 0, draft)
     assert bins(child)[1, 2] == at(0.17), "chosen children come first"
     assert bins(other)[1, 2] == at(0.82 + 0.09), "a grandchild is no child"
-
-
-def test_drawn_children_are_ordered_by_p_over_q():
-    """Whatever was drawn; what q cannot draw comes last, level."""
-    q = torch.tensor([[[0.5, 0.5, 0.0, 0.0]]]).double()
-    p = [0.14, 0.4, 0.18, 0.28]
-    for drawn in (0, 1):
-        draft = Draft.chain(torch.tensor([[drawn]]), q)
-        places = [bins(one(p, x, draft))[1, 2] for x in range(4)]
-        assert places == [at(0.07), at(0.14 + 0.2), at(0.54 + 0.23), at(0.54 + 0.23)]
-    probs = DraftProbs(q, torch.tensor([[0]]), (1,), torch.tensor([[True, False]]))
-    hybrid = Draft(torch.tensor([[0, 2]]), torch.tensor([[-1, -1]]), depth=1, probs=probs)
-    assert [bins(one(p, x, hybrid))[1, 2] for x in range(4)] == places
-    # Where q belongs to another slot, the chosen one comes first and the drawn one where it belongs.
-    elsewhere = replace(hybrid, probs=replace(probs, owner=torch.tensor([[1]])))
-    assert [bins(one(p, x, elsewhere))[1, 2] for x in (2, 0)] == [at(0.09), at(0.18 + 0.07)]
 
 
 def test_surprisal_by_hand():

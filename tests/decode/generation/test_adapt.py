@@ -1,7 +1,5 @@
 """Chains whose depth adapts to what was accepted are lossless, and are scored as they decode."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Weights changed in place: a target or drafter decodes as one that was loaded with them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

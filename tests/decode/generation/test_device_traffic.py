@@ -1,7 +1,5 @@
 """A steady round waits for the device once: one upload, one read, no synchronisation."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Logits of the target that are not finite end decoding and replay in one line that says where."""
 
-from __future__ import annotations
-
 import copy
 from itertools import islice
 

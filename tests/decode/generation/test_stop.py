@@ -1,7 +1,5 @@
 """Stop strings in the loop: the text is that of plain decoding, cut where one of them first ends."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 
@@ -305,12 +303,6 @@ def test_text_ends_where_it_first_holds_a_stop_string(kind):
 )
 def test_stop_strings_by_hand(strings, tokens, want):
     assert found(MIXED, strings, tokens) == want
-
-
-def test_every_text_has_a_test_of_its_own():
-    make = StopStrings(MIXED, ["ab"])
-    first, second = make(), make()
-    assert [first(0), second(1), first(1)] == [False, False, True]
 
 
 @pytest.mark.parametrize("strings", ["", ["a", ""]])

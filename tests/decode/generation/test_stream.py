@@ -1,7 +1,5 @@
 """`stream` gives the text of `generate` piece by piece; threads that decode with one target take turns."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Kernels of few rows: packed and rounded weights, the dtype of products, and the norm."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Rules that are not lossless: the exact distribution that each emits, against plain Python."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reward-guided decoding: which model writes which step, and with which distribution."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

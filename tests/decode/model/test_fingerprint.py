@@ -1,7 +1,5 @@
 """The fingerprint of weights: every element counts, in every dtype that a folder is loaded in."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """The few-call forward pass of Llama-like models against transformers' own."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

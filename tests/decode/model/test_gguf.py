@@ -1,7 +1,5 @@
 """GGUF files are converted once, to the model that they hold."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import json
@@ -129,11 +127,6 @@ def test_file_that_ends_early_is_refused(model_file, tmp_path, share, cache):
         load_config(str(path))
     assert "\n" not in str(error.value)
     assert not converted_folders(cache)
-
-
-def test_file_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(UserError, match="it has no tokenizer"):
-        load_config(str(write_gguf(tmp_path / "b.gguf", tokenizer=False)))
 
 
 def test_missing_package_is_named(model_file, monkeypatch):

@@ -1,7 +1,5 @@
 """Prompts are read in chunks: the same tokens, and no mask of a prompt's length squared."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from device_traffic import Traffic

@@ -1,7 +1,5 @@
 """packing=true: rows that are read without padding have the hidden states of single rows."""
 
-from __future__ import annotations
-
 import datasets
 import pytest
 import torch

@@ -6,8 +6,6 @@ arXiv:2211.17192). The match rule emits a path and y below it with their probabi
 no child. `oracle` has the distribution of what each other rule emits of a given draft.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator
@@ -341,37 +339,6 @@ def test_hybrid_node_reaches_the_optimal_transport_bound(width, rule):
     assert max(short) > 0.01
 
 
-def siblings(q: list[float], count: int) -> Story:
-    """Independent draws from one law."""
-    nodes = []
-    for _ in range(count):
-        nodes.append(Node((yield q), -1, q))
-    return nodes
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_kseq_accepts_more_than_recursive_and_less_than_the_optimal_transport_bound(count):
-    """In the mean over p and q, of independent draws."""
-    found = []
-    for seed in range(8):
-        table = Table(seed, Sampler(0.8), vocab=4)
-        q = table.q((1,))
-        kept = [
-            accepted(table.round(lambda q=q: siblings(q, count), plan_of(rule), replacement=True))
-            for rule in ("recursive", "kseq")
-        ]
-        drafts = {
-            tokens: math.prod(q[t] for t in tokens) for tokens in itertools.product(range(4), repeat=count)
-        }
-        found.append([*kept, transport(table.p(()), drafts)])
-        assert kept[1] < found[-1][2] + EXACT
-    recursive, kseq, best = torch.tensor(found).mean(0).tolist()
-    if count == 1:
-        assert max(abs(recursive - kseq), abs(best - kseq)) < EXACT
-    else:
-        assert recursive + 0.005 < kseq < best - 0.005
-
-
 def test_smallest_rho_is_where_the_accepted_mass_meets_the_target():
     """p = (1/2, 1/2), q = (1, 0): b = 1 / (2 rho), and 1 - (1 - b)^2 = rho b says 2 - b = rho."""
     p, q = torch.tensor([[[0.5, 0.5]], [[1.0, 0.0]]], dtype=torch.float64).expand(2, 3, 2)
@@ -512,16 +479,6 @@ def test_small_chance_to_fail_survives_single_precision(drawn):
 
 
 # -- rows of a batch -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_empty_draft_draws_from_the_target(rule):
-    draft, p = Draft.empty(1, torch.device("cpu")), [0.2, 0.3, 0.5]
-
-    def play(tapes):
-        return [(int(verify(plan_of(rule).rule, draft, rows_of(p), EnumeratingCoin(tapes)).tokens[0, 0]),)]
-
-    assert_same_law(exact_law(play), {(i,): mass for i, mass in enumerate(p)})
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in CHAINS])

@@ -1,7 +1,5 @@
 """A valid GGUF file, changed in one place: the same model, another one that shows the change, or one line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

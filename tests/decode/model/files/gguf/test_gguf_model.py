@@ -1,7 +1,5 @@
 """Everything in a GGUF file is read, or accounted for; what is read is what was written."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re
