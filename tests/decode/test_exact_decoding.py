@@ -92,16 +92,6 @@ def test_scripted_drafts_are_lossless(tiny_target, drafts, temperature):
     check_lossless(tiny_target(), *SCRIPTED[drafts], Sampler(temperature), length=length)
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_compiled_target_is_lossless(tiny_target, temperature):
-    target, sampler = tiny_target(), Sampler(temperature)
-    assert target.compile() == ""
-    check_lossless(target, FixedTrees(3, 0), TREE, sampler, length=4)
-    check_lossless(target, SampledChains(3), SAMPLED, sampler)
-    check_lossless(target, Grown(3, 1), DRAWN["hybrid"], sampler, rows=[0])
-
-
 @pytest.mark.parametrize("path", DRAWN)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.covering
@@ -165,13 +155,13 @@ def test_random_trees_have_every_form(tiny_target):
         def propose(self, *arguments):
             draft = super().propose(*arguments)
             if draft.probs is not None:
-                real, drawn, laws = draft.tokens != PAD, draft.probs.sampled, draft.probs
+                real, drawn, probs = draft.tokens != PAD, draft.probs.sampled, draft.probs
                 forms = {
                     "hole": (~real & drawn).any(),
                     "node below a hole": (real & ~real.gather(1, draft.parents.clamp_min(0))).any(),
-                    "row without q": (laws.owner == -1).any(),
-                    "q of zeros": ((laws.owner >= 0) & (laws.q.sum(-1) == 0)).any(),
-                    "three siblings": laws.siblings == 3,
+                    "row without q": (probs.owner == -1).any(),
+                    "q of zeros": ((probs.owner >= 0) & (probs.q.sum(-1) == 0)).any(),
+                    "three siblings": probs.siblings == 3,
                     "drawn and chosen": (real & drawn).any() and (real & ~drawn).any(),
                     "rows of other sizes": len(set(real.sum(1).tolist())) > 1,
                     "empty row": (~real).all(1).any(),

@@ -26,9 +26,6 @@ STATIC, SAMPLED_TREE, HYBRID_TREE = ({"tree": TREE, "proposal": p} for p in ("fi
 UNSURE = {"min_confidence": 0.5}
 
 
-# -- auto ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "temperature", "proposal", "rule"),
     [
@@ -61,9 +58,6 @@ def test_default_plan_suits_lookup_and_rollouts_stay_matched(tiny_target, make_d
         measured = replace(options, rollout=replace(options.rollout, decode="auto"))
         assert helping_plan(measured, drafter) is HELPING
         generate(target, drafter, [[1, 0, 1, 0]], plan=plan, sampler=Sampler(1.0), max_new_tokens=8)
-
-
-# -- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", LOSSY)

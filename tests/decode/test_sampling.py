@@ -57,8 +57,8 @@ def test_distribution_is_that_of_transformers(ties):
         if not ties or sampler.top_p == 1:  # which of tied tokens top_p keeps: the next test
             got, want = sampler.probs(logits, seen), reference(sampler, logits, history)
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12, msg=str(sampler))
-            alone = sampler.probs(logits[3:4], seen[3:4])
-            torch.testing.assert_close(got[3:4], alone, rtol=0, atol=1e-15, msg=str(sampler))
+            single = sampler.probs(logits[3:4], seen[3:4])
+            torch.testing.assert_close(got[3:4], single, rtol=0, atol=1e-15, msg=str(sampler))
 
 
 def test_top_p_keeps_as_many_of_tied_tokens_as_transformers():

@@ -136,9 +136,6 @@ def test_lossy_plan_is_labelled_and_never_the_headline(target):
         scored(target, Grown(VOCAB), [lossy, TREE], [WARM])
 
 
-# -- decode=auto -------------------------------------------------------------------------------
-
-
 def test_auto_takes_the_most_tokens_a_second(target, monkeypatch):
     plans = [{"depth": 1}, {"depth": 3, "width": 2, "nodes": 6}, {"depth": 2, "proposal": "sampled"}]
     auto, answers = Auto(plans, adapt=False), rollouts(target, WARM)

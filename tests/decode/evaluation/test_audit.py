@@ -42,7 +42,7 @@ class Bench:
 
     def audit(self, plan=TREE, drafter=None, **options):
         oracle = Oracle(self.texts, self.target.vocab_size, branches=5 if plan is TREE else 0)
-        options = {"also": []} | self.options | options  # greedily alone, unless told otherwise
+        options = {"also": []} | self.options | options  # only greedily, unless told otherwise
         return audit(self.target, drafter or oracle, self.prompts, plan=plan, **options)
 
 

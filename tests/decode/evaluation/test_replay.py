@@ -81,9 +81,9 @@ def test_rollouts_are_replayed_in_a_batch_as_one_by_one(tiny_target):
     plans = [SAMPLED, Plan(depth=3, width=2, nodes=6), HYBRID]
     together = replay(target, drafter, rollouts, plans, sampler, batch_size=4)
     for n, plan in enumerate(plans):
-        alone = [replay(target, drafter, [r], [plan], sampler)[0] for r in rollouts]
+        single = [replay(target, drafter, [r], [plan], sampler)[0] for r in rollouts]
         assert together[n].counts.tokens == [len(r.answer) - 1 for r in rollouts]
-        for i, one in enumerate(alone):
+        for i, one in enumerate(single):
             assert together[n].counts.rounds[i] == pytest.approx(one.counts.rounds[0], abs=EXACT)
         assert 1 < together[n].counts.tau < plan.depth + 1
         assert together[n].survival == sorted(together[n].survival, reverse=True)

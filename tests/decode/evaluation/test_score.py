@@ -254,21 +254,6 @@ def test_samplers_and_plans_that_are_audited():
     assert cases(warm, hot, warm, full=True) == [(Sampler(0.0), TREE), *drawn]
 
 
-@pytest.mark.proof
-def test_full_audit_takes_all_prompts_samplers_and_plans(target, oracle):
-    steps = []
-    settings = [Setting(Sampler(0.0), CHAIN), Setting(Sampler(0.0), TREE), Setting(Sampler(0.5), TREE)]
-    options = {"max_new_tokens": LENGTH, "audit_prompts": 1, "full_audit": True}
-    card = scored(target, oracle, PROMPTS, settings, progress=lambda *step: steps.append(step), **options)
-    found, tokens = card["audit"], len(PROMPTS) * LENGTH
-    assert found["passed"]
-    assert found["tokens"] == 2 * tokens
-    drawn = [(r["temperature"], r["tokens"]) for r in found["sampled"]]
-    assert drawn == [(0.5, tokens * module.AUDIT_SAMPLES)]
-    assert found["impossible"] == 0
-    assert steps[-1] == (len(steps), len(steps))
-
-
 def test_replay_of_fewer_prompts_is_compared_on_those_that_both_have():
     decoded = Counts([9, 9, 4, 8], [4.0, 3.0, 2.0, 4.0])
     both = Counts([9, 9], [4.2, 3.1])
@@ -289,9 +274,9 @@ def test_score_without_prompts_is_refused(target, oracle):
 
 def test_prompts_of_a_group_are_drawn_together():
     values, ones = [0.0] * 10 + [1.0] * 10, np.ones(20)
-    alone = interval(values, ones)
+    single = interval(values, ones)
     together = interval(values, ones, [0] * 10 + [1] * 10)
-    assert 0.2 < alone[0] < 0.5 < alone[1] < 0.8
+    assert 0.2 < single[0] < 0.5 < single[1] < 0.8
     assert together == (0.0, 1.0), "a text or the other, or both"
 
 

@@ -58,13 +58,13 @@ def texts(target, drafter, plan, batch):
 @pytest.mark.parametrize(("proposal", "rule"), RULES)
 def test_text_of_a_row_does_not_depend_on_its_batch(tiny_target, proposal, rule):
     target, plan = tiny_target(), Plan(2, proposal=proposal, rule=rule, adapt=PACE)
-    alone, together = (texts(target, Grown(3), plan, batch) for batch in (1, 12))
-    assert [o.tokens for o in alone] == [o.tokens for o in together]
-    assert {0, 1, 2} <= {depth for o in [*alone, *together] for depth in o.draft_lengths}
+    single, together = (texts(target, Grown(3), plan, batch) for batch in (1, 12))
+    assert [o.tokens for o in single] == [o.tokens for o in together]
+    assert {0, 1, 2} <= {depth for o in [*single, *together] for depth in o.draft_lengths}
     if proposal == "fixed" or rule == "match":
         assert [o.tokens for o in texts(target, None, Plan(), 12)] == [o.tokens for o in together]
     else:
-        assert [o.draft_lengths for o in alone] == [o.draft_lengths for o in together]
+        assert [o.draft_lengths for o in single] == [o.draft_lengths for o in together]
 
 
 @pytest.mark.parametrize("name", ["eagle", "lm", "suffix", "lyanna"])
@@ -144,8 +144,8 @@ def test_scorecard_says_that_rounds_depend_on_the_batch(tiny_target):
     card = score(target, Grown(5), held_out, settings, ScoreOptions(**OPTIONS, audit_prompts=2))
     for row in card.rows:
         assert (row.decode, row.replay.method) == ("chain-2 (adaptive)", f"estimate ({reason})")
-    (alone,) = acceptance(target, Grown(5), rollouts, [plan], SAMPLER, **OPTIONS, batch_size=1)
-    assert card.headline.replay.tau == pytest.approx(alone.counts.tau)
+    (single,) = acceptance(target, Grown(5), rollouts, [plan], SAMPLER, **OPTIONS, batch_size=1)
+    assert card.headline.replay.tau == pytest.approx(single.counts.tau)
     assert card.audit_passed
 
 

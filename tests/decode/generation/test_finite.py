@@ -48,7 +48,7 @@ def texts_of(target: Target, sampler: Sampler) -> list[list[int]]:
 
 
 def first_break(texts: list[list[int]]) -> tuple[int, int, int]:
-    """A token that one text alone writes after some others: (token, its prompt, its number in the text)."""
+    """A token that only one text writes, after some others: (token, its prompt, its number in the text)."""
     for request, text in enumerate(texts):
         others = {t for i, other in enumerate(texts) if i != request for t in [*other, *PROMPTS[i]]}
         for place, token in enumerate(text[:-3]):

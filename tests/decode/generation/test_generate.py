@@ -71,14 +71,6 @@ class Fixed:
         return Draft.chain(torch.tensor([self.chain]).expand(state[0], -1))
 
 
-def test_one_token_asks_no_drafter(target, answers):
-    drafter, watch = Fixed([1, 2]), Watch(3)
-    outputs = run(target, drafter, max_new_tokens=1, on_round=watch)
-    assert tokens(outputs) == [answer[:1] for answer in answers]
-    assert drafter.calls == 0
-    assert len(watch.rounds) == 1
-
-
 # -- prompts -------------------------------------------------------------------------------------
 
 
@@ -209,13 +201,6 @@ def test_draws_belong_to_request_and_sample(target):
     assert sampled(["b", "a"], [0, 1]) == [one[2], one[1]]
     assert sampled(["a"], [0], seed=1) != [one[0]]
     assert sampled([0, "0"], None)[0] == sampled([0, "0"], None)[1], "a name is its text"
-
-
-def test_times_add_up(target, answers):
-    options = {"max_new_tokens": LENGTH, "sampler": GREEDY, "plan": CHAIN}
-    times = generate(target, oracle(answers, CHAIN), PROMPTS, **options).times
-    assert min(times.draft, times.verify, times.other, times.prefill) > 0
-    assert times.draft + times.verify + times.other == pytest.approx(times.total)
 
 
 # -- numbers that callers give -----------------------------------------------------------------------

@@ -119,10 +119,6 @@ def test_first_tokens_come_later_in_rows_that_wait(target):
     assert times.draft == 0 or times.total > times.draft
 
 
-def test_every_request_has_its_own_stop_test(target):
-    assert {len(o.tokens) for o in run(target, stop=(), until=AfterThree, batch_size=3)} == {3}
-
-
 def test_rows_of_a_state_are_selected_and_appended():
     class Odd:
         pass

@@ -151,17 +151,6 @@ def test_error_leaves_inference_mode_and_ends_the_stream(target, text):
     assert list(pieces) == []
 
 
-def test_stream_that_lost_its_cache_to_another_is_refused(target, text):
-    proposer = drafter("chain", text)
-    first, second = (pieces_of(target, proposer, p, plan=PLANS["chain"]) for p in (PROMPT, OTHER))
-    next(first)
-    began = next(second)
-    with pytest.raises(UserError, match="another text"):
-        next(first)
-    rest = [token for piece in second for token in piece.tokens]
-    assert began.tokens + rest == greedy(target.model, OTHER, LENGTH)
-
-
 def test_times_are_of_decoding_only(target, monkeypatch):
     totals = [piece.times.total for piece in pieces_of(target, length=4)]
     assert totals[0] == 0, "the prefill is no part of them"

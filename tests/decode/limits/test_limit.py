@@ -111,9 +111,6 @@ def test_moments_and_correlation_of_rows():
     assert found.correlation[1] < -0.8 < found.correlation[0]
 
 
-# -- what a drafter keeps of the best trees ----------------------------------------------------------
-
-
 CONTEXTS = [[0, 1, 2, 1, 0], [2, 2, 1], [1, 0, 1, 2]]
 WARM = Sampler(0.8)
 

@@ -120,9 +120,6 @@ def test_tree_of_nothing_is_refused(name):
         Calibrated(**{"nodes": 4, "depth": 2, "width": 2} | {name: 0})
 
 
-# -- a run ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.proof
 def test_run_is_scored_with_its_own_tree(bench):
     argv = [a for a in bench.command if not a.startswith("decode")]

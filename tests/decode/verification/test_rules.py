@@ -244,29 +244,9 @@ def test_block_verifies_every_chain_as_its_paper_does(sampler):
             assert_same_law(emitted_by(rule, nodes, table), want)
 
 
-class Pair(Table):
-    """Sun et al.'s example: p and q that know no context."""
-
-    def p(self, path):
-        return [1 / 3, 2 / 3]
-
-    def q(self, path, zeros=0.0):
-        return [2 / 3, 1 / 3]
-
-    def logits(self, path):
-        return torch.tensor(self.p(path), dtype=torch.float64).log()
-
-
-def accepted(law: Law) -> float:
+def accepted(probs: Law) -> float:
     """Draft tokens accepted, in expectation."""
-    return sum(mass * (len(text) - 1) for text, mass in law.items())
-
-
-def test_papers_example_accepts_10_9_by_token_and_11_9_by_block():
-    table, matched = Pair(0, ONE, vocab=2), 4 / 9 + 16 / 81  # the sum of p q once and twice
-    for rule, want in (("token", 10 / 9), ("block", 11 / 9), ("traversal", 11 / 9), ("match", matched)):
-        got = accepted(table.round(lambda: sampled_chain(table, 2), plan_of(rule)))
-        assert abs(got - want) < EXACT
+    return sum(mass * (len(text) - 1) for text, mass in probs.items())
 
 
 @pytest.mark.parametrize("form", ["chain", "without", "with replacement", "hybrid"])
@@ -281,13 +261,13 @@ def test_traversal_accepts_no_less_than_recursive(form):
     gains = []
     for seed in range(10):
         table, trees = Table(seed, Sampler(0.7)), Trees(V, seed, **options)
-        laws = [
+        emitted_probs = [
             table.round(lambda trees=trees: trees.story([0]), plan_of(rule), replacement=trees.replacement)
             for rule in ("match", "recursive", "traversal")
         ]
-        for law in laws:
-            assert_same_law(table.complete(law, 3), table.law(3))
-        match, recursive, traversal = map(accepted, laws)
+        for probs in emitted_probs:
+            assert_same_law(table.complete(probs, 3), table.law(3))
+        match, recursive, traversal = map(accepted, emitted_probs)
         assert traversal > recursive - EXACT
         assert form != "chain" or recursive > match - EXACT  # several siblings may be better matched
         gains.append((recursive - match, traversal - recursive))
@@ -360,9 +340,9 @@ def test_smallest_rho_is_where_the_accepted_mass_meets_the_target():
 # -- edges ---------------------------------------------------------------------------------------
 
 
-def rows_of(*laws) -> TargetProbs:
-    """One batch row whose slots have these laws."""
-    return TargetProbs(torch.tensor([laws], dtype=torch.float64).log(), ONE)
+def rows_of(*probs) -> TargetProbs:
+    """One batch row whose slots have these distributions."""
+    return TargetProbs(torch.tensor([probs], dtype=torch.float64).log(), ONE)
 
 
 def certain(junk: int = 0) -> EnumeratingCoin:
@@ -496,10 +476,10 @@ def test_rows_are_verified_each_by_its_own_draft(rule):
         assert seen.equal(before)
         return texts
 
-    alone = [run([row])[0] for row in range(6)]
-    assert len(set(alone)) > 3
+    single = [run([row])[0] for row in range(6)]
+    assert len(set(single)) > 3
     for order in ([0, 1, 2, 3, 4, 5], [3, 0, 5, 4, 1, 2], [2, 2, 1]):
-        assert run(order) == [alone[row] for row in order]
+        assert run(order) == [single[row] for row in order]
 
 
 def test_argmax_of_a_slot_is_that_of_its_distribution():

@@ -135,9 +135,6 @@ def test_value_that_the_class_replaces_is_named(tmp_path, capsys):
     assert line == "sliding_window: the class replaced the value by another"
 
 
-# -- generation_config.json --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("values", "named"),
     [
