@@ -212,57 +212,51 @@ def test_unknown_dtype_is_refused(llama):
 # -- what the probe notices --------------------------------------------------------------------
 
 
-def positions_are(monkeypatch, change):
-    """Alter the positions that the model is given."""
+def positions_are(change):
+    """Alters the positions that the model is given."""
     real = CausalLM._body
-
-    def body(self, tokens, positions, *rest):
-        return real(self, tokens, change(self, positions), *rest)
-
-    monkeypatch.setattr(CausalLM, "_body", body)
+    return lambda patch: patch.setattr(
+        CausalLM, "_body", lambda lm, tokens, positions, *rest: real(lm, tokens, change(lm, positions), *rest)
+    )
 
 
-def slots_as_positions(monkeypatch):
-    positions_are(monkeypatch, lambda lm, positions: positions[:, :1] + torch.arange(positions.shape[1]))
-
-
-def one_length_for_all(monkeypatch):
-    """Positions of a batch whose rows are all as long as the longest."""
-
-    def change(lm, positions):
-        return positions + (max(lm.lengths) - torch.tensor(lm.lengths))[:, None]
-
-    positions_are(monkeypatch, change)
-
-
-def cousins_are_seen(monkeypatch):
+def cousins_are_seen(patch):
     real = CausalLM._mask
 
-    def mask(self, block, *rest):
-        return real(self, None if block is None else torch.ones_like(block).tril(), *rest)
+    def mask(lm, block, *rest):
+        return real(lm, None if block is None else torch.ones_like(block).tril(), *rest)
 
-    monkeypatch.setattr(CausalLM, "_mask", mask)
+    patch.setattr(CausalLM, "_mask", mask)
 
 
-def no_window(monkeypatch):
+def no_window(patch):
     real = CausalLM.__init__
 
-    def init(self, model):
-        real(self, model)
-        self._window = None
+    def init(lm, model):
+        real(lm, model)
+        lm._window = None
 
-    monkeypatch.setattr(CausalLM, "__init__", init)
+    patch.setattr(CausalLM, "__init__", init)
 
 
-@pytest.mark.parametrize(
-    "sabotage",
-    [slots_as_positions, one_length_for_all, cousins_are_seen, no_window, no_compaction],
-    ids=lambda f: f.__name__,
-)
-def test_probe_notices(sabotage, tmp_path, monkeypatch):
-    folder = str(save(tmp_path / "model", *WORKS["mistral, window 6" if sabotage is no_window else "llama"]))
-    with monkeypatch.context() as inner:
-        sabotage(inner)
+SABOTAGE = {
+    "slots as positions": positions_are(
+        lambda lm, positions: positions[:, :1] + torch.arange(positions.shape[1])
+    ),
+    "one length for all": positions_are(
+        lambda lm, positions: positions + (max(lm.lengths) - torch.tensor(lm.lengths))[:, None]
+    ),
+    "cousins are seen": cousins_are_seen,
+    "no window": no_window,
+    "no compaction": no_compaction,
+}
+
+
+@pytest.mark.parametrize("how", SABOTAGE)
+def test_probe_notices(how, tmp_path, monkeypatch):
+    folder = str(save(tmp_path / "model", *WORKS["mistral, window 6" if how == "no window" else "llama"]))
+    with monkeypatch.context() as patch:
+        SABOTAGE[how](patch)
         check_refused(lambda: load_target(folder), "losslessly here: the probe found wrong rows")
     load_target(folder)  # a failure is not remembered, and nothing of the sabotage is left
 
