@@ -127,8 +127,6 @@ def test_largest_word_is_below_one_and_53_bits_wide(monkeypatch):
 
 
 def fixed(monkeypatch, value: float) -> KeyedCoin:
-    """A coin whose every uniform is `value`."""
-
     def uniforms(self, key, n, device):
         return torch.full((len(self._key), n), value, dtype=torch.float64)
 

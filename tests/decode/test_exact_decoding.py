@@ -148,7 +148,6 @@ def test_rows_with_different_trees_are_lossless(tiny_target, rule, replacement, 
 
 
 def test_random_trees_have_every_form(tiny_target):
-    """What the tests above draw has all that it is there for."""
     found = set()
 
     class Seen(Trees):

@@ -83,7 +83,6 @@ def test_match_replays_to_the_round_and_reserved_prompts_choose_the_best(target)
 
 
 def saved(saver: ScoreCheckpoint, step: int) -> tuple[SimpleNamespace, Path]:
-    """A trainer and the checkpoint that it saved."""
     folder = saver.root / str(step)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")

@@ -189,8 +189,6 @@ def rejected_stay(monkeypatch):
 
 
 def wrong_row(monkeypatch):
-    """Every token is drawn from the row of the slot before its own."""
-
     def shifted(draft, rows, coin):
         best = rows.argmax(draft)  # (B, S)
         rows.argmax = lambda _: torch.cat([best[:, :1], best[:, :-1]], 1)
@@ -200,8 +198,6 @@ def wrong_row(monkeypatch):
 
 
 def drafts_are_believed(monkeypatch):
-    """The first child is taken whatever the target says."""
-
     def believing(draft, rows, coin):
         result = match(draft, rows, coin)
         if draft.tokens.shape[1]:

@@ -26,7 +26,6 @@ RECORDS = "Row Served Timing Replay Quality Conditions Checkpoint TargetDrift Au
 
 
 def full() -> dict:
-    """Every part is there."""
     drift = {"kl": 0.1, "reverse_kl": 0.2, "top1_agreement": 0.9, "greedy_prefix": 0.4}
     timing = {"seconds": [0.5], "tokens": [3], "plain_seconds": [1.0], "plain_tokens": [3]}
     quality = {"log_likelihood": -1.5, "plain_log_likelihood": -1.25, "kl": 0.1, "changed": None}

@@ -230,7 +230,6 @@ def believing(draft, rows, coin):
 
 
 def late(draft, rows, coin):
-    """Draws from the row before."""
     probs_at = rows.at
     rows.at = lambda slot: probs_at((slot - 1).clamp_min(0))
     return match(draft, rows, coin)

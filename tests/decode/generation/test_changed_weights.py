@@ -41,7 +41,6 @@ def llama(seed: int, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
 
 
 def through_data(module: nn.Module, state: State) -> None:
-    """Write without a count of it."""
     for name, weight in module.named_parameters():
         weight.data.copy_(state[name])
 

@@ -50,8 +50,6 @@ def tokens(outputs):
 
 
 class Fixed:
-    """Always proposes the same chain."""
-
     traits = Traits()
 
     def __init__(self, chain):

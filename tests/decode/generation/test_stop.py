@@ -45,7 +45,6 @@ def cut(tokens, strings, tokenizer=MIXED):
 
 
 def said(tokens, start):
-    """A few whole letters of a text."""
     letters = max(whole(MIXED, tokens[start:]).split(REPLACEMENT), key=len)
     assert len(letters) > 3
     return letters[1:4]

@@ -204,7 +204,6 @@ class Meeting:
         monkeypatch.setattr(Target, "extend", met)
 
     def run(self, first, second):
-        """Results of both."""
         with ThreadPoolExecutor(2) as pool:
             one = pool.submit(first)
             assert self.inside.wait(10)

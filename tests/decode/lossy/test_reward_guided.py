@@ -34,14 +34,12 @@ def of_length(n: int):
 
 
 def judged(models, judge, least=0.5, step=4, prompts=PROMPTS, tokens=5, sampler=GREEDY, **options):
-    """`generate_judged` by a target and a draft model."""
     options |= {"max_new_tokens": tokens, "sampler": sampler}
     return generate_judged(*models, prompts, judge, least, of_length(step), **options).outputs
 
 
 @pytest.fixture
 def models(tiny_target):
-    """The target, and the model that drafts."""
     return tiny_target(vocab=V), tiny_target(vocab=V, seed=7)
 
 

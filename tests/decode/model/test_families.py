@@ -213,7 +213,6 @@ def test_unknown_dtype_is_refused(llama):
 
 
 def positions_are(change):
-    """Alters the positions that the model is given."""
     real = CausalLM._body
     return lambda patch: patch.setattr(
         CausalLM, "_body", lambda lm, tokens, positions, *rest: real(lm, tokens, change(lm, positions), *rest)

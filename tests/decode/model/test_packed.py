@@ -23,7 +23,6 @@ ROUNDING = {"sdpa": 1e-12, "eager": 1e-5}  # transformers' eager softmax is in f
 
 
 def make_gpt2() -> Target:
-    """Learned positions, which begin with each row."""
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=50, n_embd=16, n_layer=3, n_head=2, n_positions=32)
     return Target(GPT2LMHeadModel(config).double())

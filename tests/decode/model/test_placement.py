@@ -42,7 +42,6 @@ def answers(target: Target, prompts=PROMPTS, drafter=None, plan=None) -> list[li
 
 
 def check_same(target: Target, whole: Target) -> None:
-    """A target in parts reads, decodes and is copied as the whole one."""
     assert torch.equal(target.read(TEXT).last, whole.read(TEXT).last)
     assert answers(target) == answers(whole)
     drafted = []
@@ -213,7 +212,6 @@ def test_keys_and_values_on_several_devices_are_those_of_one():
 
 
 def fill(store: RowStore, dice: torch.Generator) -> None:
-    """Settle up to five slots in each row."""
     rows = len(store.lengths)
     store.begin(5)
     for layer in range(5):

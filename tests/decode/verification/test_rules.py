@@ -112,7 +112,6 @@ def match_probs(table: Table, tokens, parents) -> Law:
 
 
 def line_of(nodes: list[Node], end: int) -> list[Node]:
-    """From the root to a node."""
     return [*(line_of(nodes, nodes[end].parent) if nodes[end].parent >= 0 else []), nodes[end]]
 
 
@@ -350,7 +349,6 @@ def certain(junk: int = 0) -> EnumeratingCoin:
 
 
 def chain_of(tokens: list[int], q: list[float], rule: str) -> Draft:
-    """A chain with q at every node, if the rule reads it."""
     probs = torch.tensor([[q] * len(tokens)], dtype=torch.float64) if RULES[rule].reads_probs else None
     return Draft.chain(torch.tensor([tokens]), probs)
 

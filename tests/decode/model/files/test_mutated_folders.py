@@ -27,14 +27,12 @@ RENAMES += [("weight", "base_layer.weight"), ("proj", "lin"), ("weight", "gamma"
 
 
 def change_tensors(folder: Path, rng: random.Random, change: Callable[[dict, str], Any]) -> None:
-    """Change the tensors, given the name of one of them."""
     values = load_file(folder / WEIGHTS)
     change(values, rng.choice(sorted(values)))
     save_file(values, folder / WEIGHTS, {"format": "pt"})
 
 
 def change_keys(folder: Path, rng: random.Random, change: Callable[[dict, str], Any]) -> None:
-    """Change the configuration, given one of its keys."""
     values = json.loads((folder / CONFIG).read_text())
     change(values, rng.choice(sorted(values)))
     (folder / CONFIG).write_text(json.dumps(values))

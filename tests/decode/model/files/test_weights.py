@@ -216,7 +216,6 @@ def test_scales_of_an_engines_cache_are_named(tmp_path):
 
 
 def shard(folder):
-    """Split a folder's file in two, with an index."""
     weights = load_file(folder / WEIGHTS)
     names = sorted(weights)
     (folder / WEIGHTS).unlink()
