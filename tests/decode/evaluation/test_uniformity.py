@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 from torch.nn.functional import pad
 
-from decode.draft import PAD, Draft
+from decode.draft import PAD, Draft, DraftProbs
 from decode.draft_check import draft_fault
 from decode.errors import UserError
 from decode.evaluation.audit import CHANCE, audit, num_batches
@@ -38,12 +38,71 @@ PLANS = [FIXED, TREE, SAMPLED, BLOCK, HYBRID]
 # -- by hand -------------------------------------------------------------------------------------
 
 
+def one(p, x, draft=None):
+    """The tests after one token x drawn from p, with half of what is level with x."""
+    tests = SamplingTests(ONE, len(p))
+    tests.dice = type("Halves", (), {"random": lambda self, n: torch.full((n,), 0.5).double().numpy()})()
+    zero = torch.zeros(1, 1, dtype=torch.long)
+    draft = draft or Draft.empty(1, torch.device("cpu"))
+    result = VerificationResult(torch.tensor([[x]]), zero, zero[0])
+    tests.watch([[0]])(Round([0], torch.tensor([[p]]).double().log(), draft, result, [[x]]))
+    return tests
+
+
+def bins(tests):
+    """(place, order) -> bin."""
+    return {(place, order): b for place, order, b in tests.counts.nonzero().tolist()}
+
+
+def at(u):
+    return int(u * BINS)
+
+
+def test_transform_by_hand():
+    free = one([0.48, 0.22, 0.3], 0)
+    assert bins(free) == {(0, 0): at(0.52 + 0.24), (0, 1): at(0.24), (0, 2): at(0.52 + 0.24)}
+    assert free.impossible == 0
+    level = one([0.18, 0.32, 0.32, 0.18], 1)
+    assert bins(level)[0, 0] == at(0.36 + 0.32), "halfway through the two that are level"
+    padding = Draft(torch.tensor([[PAD, PAD]]), torch.tensor([[-1, -1]]), depth=1)
+    assert {place for place, _ in bins(one([0.5, 0.5], 1, padding))} == {0}
+    draft = Draft(torch.tensor([[2, 0, 1]]), torch.tensor([[-1, 0, -1]]), depth=2)
+    child, other = one([0.18, 0.48, 0.34], 2, draft), one([0.18, 0.48, 0.34], 0, draft)
+    assert bins(child)[1, 2] == at(0.17), "chosen children come first"
+    assert bins(other)[1, 2] == at(0.82 + 0.09), "a grandchild is no child"
+
+
+def test_drawn_children_are_ordered_by_p_over_q():
+    """Whatever was drawn; what q cannot draw comes last, level."""
+    q = torch.tensor([[[0.5, 0.5, 0.0, 0.0]]]).double()
+    p = [0.14, 0.4, 0.18, 0.28]
+    for drawn in (0, 1):
+        draft = Draft.chain(torch.tensor([[drawn]]), q)
+        places = [bins(one(p, x, draft))[1, 2] for x in range(4)]
+        assert places == [at(0.07), at(0.14 + 0.2), at(0.54 + 0.23), at(0.54 + 0.23)]
+    probs = DraftProbs(q, torch.tensor([[0]]), (1,), torch.tensor([[True, False]]))
+    hybrid = Draft(torch.tensor([[0, 2]]), torch.tensor([[-1, -1]]), depth=1, probs=probs)
+    assert [bins(one(p, x, hybrid))[1, 2] for x in range(4)] == places
+    # Where q belongs to another slot, the chosen one comes first and the drawn one where it belongs.
+    other_slot = replace(hybrid, probs=replace(probs, owner=torch.tensor([[1]])))
+    assert [bins(one(p, x, other_slot))[1, 2] for x in (2, 0)] == [at(0.09), at(0.18 + 0.07)]
+
+
+def test_surprisal_by_hand():
+    p = torch.tensor([0.5, 0.2, 0.3, 0.0]).double()
+    seen = [one(p.tolist(), x) for x in range(3)]
+    entropy = -sum(m * math.log(m) for m in (0.5, 0.2, 0.3))
+    variance = sum(m * math.log(m) ** 2 for m in (0.5, 0.2, 0.3)) - entropy**2
+    assert seen[1].result("").surprisal_z == pytest.approx((-math.log(0.2) - entropy) / variance**0.5)
+    ratios = torch.stack([tests.ratios[0] for tests in seen]).exp()  # (x, tilt)
+    assert torch.allclose(p[:3] @ ratios, torch.ones(len(TILTS)).double()), "a ratio's mean is 1"
+    hot = p[:3] ** (1 - TILTS[0]) / (p[:3] ** (1 - TILTS[0])).sum()
+    assert torch.allclose(ratios[:, 0], hot / p[:3])
+
+
 @pytest.mark.parametrize("p", [[0.5, 0.0, 0.5], [math.nan] * 3])
 def test_token_without_mass_is_impossible(p):
-    tests, zero = SamplingTests(ONE, len(p)), torch.zeros(1, 1, dtype=torch.long)
-    draft, result = Draft.empty(1, zero.device), VerificationResult(zero + 1, zero, zero[0])
-    tests.watch([[0]])(Round([0], torch.tensor([[p]]).double().log(), draft, result, [[1]]))
-    found = tests.result("chain")
+    found = one(p, 1).result("chain")
     assert (found.tokens, found.impossible, found.pit) == (1, 1, {})
     assert (found.surprisal_z, found.surprisal_p) == (0, 1)
 

@@ -156,6 +156,23 @@ def test_traffic_is_counted_by_call_site(target):
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["host only", "both"])
+def test_both_copies_agree(known):
+    def row_ints(*values):
+        return RowInts(values, torch.tensor(values) if known else None)
+
+    one, other = row_ints(4, 0, 7), row_ints(1, 2, 3)
+    for found, expected in (
+        (one.plus(other), [5, 2, 10]),
+        (one.plus([1, 1, 1]), [5, 1, 8]),
+        (one.plus(-1), [3, -1, 6]),
+        (one.select([2, 0]), [7, 4]),
+        (one.select(row_ints(1)), [0]),
+        (RowInts.of(one), [4, 0, 7]),
+    ):
+        assert found == found.on(CPU).tolist() == expected
+
+
 def test_sums_and_selections_of_known_numbers_upload_nothing():
     with Traffic() as traffic:
         counted = []

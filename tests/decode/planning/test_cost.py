@@ -68,6 +68,23 @@ def test_length_of_a_chain_is_the_optimum_of_its_formula(alpha, level):
         assert one.speedup == pytest.approx([float(value)] * 3)  # prompts are alike: no interval
 
 
+def test_larger_batch_wants_fewer_nodes():
+    plans, costs = [PLAIN, *CHAINS, *TREES], Given(0.02, 0.05, batch=1.0)
+    taus = [geometric("7/10", p.depth) * (1 if p.width == 1 else Fraction(6, 5)) for p in plans]
+    chosen = []
+    for batch in (1, 4, 64):
+        values = [float(tau) / costs.round_seconds(p, batch) for p, tau in zip(plans, taus, strict=True)]
+        found = throughputs(plans, counts_of(taus, 64), costs, batch)
+        assert [one.speed for one in found] == pytest.approx([batch * value for value in values])
+        assert [one.full for one in found] == pytest.approx([batch * value for value in values])
+        best = fastest([one.speed for one in found])
+        assert plans[best].nodes == plans[values.index(max(values))].nodes
+        chosen.append(plans[best].nodes)
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[0] > 4
+    assert chosen[-1] == 0
+
+
 def test_first_of_equally_fast_plans_is_chosen():
     assert fastest([2.0, 3.0, 3.0]) == 1
 
