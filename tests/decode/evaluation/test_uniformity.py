@@ -14,7 +14,7 @@ from decode.draft import PAD, Draft, DraftProbs
 from decode.draft_check import draft_fault
 from decode.errors import UserError
 from decode.evaluation.audit import CHANCE, audit, num_batches
-from decode.evaluation.sampling_tests import BINS, SamplingTests, _chi_square
+from decode.evaluation.sampling_tests import BINS, TILTS, SamplingTests, _chi_square
 from decode.evaluation.scorecard import as_json
 from decode.generation.generate import generate
 from decode.generation.types import Round, Traits
