@@ -254,6 +254,16 @@ def test_draft_logits_that_are_not_finite_are_lossless(tiny_target, path, damage
         check_lossless(tiny_target(vocab=vocab), drafter, plan, Sampler(0.7), prompts=prompts)
 
 
+@pytest.mark.parametrize("path", ["block", "hybrid", "hybrid, traversal", "chain, matched"])
+@pytest.mark.parametrize("warper", ["none", "penalty"])
+@pytest.mark.covering
+def test_rows_that_stop_and_join_a_batch_are_lossless(tiny_target, path, warper):
+    """A batch of three, which the other plays join as rows end, at an end token or at the third token."""
+    drafter, sampler = Grown(3, 1), WARPERS.get(warper, Sampler(0.7))
+    options = {"stop": [2], "abreast": 9, "batch_size": 3, "rows": [0]}
+    check_lossless(tiny_target(), drafter, DRAWN[path], sampler, **options)
+
+
 @pytest.mark.parametrize("rule", ["block", "traversal", "token"])
 def test_rounds_are_lossless_with_the_keys_of_the_production_coin(tiny_target, rule):
     """Each draw is known by its Philox number: were one used twice, two decisions would agree."""
@@ -300,7 +310,6 @@ def test_every_rule_with_every_drafter_is_lossless(tiny_target, make_drafter, dr
 @pytest.mark.parametrize("path", ["block", "hybrid, traversal"])
 @pytest.mark.covering
 def test_rows_that_join_with_every_drafter_are_lossless(tiny_target, make_drafter, drafter_name, path):
-    """A batch of three, which the other plays join as rows end, at an end token or at the third token."""
     target = tiny_target()
     drafter = able(make_drafter(drafter_name, target), DRAWN[path])
     options = {"stop": [2], "abreast": 9, "batch_size": 3, "rows": [0]}

@@ -76,6 +76,22 @@ def test_long_window_is_found_and_named(layers, types, tmp_path):
         load_target(folder)
 
 
+def test_texts_of_the_probe_pass_a_window_three_times(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no class has passed yet
+    real, lengths = probe_module._texts, []
+
+    def spy(*arguments, **options):
+        texts = real(*arguments, **options)
+        lengths.extend(map(len, texts))
+        return texts
+
+    monkeypatch.setattr(probe_module, "_texts", spy)
+    find_abilities(Target(tiny_model("mistral")))
+    long, short = lengths
+    assert long > 3 * probe_module.SHORT
+    assert short + 4 > 3 * probe_module.SHORT, "with what it accepts"
+
+
 class Fields(dict):
     """A configuration of nothing but these fields."""
 
