@@ -1,21 +1,33 @@
-"""Batches: a pure function of (seed, step, store), for every rank and in every order."""
+"""Batches: a pure function of (seed, step, store) for every rank, made in the background, of copied rows."""
+
+from __future__ import annotations
 
 import re
+import threading
+from contextlib import closing
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
+from stores import PLAN, fill
+from torch.utils.data import Dataset
 
 from decode.errors import UserError
+from distill.data import rows as rows_module
 from distill.data.batches import BUCKET, RolloutBatches
-from distill.data.datamodule import RolloutData
+from distill.data.datamodule import PhasedBatches, RolloutData
+from distill.data.read_ahead import ReadAhead
+from distill.data.rows import open_rows
 from distill.data.taps_disk import TapCache
 from distill.distributed.watchdog import Watchdog
 from distill.rollouts.shard import write_shard
 from distill.rollouts.store import RolloutStore
+from distill.utils.atomic_files import sha256
 from distill.utils.phase_log import PhaseLog
 from drafters.base import supervised_anchors
 
@@ -245,3 +257,165 @@ def test_phase_has_its_own_rows_and_removes_its_cache(tmp_path):
     assert rows == [[row["tokens"] for row in store(40, phase)] for phase in (0, 0, 1, 1)]
     assert data.keep.epochs == [3 * 2 * 2 * 2 / 40] * 2, "of its own steps"
     assert data.keep.removed == ["0"]
+
+
+# -- batches that are made in the background ------------------------------------------------------
+
+END = 12
+LONG = 20  # seconds that nothing here takes
+
+
+class Items(Dataset):
+    """Says what it makes, and waits where it is told to."""
+
+    def __init__(self) -> None:
+        self.made, self.held, self.news = [], {}, threading.Condition()
+
+    def __len__(self) -> int:
+        return END
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.held:
+            assert self.held[index].wait(LONG)
+        with self.news:
+            self.made.append((index, threading.current_thread() is threading.main_thread()))
+            self.news.notify_all()
+        if index == 7:
+            raise ValueError("seven")
+        return 10 * index
+
+    def wait(self, count: int) -> None:
+        with self.news:
+            assert self.news.wait_for(lambda: len(self.made) >= count, LONG)
+
+
+@pytest.fixture
+def items():
+    return Items()
+
+
+@pytest.fixture
+def ahead(items):
+    made = ReadAhead(items, 3, lambda index: END)
+    yield made
+    made.close()
+
+
+def test_next_items_are_made_while_one_is_used(items, ahead):
+    assert ahead[0] == 0
+    items.wait(4)  # nobody has asked for them
+    assert items.made == [(0, True), (1, False), (2, False), (3, False)]
+    assert [ahead[i] for i in range(1, 5)] == [10, 20, 30, 40]
+    items.wait(8)
+    assert [index for index, _ in items.made] == list(range(8))
+    assert len(ahead) == END
+
+
+def test_reader_may_begin_anywhere_and_an_error_is_raised_at_its_item(items, ahead):
+    assert [ahead[i] for i in range(4, 7)] == [40, 50, 60]
+    with pytest.raises(ValueError, match="seven"):
+        ahead[7]
+    assert [ahead[i] for i in range(9, END)] == [90, 100, 110]
+    assert max(index for index, _ in items.made) == END - 1, "nothing is made past the end"
+
+
+def test_no_item_of_the_next_phase_is_made_in_this_one(items):
+    phases = PhasedBatches(lambda step: None, every=2, accumulate=2, steps=END // 2)
+    assert [phases.phase_end(i) for i in range(9)] == [4] * 4 + [8] * 4 + [12]
+    assert PhasedBatches(lambda step: None, 0, 2, END // 2).phase_end(5) == END
+    with closing(ReadAhead(items, 3, phases.phase_end)) as ahead:
+        assert [ahead[i] for i in range(4)] == [0, 10, 20, 30]
+        assert [index for index, _ in items.made] == [0, 1, 2, 3]
+
+
+def test_nothing_is_made_after_closing(items):
+    ahead = ReadAhead(items, 3, lambda index: END)
+    items.held[1] = threading.Event()
+    assert ahead[0] == 0
+    closed = threading.Thread(target=ahead.close)
+    closed.start()
+    items.held[1].set()
+    closed.join(LONG)
+    assert [index for index, _ in items.made] in ([0], [0, 1])
+
+
+# -- the Arrow copy of a store's rows ------------------------------------------------------------
+
+
+@pytest.fixture
+def made(tmp_path) -> RolloutStore:
+    """Two shards of four rows and one."""
+
+    def rows(shard: int, prompts, count: int) -> list[dict]:
+        plain = {"loss_mask": [0, 1, 1], "finish_reason": "stop", "ids": "given", "weight": 1.0}
+        return [{"id": f"{shard}-{i}", "tokens": [1000 + shard, 2000 + i, 7]} | plain for i in range(count)]
+
+    made = RolloutStore(tmp_path, PLAN, [])
+    fill(made, rows)
+    return made
+
+
+def copy_of(store: RolloutStore) -> Path:
+    (path,) = store.cache.glob("rows-*.arrow")
+    return path
+
+
+def rows_in(store: RolloutStore) -> list:
+    return [r for i in range(store.shards) for r in pq.read_table(store.path(i)).to_pylist()]
+
+
+def test_rows_are_of_the_shards(made, capsys):
+    assert list(open_rows(made)) == rows_in(made)
+    copy = copy_of(made)
+    before = copy.stat().st_ino
+    assert list(open_rows(made)) == rows_in(made)
+    assert copy.stat().st_ino == before, "made twice"
+    assert copy.with_name(f"{copy.name}.sha256").read_text().split() == [sha256(copy), copy.name]
+    assert capsys.readouterr().out == ""
+
+
+def change_a_token(path: Path) -> None:
+    data = path.read_bytes()
+    token = (2001).to_bytes(4, "little")
+    assert data.count(token) == 1
+    path.write_bytes(data.replace(token, (2002).to_bytes(4, "little")))
+
+
+DAMAGE = {
+    "a token": change_a_token,
+    "half a file": lambda path: path.write_bytes(path.read_bytes()[:400]),
+    "nothing": lambda path: path.write_bytes(b""),
+    "another hash": lambda path: path.with_name(f"{path.name}.sha256").write_text("0" * 64),
+    "half a hash": lambda path: path.with_name(f"{path.name}.sha256").write_bytes(b"\xff"),
+    "no hash": lambda path: path.with_name(f"{path.name}.sha256").unlink(),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_copy_is_made_again_with_a_line(name, made, capsys):
+    open_rows(made)
+    DAMAGE[name](copy_of(made))
+    for said in (f"{copy_of(made)}: does not have the sha256", ""):
+        assert list(open_rows(made)) == rows_in(made)
+        out = capsys.readouterr().out
+        assert out.startswith(said)
+        assert len(out.splitlines()) == bool(said)
+
+
+def test_copy_is_hashed_once_in_a_process(made, monkeypatch):
+    open_rows(made)
+    read = []
+    monkeypatch.setattr(rows_module, "sha256", lambda path: read.append(path) or sha256(path))
+    for _ in range(3):
+        open_rows(made)
+    assert len(read) <= 1
+
+
+def test_copies_of_older_versions_and_of_other_rows_are_removed(made):
+    old = [made.cache / "cache" / "parquet" / "x.arrow", made.cache / "rows-0.arrow"]
+    for path in old:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    open_rows(made)
+    assert not any(path.exists() for path in old)
+    assert not (made.cache / "cache").exists()

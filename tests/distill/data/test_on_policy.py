@@ -1,24 +1,32 @@
-"""On-policy rows: which, whose answers, how far they count; a run stays a function of its seed."""
+"""On-policy rows and rollouts that are made again in phases: a run stays a function of its seed."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from faces import V
-from workbench import same
+from workbench import options_of, same
 
 from decode.errors import UserError
 from decode.generation.generate import generate
+from decode.model.load import load_target, load_tokenizer
 from decode.model.target import Target
 from decode.sampling import Sampler
 from distill.data import on_policy as on_policy_module
 from distill.data.batches import MicroBatch
+from distill.data.datamodule import PhasedBatches
 from distill.data.on_policy import OnPolicy
+from distill.engines import base as engine
 from distill.losses.divergences import kl
 from distill.losses.objective import Objective
 from distill.losses.weights import constant
+from distill.prompts.chat_template import Chat
+from distill.rollouts import produce
 from distill.training.module import DistillModule
 from drafters.base import supervised_anchors
 from drafters.models.lm import DraftLM
@@ -174,3 +182,68 @@ def test_ids_that_only_pad_the_drafters_head_end_an_answer(target, tiny_target):
 
 def test_drafter_that_writes_nothing_is_refused_before_any_work(bench):
     bench.train("on_policy.share=0.5").refused("set on_policy.share=0")
+
+
+def test_prompts_are_answered_again_with_the_newest_checkpoint_as_drafter(bench, tmp_path, monkeypatch):
+    drafters, loaded = [], []
+    call, load = engine.generate, produce.checkpoint_io.load
+
+    def record(target, drafter, prompts, **options):
+        if not drafters or drafters[-1] is not drafter:
+            drafters.append(drafter)
+        return call(target, drafter, prompts, **options)
+
+    def noted(folder, *more, **options):
+        loaded.append(Path(folder).name)
+        return load(folder, *more, **options)
+
+    monkeypatch.setattr(engine, "generate", record)
+    monkeypatch.setattr(produce.checkpoint_io, "load", noted)
+    root, options = tmp_path / "out", {"score__every": 1, "score__enabled": False}
+    said = bench.run(tmp_path / "run", output_dir=str(root), rollout__refresh_every=2, **options)
+    assert loaded == ["2", "4"]
+    assert drafters[0] is None
+    assert all(drafters[1:])
+    assert said.count("drafted by") == 2
+    stores = sorted((root / "rollouts").glob("*/manifest.json"), key=lambda path: path.stat().st_mtime_ns)
+    texts = []
+    for store in stores:
+        files = [str(path) for path in sorted(store.parent.glob("*.parquet"))]
+        texts.append(datasets.Dataset.from_parquet(files, cache_dir=str(tmp_path))["tokens"][:])
+    first, second, third = texts
+    assert first != second != third
+    prompts = [[row[:5] for row in rows] for rows in texts]
+    assert prompts[0] == prompts[1] == prompts[2]
+
+
+def test_phase_has_its_own_seed_that_follows_from_the_runs(bench):
+    target, chat = load_target(str(bench.target)), Chat(load_tokenizer(str(bench.target)))
+    options = [options_of(*bench.command, f"rollout.seed={seed}") for seed in (0, 1)]
+    seeds = {produce.rollout_plan(o, target, chat, [], phase).seed for o in options for phase in (0, 1, 2)}
+    assert len(seeds) == 6
+
+
+def test_phase_lasts_its_steps_and_batches_are_numbered_through():
+    loaded = []
+
+    def load(step):
+        loaded.append(step)
+        return [(step, index) for index in range(24)]
+
+    batches = PhasedBatches(load, every=3, accumulate=2, steps=12)
+    assert [batches[i] for i in range(24)] == [(i // 6 * 3, i) for i in range(24)]
+    assert loaded == [0, 3, 6, 9]
+    one = PhasedBatches(load, every=0, accumulate=2, steps=12)
+    assert {one[i][0] for i in range(24)} == {0}
+
+
+def test_refresh_that_could_not_help_is_refused_before_work(bench, tmp_path):
+    given = {"rollout__answers": "given", "prompts__path": str(tmp_path / "answered.jsonl")}
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    record = json.dumps({"id": "a", "messages": talk})
+    (tmp_path / "answered.jsonl").write_text(f"{record}\n" * 8)
+    lossy = {"decode__rule": "typical", "decode__lossy": True, "score__enabled": False}
+    for options, said in ((given, "refresh_every"), (lossy, "one lossless plan")):
+        with pytest.raises(UserError, match=said):
+            bench.run(tmp_path / said, rollout__refresh_every=2, output_dir=str(tmp_path), **options)
+    assert not list(tmp_path.glob("*/checkpoints/*"))

@@ -1,4 +1,4 @@
-"""A datastore is made of texts once, is shared, and is complete or not there."""
+"""A datastore is made of texts once, is shared, and is complete or not there; its places are sorted."""
 
 import errno
 import json
@@ -12,6 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from workbench import fork, make_target, make_tokenizer, options_of
 
 from decode.errors import UserError
@@ -22,6 +24,7 @@ from distill.config.compose import compose
 from distill.config.validate import check_paths
 from distill.datastore import build
 from distill.datastore.build import make_datastore
+from distill.datastore.suffix_array import sort_places
 from distill.utils.atomic_files import reserve
 from distill.utils.paths import CONF
 from drafters.drafting.datastore import TOKENS, Datastore, datastore_folder
@@ -100,21 +103,14 @@ def test_unreadable_texts_and_fields_are_named(tmp_path, target, capsys):
         assert part in said
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("empty.txt", b"", "no text in it"),
-        ("other.txt", b"\xff\xff", "no text in it"),
-        ("gone", None, "no such file"),
-        ("folder", None, "no files in it"),
-    ],
-)
-def test_nothing_to_read_is_refused(tmp_path, target, name, content, said):
+def test_nothing_to_read_is_refused(tmp_path, target):
     (tmp_path / "folder").mkdir()
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=f"drafter.store=.*{name}: {said}"):
-        make_datastore(str(tmp_path / name), target)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "other.txt").write_bytes(b"\xff\xff")
+    no_text = dict.fromkeys(("empty.txt", "other.txt"), "no text in it")
+    for name, said in (no_text | {"gone": "no such file", "folder": "no files in it"}).items():
+        with pytest.raises(UserError, match=f"drafter.store=.*{name}: {said}"):
+            make_datastore(str(tmp_path / name), target)
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix != ".lock" and path.is_file()]
 
 
@@ -264,3 +260,30 @@ def test_file_system_without_reservations_is_written_to(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", no_room(errno.EOPNOTSUPP))
     reserve(tmp_path / "x", 3 * 2**20 + 5)
     assert (tmp_path / "x").read_bytes() == bytes(3 * 2**20 + 5)
+
+
+FEW = st.lists(st.integers(0, 2), max_size=60)  # so that many places are tied
+
+
+def filled(tokens, kind, depth) -> np.ndarray:
+    return np.array([*tokens, *[np.iinfo(kind).max] * depth]).astype(kind)
+
+
+def by_hand(text, size, depth) -> list[int]:
+    tokens = text.tolist()
+    return sorted(range(size), key=lambda place: (tokens[place : place + depth], place))
+
+
+@pytest.mark.parametrize("kind", [">u2", ">u4"])
+@given(texts=st.one_of(FEW, st.lists(st.integers(0, 300), max_size=60)), bucket=st.integers(1, 70))
+def test_places_are_sorted_by_the_tokens_behind_them(kind, texts, bucket):
+    text, order = filled(texts, kind, 4), np.full(len(texts), 7, np.uint32)
+    counts = list(sort_places(text, order, 4, bucket))
+    assert sum(counts) == len(texts)
+    assert order.tolist() == by_hand(text, len(texts), 4)
+
+
+def test_repetitions_beyond_the_depth_are_sorted_by_place():
+    text, order = filled([1, 2, 3] * 50, ">u2", 16), np.zeros(150, np.uint32)
+    assert sum(sort_places(text, order, 16, 40)) == 150
+    assert order.tolist() == by_hand(text, 150, 16)

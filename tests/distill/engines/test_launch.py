@@ -71,20 +71,11 @@ def test_serves_and_ends_with_its_children(start, monkeypatch):
     assert gone(int(server), int(child))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "patience", "said"),
-    [
-        (
-            ["--fail", "no such model"],
-            30.0,
-            r"code 3 before it was ready: ValueError: no such model; see .*log",
-        ),
-        (["--hang"], 1.0, "not ready after 1 s"),
-    ],
-)
-def test_server_that_does_not_start_is_refused(start, arguments, patience, said):
-    with pytest.raises(UserError, match=said):
-        start(*arguments, patience=patience).__enter__()
+def test_server_that_does_not_start_is_refused(start):
+    with pytest.raises(UserError, match=r"code 3 before it was ready: ValueError: no such model; see .*log"):
+        start("--fail", "no such model").__enter__()
+    with pytest.raises(UserError, match="not ready after 1 s"):
+        start("--hang", patience=1.0).__enter__()
 
 
 def fail(server, page: str) -> None:
@@ -94,18 +85,12 @@ def fail(server, page: str) -> None:
         raise UserError("nobody answers")
 
 
-@pytest.mark.parametrize(
-    ("page", "said"),
-    [
-        ("end", r"ended while it answered: IndexError: out of range; see .*log"),
-        ("health", "^nobody answers$"),
-    ],
-)
-def test_error_of_a_server_that_ended_is_told(start, monkeypatch, page, said):
-    if page == "health":
-        monkeypatch.setattr("distill.engines.launch.ENDING", 0.1)
-    with pytest.raises(UserError, match=said):
-        fail(start(), page)
+def test_error_of_a_server_that_ended_is_told(start, monkeypatch):
+    with pytest.raises(UserError, match=r"ended while it answered: IndexError: out of range; see .*log"):
+        fail(start(), "end")
+    monkeypatch.setattr("distill.engines.launch.ENDING", 0.1)
+    with pytest.raises(UserError, match=r"^nobody answers$"):
+        fail(start(), "health")
 
 
 def test_killed_process_takes_its_server_along(start, tmp_path):
@@ -123,9 +108,10 @@ def test_killed_process_takes_its_server_along(start, tmp_path):
     assert gone(int(server), int(child))
 
 
-@pytest.mark.parametrize(
-    ("python", "said"), [("/nowhere/bin/python", "no interpreter"), (sys.executable, "has no package")]
-)
-def test_interpreter_without_the_engine_is_refused(python, said):
-    with pytest.raises(UserError, match=f"score.engine_python=.*{said}"):
-        interpreter(python, "no_such_engine", "score.engine_python")
+def test_interpreter_without_the_engine_is_refused(monkeypatch, tmp_path):
+    """It does not see our packages."""
+    (tmp_path / "an_engine.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for python, said in (("/nowhere/bin/python", "no interpreter"), (sys.executable, "no package an_engine")):
+        with pytest.raises(UserError, match=f"score.engine_python=.*{said}"):
+            interpreter(python, "an_engine", "score.engine_python")

@@ -347,9 +347,8 @@ def test_malformed_token_is_one_line(engine, server, token):
         read(engine, 5)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
+def test_options_that_an_engine_excludes_are_refused():
+    for settings, said in (
         ([], "engine.python, an interpreter that has vLLM, or engine.url"),
         (["engine.url=http://a/v1"], "engine.folder=None: give the folder"),
         (["engine.python=p", "score.enabled=true"], "score.enabled=true: checkpoints are scored by decoding"),
@@ -357,24 +356,17 @@ def test_malformed_token_is_one_line(engine, server, token):
         (["engine.python=p", "target.compile=true"], "target.compile"),
         (["engine.python=p", "rollout=ray"], "its workers load the target"),
         (["engine.python=p", "trainer=ddp", "trainer.devices=2"], "every process would start an engine"),
-        (["engine.python=p", "taps=cache"], "they need taps=engine"),
-    ],
-)
-def test_options_that_an_engine_excludes_are_refused(settings, said):
-    options = options_of("taps=engine", "score.enabled=false", *settings)
-    with pytest.raises(UserError, match=said):
-        check_engine(options)
+        (["engine.python=p", "taps=cache"], "set taps=engine, too"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check_engine(options_of("taps=engine", "score.enabled=false", *settings))
 
 
-def test_refusals_come_before_any_work(tmp_path):
+def test_refusals_come_before_any_work(tmp_path, server):
     bench = Bench(tmp_path)
     nowhere = ("taps=engine", "engine.python=/nowhere/python", "score.enabled=false")
     bench.train(*nowhere).refused("no interpreter")
     bench.train("taps=engine", "engine.url=http://user:key@a/v1").refused("contains a secret")
     assert not (tmp_path / "outputs").exists() or not bench.runs()
-
-
-@pytest.mark.parametrize("name", ["medusa2", "prompt"])
-def test_drafter_that_needs_the_layers_is_refused(tmp_path, server, name):
-    bench = Bench(tmp_path)
-    train(bench, server, f"drafter={name}").refused("target")
+    for name in ("medusa2", "prompt"):  # which need the layers
+        train(bench, server, f"drafter={name}").refused("target")

@@ -38,24 +38,21 @@ def read(path, records, *overrides: str, limit: Limit = NONE) -> split.Inputs:
 GIVEN = ("rollout=given", "prompts.heldout_share=0", "score.enabled=false")
 ALL = ("prompts.heldout_share=0",)
 QUESTIONS = [asked(i) for i in range(30, 40)]
+CALLS = [{"messages": [*record["messages"], CALL]} for record in QUESTIONS]
+RENDERED = [{"text": f"<|user|>hi {i}<|assistant|>ho<|end|>"} for i in range(10)]
+LONG = [{"prompt": "x" * 500 + str(i)} for i in range(5)]
 # Why -> ten more records than 30 good ones, the options, and what is said.
 REASONS = {
     "malformed": (["{"] * 10, (), r"10 of \d+ prompts are left out: 10 as .*p.jsonl:31: not JSON"),
     "two reasons": (["{"] * 6 + [{"prompt": ""}] * 4, (), r"6 as .*:31: not JSON .*; 4 as .*:37: message 1"),
     "no answer given": (QUESTIONS, GIVEN, "10 of 40 .* does not end with an answer; set rollout=hf"),
-    "no tool calls in the template": (
-        [{"messages": [*record["messages"], CALL]} for record in QUESTIONS],
-        GIVEN,
-        "10 of 40 prompts are left out: 10 as .*tool call",
-    ),
+    "no tool calls in the template": (CALLS, GIVEN, "10 of 40 prompts are left out: 10 as .*tool call"),
     "rendered already": (
-        [{"text": f"<|user|>hi {i}<|assistant|>ho<|end|>"} for i in range(10)],
-        ALL,
+        *(RENDERED, ALL),
         r"10 as .*p.jsonl:31: message 1 .* rendered already: <\|\w+\|> .*prompts\.template=none",
     ),
     "long, and malformed": (
-        ["{"] * 5 + [{"prompt": "x" * 500 + str(i)} for i in range(5)],
-        ALL,
+        *(["{"] * 5 + LONG, ALL),
         r"10 of 40 .* 5 as .*not JSON.*; 5 have more than 99 tokens .*; raise max_tokens to 503",
     ),
 }
@@ -131,32 +128,21 @@ def test_nothing_held_out_says_why(share, said, tmp_path, monkeypatch):
         assert held(advised[1]) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (GIVEN, r"3 of 3 prompts are left out: 3 as .*does not end .*; set rollout=hf"),
-        (("prompts.heldout_share=1",), r"none are left .*: prompts\.heldout_share=1 holds out all 3"),
-    ],
-)
-def test_nothing_to_train_on_says_why(options, said, tmp_path):
-    with pytest.raises(UserError, match=said):
-        read(tmp_path / "p.jsonl", [asked(i) for i in range(3)], *options)
+def test_nothing_to_train_on_says_why(tmp_path):
+    with pytest.raises(UserError, match=r"none are left .*: prompts\.heldout_share=1 holds out all 3"):
+        read(tmp_path / "p.jsonl", [asked(i) for i in range(3)], "prompts.heldout_share=1")
 
 
-@pytest.mark.parametrize(
-    ("limits", "said"),
-    [
-        ((None, None, None), None),
-        ((40, 256, 256), "40 tokens (prompts.max_tokens=40)"),
-        ((None, 128, 256), "127 tokens (max_tokens=128)"),
-        ((None, 256, 256), "255 tokens (as many as the target reads)"),
-        ((255, None, 256), "255 tokens (as many as the target reads)"),
-    ],
-)
-def test_strictest_limit_names_the_option_that_raises_it(limits, said):
-    limit = strictest(*limits)
-    assert said is None or str(limit) == said
-    assert (limit.option == "") == ("target reads" in str(limit))
+def test_strictest_limit_names_the_option_that_raises_it():
+    assert strictest(None, None, None).option
+    for limits, option, said in (
+        ((40, 256, 256), "prompts.max_tokens", "40 tokens (prompts.max_tokens=40)"),
+        ((None, 128, 256), "max_tokens", "127 tokens (max_tokens=128)"),
+        ((None, 256, 256), "", "255 tokens (as many as the target reads)"),
+        ((255, None, 256), "", "255 tokens (as many as the target reads)"),
+    ):
+        limit = strictest(*limits)
+        assert (limit.option, str(limit)) == (option, said)
 
 
 def test_unread_fields_are_said_and_recorded(tmp_path, capsys):
@@ -219,11 +205,6 @@ def fault(chat: Chat, *contents: str) -> str:
     return str(RenderedTexts(chat).fault(Prompt.of("1", messages)) or "")
 
 
-@pytest.fixture
-def plain() -> Chat:
-    return Chat(make_tokenizer("{{ messages[0].content }}\nAnswer:"))
-
-
 @pytest.mark.parametrize("place", ["arguments", "schema", "system"])
 def test_token_of_the_template_is_found_in_every_place(place):
     def found(text):
@@ -240,36 +221,31 @@ def test_token_of_the_template_is_found_in_every_place(place):
     assert not found("Ulm")
 
 
-@pytest.mark.parametrize("text", OTHERS)
-def test_format_of_another_template_is_found_unless_quoted(text, plain):
-    assert "rendered already" in fault(plain, text)
-    if "<|user|>" not in text:  # the tokenizer's own
-        quoted = f"What does this mean?\n{text}"
-        assert not fault(plain, quoted)
-        assert not fault(plain, text, quoted)
-
-
-def test_text_that_only_begins_like_a_format_is_fine(plain):
+def test_format_of_another_template_is_found_unless_quoted():
+    plain = Chat(make_tokenizer("{{ messages[0].content }}\nAnswer:"))
+    for text in OTHERS:
+        assert "rendered already" in fault(plain, text)
+        if "<|user|>" not in text:  # the tokenizer's own
+            quoted = f"What does this mean?\n{text}"
+            assert not fault(plain, quoted)
+            assert not fault(plain, text, quoted)
     for text in ("Human: what is it?", "### Instruction: say hi", "USER: me", "an assistant: who?", "[INST]"):
-        assert not fault(plain, text)
+        assert not fault(plain, text), "it only begins like a format"
 
 
 def test_without_a_template_every_text_is_fine():
     assert not fault(Chat(tokenizer_of("chatml"), "none"), "<|im_start|>user\nhi<|im_end|>")
 
 
-@pytest.mark.parametrize(
-    ("message", "tools", "said"),
-    [
-        (CALL, (), "a message of the assistant has tool_calls, and without a chat template"),
-        ({"role": "assistant", "content": "a", "reasoning_content": "why"}, (), "has reasoning_content, and"),
-        ({"role": "assistant", "content": "a"}, ({"name": "f"},), "the record has tools, and"),
-    ],
-)
-def test_plain_text_refuses_calls_and_reasoning(message, tools, said):
-    chat = Chat(tokenizer_of("llama3"), "none")
-    with pytest.raises(UserError, match=f"template=none: .*{said}"):
-        chat.encode_answered([*asked(0)["messages"], message], tools)
+def test_plain_text_refuses_calls_and_reasoning():
+    chat, said = Chat(tokenizer_of("llama3"), "none"), {"role": "assistant", "content": "a"}
+    for message, tools, why in (
+        (CALL, (), "a message of the assistant has tool_calls"),
+        (said | {"reasoning_content": "why"}, (), "has reasoning_content"),
+        (said, ({"name": "f"},), "the record has tools"),
+    ):
+        with pytest.raises(UserError, match=f"template=none: .*{why}, and"):
+            chat.encode_answered([*asked(0)["messages"], message], tools)
 
 
 @pytest.fixture

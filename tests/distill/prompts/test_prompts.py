@@ -1,17 +1,20 @@
-"""Splits of prompts, what of a conversation is asked, and prompts without a template."""
+"""Prompts: their split, what of a conversation is asked, plain text, and how many tokens they have."""
 
 import json
 import random
 import re
 
+import numpy as np
 import pytest
-from chats import say
+from chats import say, tokenizer_of
 from workbench import TEMPLATE, make_tokenizer
 
 from decode.errors import UserError
+from distill.prompts import token_counts as module
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import LeftOut, Limit, Measured
 from distill.prompts.prompt import Prompt, held_out, opening, question, split, turns
+from distill.prompts.token_counts import count_tokens
 
 DIALOGUE = say("one", "two", "three", "four")
 
@@ -33,12 +36,7 @@ def test_split_is_by_text():
     random.Random(0).shuffle(shuffled)
     again = split(shuffled + texts(50), 0.1)[1]
     assert {p.packed for p in again} == {p.packed for p in held}
-
-
-def test_larger_share_includes_the_smaller():
-    prompts = texts(300)
-    small, large = (split(prompts, share)[1] for share in (0.1, 0.3))
-    assert {p.id for p in small} < {p.id for p in large}
+    assert {p.id for p in held} < {p.id for p in split(prompts, 0.3)[1]}, "a larger share includes a smaller"
     assert split(prompts, 0.0) == (prompts, [])
 
 
@@ -50,11 +48,8 @@ def test_held_out_prompts_are_not_trained_on():
     assert [p.id for p in kept] == [str(i) for i in range(5, 12)]
     assert sorted(mixed, key=by_id) == sorted(held, key=by_id)
     assert not [p for p in kept if p.messages in asked]
-
-
-def test_held_out_prompts_are_mixed_in_any_order():
-    held = texts(40)
-    assert held_out([], held)[1] == held_out([], held[::-1])[1] != held
+    many = texts(40)
+    assert held_out([], many)[1] == held_out([], many[::-1])[1] != many, "an order of their own"
 
 
 def speak(text: str) -> tuple[dict[str, str], ...]:
@@ -115,17 +110,14 @@ def test_plain_text_masks_the_last_message():
     assert chat.tokenizer.decode(ids[mask.index(1) :]) == "\ntwo"
 
 
-@pytest.mark.parametrize(
-    ("template", "messages", "said"),
-    [
+def test_mask_that_cannot_be_right_is_refused():
+    for template, messages, said in (
         (TEMPLATE.replace("{{ m['content'] }}<|end|>", ""), DIALOGUE, "mask is all 0"),
         (TEMPLATE, DIALOGUE[:3], "does not end with an answer"),
         (None, DIALOGUE[1:2], "mask is all 1"),
-    ],
-)
-def test_mask_that_cannot_be_right_is_refused(template, messages, said):
-    with pytest.raises(UserError, match=said):
-        Chat(make_tokenizer(template), "chat" if template else "none").encode_answered(messages)
+    ):
+        with pytest.raises(UserError, match=said):
+            Chat(make_tokenizer(template), "chat" if template else "none").encode_answered(messages)
 
 
 def test_user_turn_surrounds_the_text():
@@ -156,3 +148,108 @@ def test_advised_share_is_enough(count):
             left.check((long - 1) / count)
         advised = re.search(r"max_left_out=(\S+)", str(caught.value))
         left.check(float(advised[1]))
+
+
+# -- how many tokens they have -------------------------------------------------------------------
+
+
+@pytest.fixture
+def prompts(folder) -> list[Prompt]:
+    """One in five has a system message, which Gemma's template refuses."""
+    texts = ["word " * (i % 7) + f"word{i}" for i in range(40)]
+    return [
+        Prompt.of(str(i), say(text, "Yes", system="Be brief." * (i % 5 == 3))) for i, text in enumerate(texts)
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where their counts are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "FEW", 10)
+    monkeypatch.setattr(module, "CHUNK", 4)
+    return tmp_path / "foredraft" / "prompts"
+
+
+@pytest.fixture
+def counted(monkeypatch) -> list[Prompt]:
+    """The prompts that are counted in this process."""
+    seen, count = [], module._count_chunk
+    monkeypatch.setattr(module, "_count_chunk", lambda part, given: seen.extend(part) or count(part, given))
+    return seen
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_prompts_are_counted_once(prompts, folder, counted, given):
+    chat = Chat(tokenizer_of("gemma"))
+    tokens, refusals = count_tokens(prompts, chat, given)
+    assert sorted(refusals) == np.flatnonzero(tokens < 0).tolist() == list(range(3, 40, 5))
+    assert all("no system role" in reason for reason in refusals.values())
+    for prompt, count in zip(prompts, tokens, strict=True):
+        if count >= 0:
+            assert count == len(chat.encode(opening(prompt.messages)))
+    counted.clear()
+    again = count_tokens([*reversed(prompts)], chat, given)
+    assert [int(p.id) for p in counted] == [*range(38, 0, -5)], "refused ones are not remembered"
+    assert again.tokens[::-1].tolist() == tokens.tolist()
+    counted.clear()
+    count_tokens(prompts, Chat(tokenizer_of("gemma"), options={"other": 1}), given)
+    count_tokens(prompts, chat, not given)
+    assert len(counted) == 80, "another template, and another question"
+    assert len(list(folder.glob("*.npy"))) == 3
+    assert b"word" not in b"".join(path.read_bytes() for path in folder.iterdir())
+
+
+def test_several_processes_count_the_same(prompts, folder, monkeypatch):
+    chat = Chat(tokenizer_of("gemma"))
+    whole = count_tokens(prompts, chat, False)
+    for path in folder.glob("*.npy"):
+        path.unlink()
+    monkeypatch.setattr(module, "SECONDS", 0.0)
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: {0, 1})
+    tokens, refusals = count_tokens(prompts, chat, False)
+    assert tokens.tolist() == whole.tokens.tolist()
+    assert refusals == whole.refusals
+
+
+def test_counts_before_a_stop_are_kept(prompts, counted, monkeypatch):
+    chat = Chat(tokenizer_of("chatml"))
+    count = module._count_chunk
+
+    def stopped(part, given):
+        if len(counted) >= 12:
+            raise KeyboardInterrupt
+        return count(part, given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_count_chunk", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            count_tokens(prompts, chat, False)
+    counted.clear()
+    assert (count_tokens(prompts, chat, False).tokens > 0).all()
+    assert len(counted) == 28
+
+
+@pytest.mark.parametrize("damage", ["nothing", "half", "text", "another array"])
+def test_damaged_file_is_counted_again(prompts, folder, counted, damage):
+    chat = Chat(tokenizer_of("chatml"))
+    tokens, _ = count_tokens(prompts, chat, False)
+    (path,) = folder.glob("*.npy")
+    data = path.read_bytes()
+    if damage == "another array":
+        np.save(path, np.arange(3))
+    else:
+        path.write_bytes({"nothing": b"", "half": data[: len(data) // 2], "text": b"1"}[damage])
+    counted.clear()
+    assert count_tokens(prompts, chat, False).tokens.tolist() == tokens.tolist()
+    assert len(counted) == 40
+    assert path.read_bytes() == data
+
+
+def test_counts_without_a_file(prompts, folder, tmp_path, monkeypatch):
+    chat = Chat(tokenizer_of("chatml"))
+    few = count_tokens(prompts[:10], chat, False)
+    assert not folder.exists(), "few are not worth a file"
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # which cannot be written to
+    assert count_tokens(prompts, chat, False).tokens[:10].tolist() == few.tokens.tolist()

@@ -147,34 +147,29 @@ def test_ids_of_the_server_are_exact_where_it_read_our_prompt(chat, start, capsy
     assert "reads prompt p0 as 4 tokens, where the target's chat template gives 3" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("place", ["choice", "top"])
-def test_prompt_ids_are_where_vllm_or_sglang_puts_them(chat, place):
+def test_prompt_ids_are_where_vllm_or_sglang_puts_them(chat):
     (request,) = ask(chat, "a")
     prompt = {"prompt_token_ids": request.tokens}
     choice = {"message": {"content": "b"}, "finish_reason": "stop", "token_ids": [9, END]}
-    body = {"choices": [choice | prompt]} if place == "choice" else {"choices": [choice]} | prompt
-    answer = replies.to_answer(replies.read_reply(json.dumps(body)), request, PARAMS, chat)
-    assert answer == ([9, END], True, True)
+    for body in ({"choices": [choice | prompt]}, {"choices": [choice]} | prompt):
+        answer = replies.to_answer(replies.read_reply(json.dumps(body)), request, PARAMS, chat)
+        assert answer == ([9, END], True, True)
 
 
-@pytest.mark.parametrize(
-    ("ids", "finish", "stop", "want"),
-    [
-        ([9, END], "stop", [END], ([9, END], True, True)),
+def test_ids_end_as_the_answer_did(chat):
+    (request,) = ask(chat, "a")
+    text = encoded(chat, "b")
+    for ids, finish, stop, want in (
         ([9], "stop", [END], ([9, END], True, True)),  # left out, and it can only have been that one
         ([9], "stop", [END, 2], ([9, END], True, False)),
         ([9, 8], "length", [END], ([9, 8], False, True)),
         ([9, END], "length", [END], ([9, END], True, True)),
-        ([9, 10**6], "stop", [END], None),  # no token of ours
-        ([9, True], "stop", [END], None),
-        ("9", "stop", [END], None),
-    ],
-)
-def test_ids_end_as_the_answer_did(chat, ids, finish, stop, want):
-    (request,) = ask(chat, "a")
-    reply = replies.Reply("b", finish, {}, ids, request.tokens)
-    answer = replies.to_answer(reply, request, PARAMS._replace(stop=stop), chat)
-    assert answer == (want or encoded(chat, "b"))
+        ([9, 10**6], "stop", [END], text),  # no token of ours
+        ([9, True], "stop", [END], text),
+        ("9", "stop", [END], text),
+    ):
+        reply = replies.Reply("b", finish, {}, ids, request.tokens)
+        assert replies.to_answer(reply, request, PARAMS._replace(stop=stop), chat) == want
 
 
 def test_server_that_refuses_what_openai_has_not_is_asked_without(chat, start, capsys):
@@ -340,20 +335,10 @@ def test_server_killed_and_started_again_loses_nothing(chat, start, capsys):
     assert said.count(": answers again") == 1
 
 
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [
-        ("3", 3),
-        ("0.5", 0.5),
-        ("-1", 0),
-        ("Fri, 31 Dec 1999 23:59:59 GMT", 0),
-        ("soon", None),
-        ("inf", None),
-        (None, None),
-    ],
-)
-def test_retry_after_is_seconds_or_a_date(value, seconds):
-    assert retry_after(value) == seconds
+def test_retry_after_is_seconds_or_a_date():
+    past = "Fri, 31 Dec 1999 23:59:59 GMT"
+    waits = {"3": 3, "0.5": 0.5, "-1": 0, past: 0, "soon": None, "inf": None, None: None}
+    assert {value: retry_after(value) for value in waits} == waits
     later = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 100))
     assert 90 < (retry_after(later) or 0) <= 100
 
@@ -558,12 +543,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("setting", WRONG)
-def test_wrong_setting_is_one_line_before_any_work(bench, start, setting):
+def test_wrong_setting_is_one_line_before_any_work(bench, start):
     fake = start()
-    done = served(bench, fake, setting)
-    done.refused(f"error: {WRONG[setting]}")
-    assert "pass@" not in done.err
+    for setting, said in WRONG.items():
+        done = served(bench, fake, setting)
+        done.refused(f"error: {said}")
+        assert "pass@" not in done.err
     assert not any(b"pass@" in path.read_bytes() for path in bench.root.rglob("*") if path.is_file())
     assert not fake.asked
 

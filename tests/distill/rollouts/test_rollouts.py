@@ -11,7 +11,7 @@ from workbench import SPECIAL, fork, make_target
 
 from decode.errors import UserError
 from decode.generation.generate import generate
-from decode.model.load import load_target, stop_tokens
+from decode.model.load import load_target
 from decode.sampling import Sampler
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
@@ -53,35 +53,16 @@ def test_shard_equals_decoding_its_rows_one_by_one(temperature, parts):
     plan = replace(PLAN, sampler={"temperature": temperature})
     rows = make_writer(target, chat, plan)(1, prompts[:4], 3)
     assert len(rows) >= 5
+    options = {"sampler": Sampler(temperature), "seed": plan.seed, "stop": plan.stop}
+    turn = len(chat.encode(({"role": "user", "content": ""},)))
     for row in rows:
         length = row["loss_mask"].count(0)
-        limits = {"max_new_tokens": plan.max_new_tokens, "stop": plan.stop}
-        (output,) = generate(
-            target,
-            None,
-            [row["tokens"][:length]],
-            sampler=Sampler(temperature),
-            seed=plan.seed,
-            requests=[row["id"]],
-            **limits,
-        ).outputs
+        assert turn < length <= plan.max_prompt_tokens, "an empty or a long prompt was kept"
+        limits = {"max_new_tokens": plan.max_new_tokens, "requests": [row["id"]]}
+        (output,) = generate(target, None, [row["tokens"][:length]], **options, **limits).outputs
         assert row["tokens"][length:] == output.tokens
+        assert row["loss_mask"] == [0] * length + [1] * len(output.tokens)
         assert row["finish_reason"] == ("stop" if output.stopped else "length")
-
-
-def test_masks_cover_the_answer_and_prompts_stay_within_their_limit(parts, writer):
-    _, chat, prompts = parts
-    for row in writer(0, prompts[:4], 3):
-        length = row["loss_mask"].count(0)
-        assert row["loss_mask"] == [0] * length + [1] * (len(row["tokens"]) - length)
-        assert length <= PLAN.max_prompt_tokens
-        assert 1 <= len(row["tokens"]) - length <= PLAN.max_new_tokens
-        assert row["ids"] == "exact"
-        if row["id"].startswith("self"):
-            before, after = chat.user_turn()
-            assert row["tokens"][: len(before)] == before
-            assert row["tokens"][length - len(after) : length] == after
-            assert length > len(before) + len(after), "an empty self-written prompt was kept"
 
 
 def test_rows_until_their_length_ignore_end_tokens(parts):
@@ -147,12 +128,13 @@ def test_given_answers_are_taken_as_they_are(parts):
 
 def test_impossible_plans_are_refused(parts):
     target, chat, _ = parts
-    with pytest.raises(UserError, match=r"prompts\.self must be 0"):
-        make_writer(target, chat, replace(PLAN, answers="given"))
-    with pytest.raises(UserError, match="answer or length"):
-        make_writer(target, chat, replace(PLAN, until="dawn"))
-    with pytest.raises(UserError, match="no room"):
-        make_writer(target, chat, replace(PLAN, max_prompt_tokens=2))
+    for changes, said in (
+        ({"answers": "given"}, r"prompts\.self must be 0"),
+        ({"until": "dawn"}, "answer or length"),
+        ({"max_prompt_tokens": 2}, "no room"),
+    ):
+        with pytest.raises(UserError, match=said):
+            make_writer(target, chat, replace(PLAN, **changes))
     plain = Chat(chat.tokenizer, "none")
     chat.tokenizer.bos_token, start = None, chat.tokenizer.bos_token
     try:
@@ -278,7 +260,3 @@ def test_estimated_memory_is_bounded_or_refused(parts, tmp_path, monkeypatch):
     monkeypatch.setattr("distill.rollouts.estimate.memory_bytes", lambda device: 1000)
     with pytest.raises(UserError, match=r"needs up to .* GiB .*; lower rollout.batch_size="):
         estimate(stores[0], target, None)
-
-
-def test_target_knows_where_answers_end(parts):
-    assert stop_tokens(parts[0]) == PLAN.stop

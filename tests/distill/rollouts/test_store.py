@@ -56,6 +56,17 @@ def store(made, parts, tmp_path) -> RolloutStore:
     return RolloutStore(tmp_path, PLAN, parts[2])
 
 
+@pytest.fixture
+def url(tmp_path) -> str:
+    return f"file://{tmp_path / 'url'}"
+
+
+@pytest.fixture
+def at(parts, url):
+    """Makes the store at the url, with a copy in a folder."""
+    return lambda folder: RolloutStore(folder, PLAN, parts[2], url)
+
+
 def refuse(*work):
     pytest.fail("a shard was made again")
 
@@ -119,25 +130,15 @@ def test_shard_carries_plan_and_number(store):
 
 
 def test_given_folder_is_continued_and_reused(parts, writer, straight, tmp_path):
-    mine = tmp_path / "mine"
-    store = RolloutStore(tmp_path / "root", PLAN, parts[2], str(mine))
-
-    def interrupted(shard, *work):
-        if shard == 2:
-            raise KeyboardInterrupt
-        return writer(shard, *work)
-
-    with pytest.raises(KeyboardInterrupt):
-        fill(store, interrupted)
-    assert {p.name for p in mine.glob("*.[jp]*")} == {"plan.json", *parquets(mine)}
-    assert len(parquets(mine)) == 2
-    made = []
+    mine, made = tmp_path / "mine", []
+    fill(RolloutStore(tmp_path / "root", PLAN, parts[2], str(mine)), writer)
+    assert {p.name for p in mine.glob("*.[jp]*")} == {"plan.json", "manifest.json", *parquets(mine)}
+    (mine / "shard-00002.parquet").unlink()
     again = RolloutStore(tmp_path / "elsewhere", PLAN, parts[2], str(mine))
     fill(again, lambda shard, *work: made.append(shard) or writer(shard, *work))
-    assert made == [2, 3]
+    assert made == [2]
     assert again.complete
     assert rows_of(again) == straight
-    fill(RolloutStore(tmp_path / "elsewhere", PLAN, parts[2], str(mine)), refuse)
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -197,25 +198,22 @@ def test_link_out_of_a_store_is_refused(store, name, tmp_path):
         remake(store)
 
 
-@pytest.mark.parametrize(
-    ("shards", "said"),
-    [
+def test_manifest_of_other_shards_is_refused(store):
+    manifest, whole = store.folder / "manifest.json", {"rows": 1, "answer_tokens": 1, "sha256": ""}
+    for shards, said in (
         ([], "of 0 shards, not "),
-        ([{"rows": 1, "answer_tokens": 1, "sha256": 5}], "no hashes or counts of a shard"),
-        ([{"rows": "1", "answer_tokens": 1, "sha256": ""}], "no hashes or counts of a shard"),
-    ],
-)
-def test_manifest_of_other_shards_is_refused(store, shards, said):
-    manifest = json.loads((store.folder / "manifest.json").read_text()) | {"shards": shards}
-    (store.folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=said):
-        remake(store)
+        ([whole | {"sha256": 5}], "no hashes or counts of a shard"),
+        ([whole | {"rows": "1"}], "no hashes or counts of a shard"),
+    ):
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"shards": shards}))
+        with pytest.raises(UserError, match=said):
+            remake(store)
 
 
-@pytest.mark.parametrize("plan", [[1], "x", {"moment": 5}, {"moment": [1]}, None], ids=str)
-def test_malformed_moment_is_ignored(plan, tmp_path):
-    (tmp_path / "plan.json").write_text(json.dumps({"plan": plan}))
-    assert module.moment_of(str(tmp_path)) is None
+def test_malformed_moment_is_ignored(tmp_path):
+    for plan in ([1], "x", {"moment": 5}, {"moment": [1]}, None):
+        (tmp_path / "plan.json").write_text(json.dumps({"plan": plan}))
+        assert module.moment_of(str(tmp_path)) is None
 
 
 # -- damaged notes -------------------------------------------------------------------------------
@@ -246,19 +244,17 @@ def test_manifest_is_written_again_for_unchanged_shards_only(store):
 
 
 @pytest.mark.parametrize("name", ["plan.json", "manifest.json"])
-def test_damaged_note_at_a_url_is_named(name, parts, writer, tmp_path):
-    url = f"file://{tmp_path / 'url'}"
-    fill(RolloutStore(tmp_path / "a", PLAN, parts[2], url), writer)
+def test_damaged_note_at_a_url_is_named(name, writer, tmp_path, at, url):
+    fill(at(tmp_path / "a"), writer)
     (tmp_path / "url" / name).write_text("{")
     with pytest.raises(UserError, match=rf"{name}: damaged"):
-        remake(RolloutStore(tmp_path / "b", PLAN, parts[2], url))
+        remake(at(tmp_path / "b"))
 
 
 # -- a url ---------------------------------------------------------------------------------------
 
 
-def test_machines_without_a_common_disk_share_a_url(parts, writer, straight, tmp_path):
-    url = f"file://{tmp_path / 'url'}"
+def test_machines_without_a_common_disk_share_a_url(writer, straight, tmp_path, at):
     log = tmp_path / "log"
 
     def machine(rank: int):
@@ -269,7 +265,7 @@ def test_machines_without_a_common_disk_share_a_url(parts, writer, straight, tmp
                 lines.write(f"{rank} {shard}\n")
             return writer(shard, *work)
 
-        store = RolloutStore(tmp_path / str(rank), PLAN, parts[2], url)
+        store = at(tmp_path / str(rank))
         fill(store, make)
         store.check()
         return 0 if rows_of(store) == straight else 1
@@ -284,15 +280,14 @@ def test_machines_without_a_common_disk_share_a_url(parts, writer, straight, tmp
     assert parquets(here) == parquets(tmp_path / "1" / PLAN.key) == parquets(tmp_path / "url")
     names = {p.name for p in (tmp_path / "url").iterdir()}
     assert names == {*parquets(here), "plan.json", "manifest.json"}
-    third = RolloutStore(tmp_path / "third", PLAN, parts[2], url)
+    third = at(tmp_path / "third")
     fill(third, refuse)
     assert rows_of(third) == straight
 
 
-def test_killed_rank_makes_its_shards_after_the_restart(parts, writer, straight, tmp_path, monkeypatch):
-    url = f"file://{tmp_path / 'url'}"
+def test_killed_rank_makes_its_shards_after_the_restart(writer, straight, tmp_path, monkeypatch, at):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    store = [RolloutStore(tmp_path / str(rank), PLAN, parts[2], url) for rank in (0, 1)]
+    store = [at(tmp_path / str(rank)) for rank in (0, 1)]
 
     def dies(shard, *work):
         if shard == 3:
@@ -314,9 +309,8 @@ def test_killed_rank_makes_its_shards_after_the_restart(parts, writer, straight,
     assert rows_of(store[0]) == rows_of(store[1]) == straight
 
 
-def test_shard_that_was_made_and_not_uploaded_is_uploaded(parts, writer, straight, tmp_path, monkeypatch):
-    url = f"file://{tmp_path / 'url'}"
-    store = RolloutStore(tmp_path / "a", PLAN, parts[2], url)
+def test_shard_that_was_made_and_not_uploaded_is_uploaded(writer, straight, tmp_path, monkeypatch, at):
+    store = at(tmp_path / "a")
     put, kept = Mirror.put, []
 
     def cut(self, file):
@@ -338,9 +332,8 @@ def test_shard_that_was_made_and_not_uploaded_is_uploaded(parts, writer, straigh
     assert not list((tmp_path / "url").glob("*.tmp"))
 
 
-def test_shard_of_a_faster_machine_is_kept(parts, writer, straight, tmp_path):
-    url = f"file://{tmp_path / 'url'}"
-    first, second = (RolloutStore(tmp_path / name, PLAN, parts[2], url) for name in "ab")
+def test_shard_of_a_faster_machine_is_kept(writer, straight, tmp_path, at):
+    first, second = (at(tmp_path / name) for name in "ab")
 
     def slow(shard, *work):
         if shard == 0:
@@ -354,15 +347,14 @@ def test_shard_of_a_faster_machine_is_kept(parts, writer, straight, tmp_path):
     assert rows_of(second) == rows_of(first) == straight
 
 
-def test_shard_that_was_changed_at_the_url_is_not_taken(parts, writer, tmp_path):
-    url = f"file://{tmp_path / 'url'}"
-    fill(RolloutStore(tmp_path / "a", PLAN, parts[2], url), writer)
+def test_shard_that_was_changed_at_the_url_is_not_taken(writer, tmp_path, at, url):
+    fill(at(tmp_path / "a"), writer)
     shard = tmp_path / "url" / "shard-00001.parquet"
     shard.write_bytes((tmp_path / "url" / "shard-00000.parquet").read_bytes())
     with pytest.raises(UserError, match=rf"{url}/shard-00001\.parquet: not what was written there"):
-        fill(RolloutStore(tmp_path / "b", PLAN, parts[2], url), refuse)
+        fill(at(tmp_path / "b"), refuse)
     shard.unlink()
-    fill(RolloutStore(tmp_path / "b", PLAN, parts[2], url), writer)
+    fill(at(tmp_path / "b"), writer)
     assert shard.exists()
 
 

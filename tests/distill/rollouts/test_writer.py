@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from stores import PLAN, make_writer
 from workbench import TEMPLATE, make_tokenizer
 
@@ -13,13 +12,9 @@ from decode.planning.auto import Auto
 from decode.planning.cost_model import PLAIN, MeasuredCosts, RoundTiming
 from distill.engines import base as engines
 from distill.engines.base import Answer, InProcess, Request, SamplingParams
-from distill.losses.divergences import kl
-from distill.losses.objective import Objective
-from distill.losses.weights import constant, weighted
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.rollouts.writer import Writer
-from drafters.base import Batch
 from drafters.models.lm import DraftLM
 
 END = 3
@@ -79,22 +74,18 @@ def test_every_turn_is_answered_in_one_row():
 
 
 @pytest.mark.parametrize(
-    ("template", "said", "message"),
+    ("template", "said", "read"),
     [
-        (CUT, "hm|yes", {"role": "assistant", "content": "hm|yes"}),
-        (
-            REASONS,
-            "<think>hm</think>yes",
-            {"role": "assistant", "content": "yes", "reasoning_content": "hm"},
-        ),
+        (CUT, "hm|yes", {"content": "hm|yes"}),
+        (REASONS, "<think>hm</think>yes", {"content": "yes", "reasoning_content": "hm"}),
     ],
 )
-def test_turns_have_rows_where_the_template_rewrites_earlier_answers(template, said, message):
+def test_turns_have_rows_where_the_template_rewrites_earlier_answers(template, said, read):
     chat = Chat(make_tokenizer(template))
     parrot = Parrot(chat, said, "no")
     one, two = Writer(parrot, chat, TALK)(0, [Prompt.of("p", user("a", "b"))], 0)
     assert (one["id"], two["id"]) == ("p", "p@1")
-    assert parrot.asked[1][0].messages[1] == message
+    assert parrot.asked[1][0].messages[1] == {"role": "assistant"} | read
     assert text_of(one) == f"<|user|>a<|assistant|>{said}<|end|>"
     assert text_of(two) == "<|user|>a<|assistant|>yes<|end|><|user|>b<|assistant|>no<|end|>"
     assert (answers(one), answers(two)) == ([f"{said}<|end|>"], ["no<|end|>"])
@@ -218,26 +209,6 @@ def test_plan_is_chosen_once_and_changes_no_row(speed, name, parts, monkeypatch,
     assert said.count("measuring drafts at 3 answers") == 1
     assert ("no drafts" in said) == (name == "plain")
     assert (engine.drafter is None) == (name == "plain")
-
-
-def test_weight_of_a_row_scales_its_loss(parts, make_drafter):
-    target, _, _ = parts
-    drafter = make_drafter("eagle", target)
-    tokens = torch.randint(4, 60, (2, 9), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(2, 9, dtype=torch.bool)
-    mask[:, :2] = False
-    read = target.read(tokens)
-    objective, ratios = Objective(kl, constant), drafter.aux_weights_at(1.0)
-
-    def total(rows: list[int], weight=None) -> float:
-        kept = mask.clone()
-        kept[[row for row in (0, 1) if row not in rows]] = False
-        steps = drafter.unroll(Batch(tokens, kept, read.taps, read.last), target)
-        steps = weighted(steps, torch.tensor(weight), 9) if weight else steps
-        return objective(steps, read.last, target.head, ratios, 1.0, tokens, None)[0].item()
-
-    both = total([0, 1], [2.0, 0.5])
-    assert both == pytest.approx(2 * total([0]) + total([1]) / 2, rel=1e-5)
 
 
 def test_given_answer_at_the_end_is_replaced():

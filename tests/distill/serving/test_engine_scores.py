@@ -1,8 +1,11 @@
-"""score.engine: its options, what is sent and counted, texts, and the table of a run."""
+"""score.engine: options, what is sent and counted, texts, a run's table, mistakes, and vLLM's settings."""
 
-import sys
+from __future__ import annotations
+
+import json
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +16,13 @@ from workbench import make_target, make_tokenizer, options_of
 from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard
 from decode.model.load import load_target
-from distill.engines.launch import interpreter
 from distill.options import ScoreCommandOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.scoring import tables
 from distill.serving import engine_scores, traffic
+from distill.serving.broken_exports import CHANCE, Seen
+from distill.serving.engine_settings import ServedChain, lines, schedule, speculative_config
 from distill.serving.served_texts import compare_texts
 
 COMMAND = {"cls": ScoreCommandOptions, "name": "score_checkpoint"}
@@ -101,28 +105,19 @@ def test_an_engine_without_a_drafter_stops_no_run(measured, chat, capsys):
     assert "step 7 is not measured in vllm: score.engine: vllm 1.2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "said", "training"),
-    [
+def test_options_that_contradict_are_refused():
+    url = "score.engine_url=http://h:1"
+    for words, said, training in (
         (["score.engine=none", "score.engine_python=/a"], "set without an engine", False),
         ([], "give score.engine_python", False),
-        (["score.engine_python=/a", "score.engine_url=http://h:1"], "give score.engine_python", False),
-        (["score.engine_url=http://h:1", "score.engine_args=[--a]"], "leave out score.engine_url", False),
+        (["score.engine_python=/a", url], "give score.engine_python", False),
+        ([url, "score.engine_args=[--a]"], "leave out score.engine_url", False),
         (["score.engine_python=/no/python"], "no interpreter", False),
-        (["score.engine_url=http://h:1", "score.min_p=0.1"], "takes no score.min_p", False),
-        (["score.engine_url=http://h:1"], "cannot load the checkpoints of a run", True),
-    ],
-)
-def test_options_that_contradict_are_refused(words, said, training):
-    with pytest.raises(UserError, match=said):
-        engine_scores.check(scoring(*words), training=training)
-
-
-def test_an_engines_interpreter_does_not_see_our_packages(monkeypatch, tmp_path):
-    (tmp_path / "vllm.py").touch()
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(UserError, match="has no package vllm"):
-        interpreter(sys.executable, "vllm", "score.engine_python")
+        ([url, "score.min_p=0.1"], "takes no score.min_p", False),
+        ([url], "cannot load the checkpoints of a run", True),
+    ):
+        with pytest.raises(UserError, match=said):
+            engine_scores.check(scoring(*words), training=training)
 
 
 def test_texts_that_differ_at_a_tie_are_counted_apart(target):
@@ -145,3 +140,42 @@ def test_checkpoints_are_compared_by_the_chain_of_the_engine():
     served = replace(card, conditions=replace(card.conditions, served_plan="chain-2"))
     assert served.compared.decode == "chain-2"
     assert "what the engine is asked for" in tables.headline(served)
+
+
+def test_mistake_whose_rounds_are_nearer_is_likely():
+    for own, spoilt, chance in (
+        ([20.0] * 12, [25.0] * 12, 2**-12),  # each answer as with the mistake
+        ([20.0] * 12, [26.0] * 12, 2**-12),  # nearer to it, if not equal
+        ([20.0] * 6 + [25.0] * 6, [25.0] * 6 + [20.0] * 6, 1.0),  # as many one way as the other
+        ([20.0] * 3 + [25.0] * 9, [25.0] * 12, 2**-3),  # answers that both explain tell nothing
+    ):
+        replays: list[Any] = [SimpleNamespace(counts=SimpleNamespace(rounds=r)) for r in (own, spoilt)]
+        found = Seen([0.5], [0.1], [25] * 12).chance(*replays)
+        assert found == pytest.approx(chance)
+        assert (found < CHANCE) == (chance == 2**-12), "a dozen answers are enough"
+
+
+def test_a_schedule_begins_at_1_and_has_no_gap():
+    chains = [ServedChain(32, 0), ServedChain(1, 4), ServedChain(8, 2), ServedChain(4, 4)]
+    assert schedule(chains) == [[1, 4, 4], [5, 8, 2], [9, 32, 0]]
+
+
+def test_one_length_needs_no_schedule():
+    assert speculative_config([ServedChain(1, 3), ServedChain(8, 3)]) == {"num_speculative_tokens": 3}
+    assert speculative_config([ServedChain(1, 0), ServedChain(8, 0)]) == {}
+    (line,) = lines("eagle", 0.0, [ServedChain(1, 0)])
+    assert "without --speculative-config" in line
+
+
+def test_drawn_drafts_are_verified_as_a_block():
+    config = speculative_config([ServedChain(1, 3, drawn=True), ServedChain(8, 1)])
+    assert config["draft_sample_method"] == "probabilistic"
+    assert config["rejection_sample_method"] == "block"
+    assert config["num_speculative_tokens_per_batch_size"] == [[1, 1, 3], [2, 8, 1]]
+
+
+def test_the_rates_are_those_of_the_longest_draft():
+    chains = [ServedChain(1, 2, False, (0.61239, 0.3)), ServedChain(8, 1, False, (0.6,))]
+    said = json.loads(list(lines("eagle", 0.0, chains))[1].partition("are: ")[2])
+    assert said["synthetic_acceptance_rates"] == [0.6124, 0.3]
+    assert (said["num_speculative_tokens"], said["rejection_sample_method"]) == (2, "synthetic")
