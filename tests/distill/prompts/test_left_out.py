@@ -134,7 +134,7 @@ def test_nothing_to_train_on_says_why(tmp_path):
 
 
 def test_strictest_limit_names_the_option_that_raises_it():
-    assert strictest(None, None, None).option
+    assert strictest(None, None, None) == NONE
     for limits, option, said in (
         ((40, 256, 256), "prompts.max_tokens", "40 tokens (prompts.max_tokens=40)"),
         ((None, 128, 256), "max_tokens", "127 tokens (max_tokens=128)"),

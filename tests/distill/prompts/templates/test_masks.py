@@ -397,8 +397,8 @@ def test_text_of_a_prompt_that_is_left_out_is_found_missing(role):
     """Though it is short, and the markup has it too."""
     chat = chat_of(CHATML.replace("in messages %}", f"in messages if m.role != '{role}' %}}"))
     roles = ("system", "user", "assistant", "tool", "assistant")
-    asked = [{"role": speaker, "content": speaker} for speaker in roles]
+    asked = [{"role": r, "content": "yes" if r == "assistant" else r} for r in roles]
     for work, messages in ((chat.encode_answered, asked), (chat.encode, asked[:-1])):
         with pytest.raises(UserError, match=f"leaves out the text '{role}' of the {role}"):
             work(messages)
-    assert runs(chat_of(CHATML), asked) == ["assistant<|im_end|>"] * 2
+    assert runs(chat_of(CHATML), asked) == ["yes<|im_end|>"] * 2
