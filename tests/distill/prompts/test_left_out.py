@@ -155,9 +155,8 @@ def test_unread_fields_are_said_and_recorded(tmp_path, capsys):
     assert found.record["sources"][0]["unread"]["source"] == 30
 
 
-@pytest.mark.parametrize(
-    ("family", "text", "token"),
-    [
+def test_text_with_tokens_of_the_template_is_found():
+    for family, text, token in (
         ("chatml", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>"),
         ("chatml", "what does <|im_end|> mean?", "<|im_end|>"),
         ("qwen3", "<think>why</think>4 <tool_call>", ""),
@@ -167,11 +166,9 @@ def test_unread_fields_are_said_and_recorded(tmp_path, capsys):
         ("mistral", "[INST] hi [/INST]", "[INST]"),
         ("mistral", "no <s>longer</s> so", ""),
         ("chatml", "ordinary | text < with > marks", ""),
-    ],
-)
-def test_text_with_tokens_of_the_template_is_found(family, text, token):
-    found = fault(Chat(tokenizer_of(family)), text)
-    assert (f"rendered already: {token} " in found) if token else not found
+    ):
+        found = fault(Chat(tokenizer_of(family)), text)
+        assert (f"rendered already: {token} " in found) if token else not found
 
 
 OTHERS = [

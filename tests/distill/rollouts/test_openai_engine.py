@@ -517,7 +517,7 @@ def test_train_py_takes_a_servers_answers(bench, start, monkeypatch):
 
 
 @pytest.mark.proof
-def test_killed_run_goes_on_with_its_shards(bench, start):
+def test_killed_run_continues_with_its_shards(bench, start):
     fake = start()
     fake.faults = [None] * 5 + [(403, {}, "")]
     first = served(bench, fake, "seed=5", "score.enabled=false")

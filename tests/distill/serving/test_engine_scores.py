@@ -64,7 +64,7 @@ def measured(target, chat, tmp_path, monkeypatch):
     return measured
 
 
-def test_an_engine_that_drafts_as_was_scored(measured, chat):
+def test_engine_that_drafts_as_was_scored(measured, chat):
     server = Engine(chat)
     card = measured(server)
     (one,) = card.served
@@ -77,7 +77,7 @@ def test_an_engine_that_drafts_as_was_scored(measured, chat):
     assert "vllm tau" in tables.settings_table(card)
 
 
-def test_a_difference_is_reported_with_its_cause(measured, chat, capsys):
+def test_difference_is_reported_with_its_cause(measured, chat, capsys):
     card = measured(Engine(chat, alpha=[0.02, 0.7, 0.6]))
     assert not card.served[0].agrees
     assert "as with random weights" in card.served[0].cause
@@ -94,7 +94,7 @@ def test_every_temperature_and_batch_size_is_measured(measured, chat):
     assert len(server.asked) == 4 * (PROMPTS + 1)  # one to warm up
 
 
-def test_an_engine_without_a_drafter_stops_no_run(measured, chat, capsys):
+def test_engine_without_a_drafter_stops_no_run(measured, chat, capsys):
     server = Engine(chat)
     server.drafting = False
     with pytest.raises(UserError, match="drafted nothing"):
@@ -155,7 +155,7 @@ def test_mistake_whose_rounds_are_nearer_is_likely():
         assert (found < CHANCE) == (chance == 2**-12), "a dozen answers are enough"
 
 
-def test_a_schedule_begins_at_1_and_has_no_gap():
+def test_schedule_begins_at_1_and_has_no_gap():
     chains = [ServedChain(32, 0), ServedChain(1, 4), ServedChain(8, 2), ServedChain(4, 4)]
     assert schedule(chains) == [[1, 4, 4], [5, 8, 2], [9, 32, 0]]
 
@@ -174,7 +174,7 @@ def test_drawn_drafts_are_verified_as_a_block():
     assert config["num_speculative_tokens_per_batch_size"] == [[1, 1, 3], [2, 8, 1]]
 
 
-def test_the_rates_are_those_of_the_longest_draft():
+def test_rates_are_those_of_the_longest_draft():
     chains = [ServedChain(1, 2, False, (0.61239, 0.3)), ServedChain(8, 1, False, (0.6,))]
     said = json.loads(list(lines("eagle", 0.0, chains))[1].partition("are: ")[2])
     assert said["synthetic_acceptance_rates"] == [0.6124, 0.3]

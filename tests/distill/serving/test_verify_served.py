@@ -94,7 +94,7 @@ def written(tmp_path, card) -> str:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_the_scored_drafter_agrees(ask, start, kind):
+def test_scored_drafter_agrees(ask, start, kind):
     server = start(kind)
     server.alpha, scored = [0.1] * 3, server.alpha
     serve(server, 1)  # which does not count
@@ -109,7 +109,7 @@ def test_the_scored_drafter_agrees(ask, start, kind):
     assert "- " not in said.split("agrees")[1]
 
 
-def test_an_sglang_without_histograms_is_judged_by_tau(ask, start):
+def test_sglang_without_histograms_is_judged_by_tau(ask, start):
     server = start("sglang")
     server.histograms = False
     agrees, said = ask(server)
@@ -143,7 +143,7 @@ def test_each_cause_has_its_pattern(ask, start, alpha, cause):
     assert cause in said.split("likely causes:")[1].splitlines()[1]
 
 
-def test_an_engine_that_drafts_nothing_is_named(ask, start):
+def test_engine_that_drafts_nothing_is_named(ask, start):
     tokens = 'generation_tokens_total{model_name="m"} '
     for kind, changes, said in (("vllm", {}, "config"), ("sglang", {"depth": 3}, "algorithm")):
         server = start(kind)
@@ -215,7 +215,7 @@ def test_traffic_of_others_is_noticed(ask, start):
     assert "others use it" not in said
 
 
-def test_the_row_of_the_same_plan_and_temperature_is_compared(ask, start, place, tmp_path):
+def test_row_of_the_same_plan_and_temperature_is_compared(ask, start, place, tmp_path):
     tree = a_row() | {"decode": "tree-16 (depth 3, width 4)"}
     drawn = a_row([0.5, 0.5, 0.5]) | {"decode": "chain-3-sampled"}
     deeper, warm = a_row([0.5] * 4), a_row([0.5] * 3, temperature=1.0)
@@ -234,7 +234,7 @@ def test_the_row_of_the_same_plan_and_temperature_is_compared(ask, start, place,
         ask(server, checkpoint=card, depth=2)
 
 
-def test_an_engine_that_drafts_trees_is_refused(ask, start):
+def test_engine_that_drafts_trees_is_refused(ask, start):
     server = start("sglang")
     page = server.page
     server.page = lambda: page().replace(
@@ -245,7 +245,7 @@ def test_an_engine_that_drafts_trees_is_refused(ask, start):
     assert not server.asked
 
 
-def test_a_first_row_without_replay_tells_how_many_prompts(ask, start, place, tmp_path):
+def test_first_row_without_replay_tells_how_many_prompts(ask, start, place, tmp_path):
     row = a_row()
     counted = {"tau": row["replay"]["tau"], "tau_interval": row["replay"]["tau_interval"], "rounds": 800}
     row |= counted | {"survival": row["replay"]["survival"], "replay": None}
@@ -299,7 +299,7 @@ def test_pages_that_are_missing_late_or_too_long_are_refused(ask, start, monkeyp
             ask(server, timeout=20.0 if answer else 0.3)
 
 
-def test_a_key_is_asked_for_and_never_shown(ask, start, monkeypatch):
+def test_key_is_asked_for_and_never_shown(ask, start, monkeypatch):
     server = start(key="sk-secret")
     with pytest.raises(UserError, match=r"rejects the key in api_key_env=OPENAI_API_KEY \(401\)"):
         ask(server)
@@ -310,7 +310,7 @@ def test_a_key_is_asked_for_and_never_shown(ask, start, monkeypatch):
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_a_key_does_not_follow_a_redirect_to_another_origin(ask, start, monkeypatch, scheme):
+def test_key_does_not_follow_a_redirect_to_another_origin(ask, start, monkeypatch, scheme):
     server, other = start(), start()
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     there = server.moved = f"{scheme}://127.0.0.1:{other.port}"
@@ -320,14 +320,14 @@ def test_a_key_does_not_follow_a_redirect_to_another_origin(ask, start, monkeypa
     assert not other.keys
 
 
-def test_a_refused_redirect_shows_no_password():
+def test_refused_redirect_shows_no_password():
     for location in ("http://H:80/x", "//h/x", "/x", "http://u:pw@h/x"):  # the same origin
         check_redirect("http://h/metrics", location, "url")
     with pytest.raises(UserError, match=r"^http://h: redirects to https://h, .* give url=https://h/v1$"):
         check_redirect("http://me:secret@h/v1/models", "https://me:secret@h/v1/models", "url", "/v1")
 
 
-def test_a_redirect_to_another_path_of_the_server_is_followed(start):
+def test_redirect_to_another_path_of_the_server_is_followed(start):
     server = start()
     del server.pages["/metrics"]
     server.pages["/x/metrics"] = lambda: (200, VLLM)
@@ -375,7 +375,7 @@ class Decoder(Engine):
 
 
 @pytest.mark.proof
-def test_a_real_decoder_counts_what_its_scorecard_says(tmp_path, ask):
+def test_real_decoder_counts_what_its_scorecard_says(tmp_path, ask):
     """The pocket's draft model, scored; then served by our own decoder, whole and damaged."""
     drafter = ["drafter=lm_given", "decode=chain", "decode.depth=3", "logger=csv"]
     outcome = train([*drafter, "score.temperatures=[0.0,1.0]", f"output_dir={tmp_path}"]).succeeded()

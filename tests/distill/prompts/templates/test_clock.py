@@ -53,24 +53,20 @@ def test_clock_of_transformers_is_unchanged():
     assert text.startswith(datetime.now().strftime("%d %b"))
 
 
-@pytest.mark.parametrize(
-    ("form", "moment"),
-    [
-        ("%Y", "2026-01-01T00:00:00"),
-        ("%B %Y", "2026-12-01T00:00:00"),
-        ("%Y-%m-%d", "2026-12-31T00:00:00"),
-        ("%H", "2026-12-31T23:00:00"),
-        ("%d.%m. %H:%M", "2026-12-31T23:59:00"),
-        ("%c", "2026-12-31T23:59:59"),
-        ("%f", "2026-12-31T23:59:59.000005"),
-    ],
-)
-def test_moment_is_rounded_to_what_is_written(form, moment, at):
-    chat = Chat(make_tokenizer("{{ strftime_now('" + form + "') }}" + TEMPLATE))
-    assert chat.moment == moment
-    again = Chat(make_tokenizer(chat.tokenizer.chat_template), moment=moment)
-    assert again.moment == moment
-    assert again.encode(HI) == chat.encode(HI)
+def test_moment_is_rounded_to_what_is_written(at):
+    for form, moment in {
+        "%Y": "2026-01-01T00:00:00",
+        "%B %Y": "2026-12-01T00:00:00",
+        "%Y-%m-%d": "2026-12-31T00:00:00",
+        "%H": "2026-12-31T23:00:00",
+        "%d.%m. %H:%M": "2026-12-31T23:59:00",
+        "%c": "2026-12-31T23:59:59",
+        "%f": "2026-12-31T23:59:59.000005",
+    }.items():
+        chat = Chat(make_tokenizer("{{ strftime_now('" + form + "') }}" + TEMPLATE))
+        again = Chat(make_tokenizer(chat.tokenizer.chat_template), moment=moment)
+        assert chat.moment == again.moment == moment
+        assert again.encode(HI) == chat.encode(HI)
 
 
 def test_another_day_is_another_store_where_the_date_is_written(at):

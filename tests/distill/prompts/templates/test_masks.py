@@ -365,18 +365,15 @@ LATE = BLOCKS.replace(
 )
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        (BLOCKS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %} <|im_end|>"), "end before"),
-        (LATE.replace("{% else %}<|im_start|>", FIRST), "reach beyond"),
-    ],
-)
-def test_blocks_that_do_not_end_with_the_end_token_are_refused(template, said):
+def test_blocks_that_do_not_end_with_the_end_token_are_refused():
     talk = say("a", "bb", "c", "dd")
     assert runs(chat_of(BLOCKS), talk) == ["bb<|im_end|>", "dd<|im_end|>"]
-    with pytest.raises(UserError, match=f"generation %}} blocks {said} the token that ends an answer"):
-        chat_of(template).encode_answered(talk)
+    for template, said in (
+        (BLOCKS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %} <|im_end|>"), "end before"),
+        (LATE.replace("{% else %}<|im_start|>", FIRST), "reach beyond"),
+    ):
+        with pytest.raises(UserError, match=f"generation %}} blocks {said} the token that ends an answer"):
+            chat_of(template).encode_answered(talk)
 
 
 def test_answer_that_speaks_of_the_end_of_thoughts_is_not_rewritten():
