@@ -20,7 +20,7 @@ from decode.sampling import Sampler
 from distill.data import on_policy as on_policy_module
 from distill.data.batches import MicroBatch
 from distill.data.datamodule import PhasedBatches
-from distill.data.on_policy import OnPolicy
+from distill.data.on_policy import OnPolicy, accepted_prefix
 from distill.engines import base as engine
 from distill.losses.divergences import kl
 from distill.losses.objective import Objective
@@ -124,6 +124,12 @@ def test_rows_are_cut_by_the_distributions_they_were_drawn_from(target, drafter,
     assert short.lengths == lengths, "a packed read would be of the rows that were replaced"
     assert max(lengths) == short.tokens.shape[1], "nothing is read that is not taught"
     assert short.on_policy < whole.on_policy
+
+
+def test_answer_ends_after_the_token_that_loses_the_target():
+    p, q = torch.tensor([[0.5, 0.9, 0.1, 0.2, 0.9], [0.5, 0.3, 0.5, 0.4, 0.1]])  # min(1, p / q): 1 1 .2 .5 1
+    kept = {cut: int(accepted_prefix(p, q, cut).sum()) for cut in (0.0, 0.1, 0.15, 0.3, 1.0)}
+    assert kept == {0.0: 5, 0.1: 5, 0.15: 4, 0.3: 3, 1.0: 3}
 
 
 def test_answer_ends_with_its_end_token_or_what_the_drafter_reads(target, drafter, tiny_target):

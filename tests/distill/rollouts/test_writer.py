@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from stores import PLAN, make_writer
 from workbench import TEMPLATE, make_tokenizer
 
@@ -12,9 +13,13 @@ from decode.planning.auto import Auto
 from decode.planning.cost_model import PLAIN, MeasuredCosts, RoundTiming
 from distill.engines import base as engines
 from distill.engines.base import Answer, InProcess, Request, SamplingParams
+from distill.losses.divergences import kl
+from distill.losses.objective import Objective
+from distill.losses.weights import constant, weighted
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.rollouts.writer import Writer
+from drafters.base import Batch
 from drafters.models.lm import DraftLM
 
 END = 3
@@ -220,3 +225,23 @@ def test_given_answer_at_the_end_is_replaced():
     for (request,) in parrot.asked:
         assert request.messages[-1]["role"] == "user"
         assert "gold" not in str(request.messages)
+
+
+def test_weight_of_a_row_scales_its_loss(parts, make_drafter):
+    target, _, _ = parts
+    drafter = make_drafter("eagle", target)
+    tokens = torch.randint(4, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[:, :2] = False
+    read = target.read(tokens)
+    objective, ratios = Objective(kl, constant), drafter.aux_weights_at(1.0)
+
+    def total(rows: list[int], weight=None) -> float:
+        kept = mask.clone()
+        kept[[row for row in (0, 1) if row not in rows]] = False
+        steps = drafter.unroll(Batch(tokens, kept, read.taps, read.last), target)
+        steps = weighted(steps, torch.tensor(weight), 9) if weight else steps
+        return objective(steps, read.last, target.head, ratios, 1.0, tokens, None)[0].item()
+
+    both = total([0, 1], [2.0, 0.5])
+    assert both == pytest.approx(2 * total([0]) + total([1]) / 2, rel=1e-5)
