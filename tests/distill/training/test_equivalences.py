@@ -6,10 +6,8 @@ learning rate that changes the loss from step to step by far more than the toler
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ STEPS = 3
 # All of a run is in fp64, where another order of sums changes the last of 16 digits. Weights are saved
 # so; losses are logged in fp32, and may fall to either side of a rounding.
 WEIGHTS, LOSSES = 1e-10, 3e-7
+MEANS = "loss", "divergence_1", "top1_1", "alpha_1"
 COMMAND = [
     "score.enabled=false",
     "taps=online",
@@ -51,24 +50,18 @@ WAYS = {
 }
 
 
-class Trained(NamedTuple):
-    """A run: its losses by step and what it ended with."""
-
-    losses: dict[int, float]
-    weights: dict[str, Tensor]
-
-
 @pytest.fixture(scope="module")
-def trained(bench, logged) -> Callable[..., Trained]:
-    """A run with these options, each made once."""
+def trained(bench, logged):
+    """Means by step that a run with these options logs, and its last weights; each made once."""
 
     @cache
-    def run(drafter: str, *way: str) -> Trained:
+    def run(drafter: str, *way: str) -> tuple[dict[str, dict[int, float]], dict[str, Tensor]]:
         quick = [option for option in bench.command if option != "drafter.depth=2" or drafter != "lm"]
         size = [] if any(option.startswith("batch_size=") for option in way) else ["batch_size=8"]
         argv = [*quick, f"drafter={drafter}", *COMMAND, *DRAFTERS[drafter], *size, *way]
         done = ranks(2, argv)[0] if "trainer.devices=2" in way else train(argv).succeeded()
-        return Trained(logged(done.folder, "train/loss"), weights(done.folder / "checkpoints" / "last"))
+        means = {name: logged(done.folder, f"train/{name}") for name in MEANS}
+        return means, weights(done.folder / "checkpoints" / "last")
 
     return run
 
@@ -80,12 +73,13 @@ CASES = [(d, way) for d in DRAFTERS for way in WAYS if (d, way) != ("medusa", "g
 @pytest.mark.parametrize(("drafter", "way"), CASES)
 @pytest.mark.covering
 def test_steps_have_the_same_losses_and_end_with_the_same_weights(trained, drafter, way):
-    want, found = trained(drafter), trained(drafter, *WAYS[way])
-    assert len(want.losses) == STEPS
-    changes = [abs(a - b) for a, b in pairwise(want.losses.values())]
+    (want, expected), (found, trained_to) = trained(drafter), trained(drafter, *WAYS[way])
+    assert len(want["loss"]) == STEPS
+    changes = [abs(a - b) for a, b in pairwise(want["loss"].values())]
     assert min(changes) > 1000 * LOSSES, "too alike to tell steps apart"
-    assert found.losses == pytest.approx(want.losses, rel=0, abs=LOSSES)
-    torch.testing.assert_close(found.weights, want.weights, rtol=0, atol=WEIGHTS)
+    for name in MEANS:
+        assert found[name] == pytest.approx(want[name], rel=0, abs=LOSSES), name
+    torch.testing.assert_close(trained_to, expected, rtol=0, atol=WEIGHTS)
 
 
 def test_target_is_read_in_its_own_precision(bench, logged):
