@@ -1,10 +1,11 @@
-"""Processes that train one drafter: one dies or is told to stop, or there are more or fewer of them."""
+"""Processes that train one drafter: one dies, hangs or stops, or there are more or fewer of them."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from workbench import ROOT, Bench, Outcome, Ranks, final, leftovers, ranks, same
 
 from decode.errors import UserError
 from distill.distributed.graceful_shutdown import Stop
+from distill.rollouts import store as rollouts
 from distill.scoring import scorer as scoring
 from distill.training.module import DistillModule
 from distill.utils.run_folder import checkpoints
@@ -225,3 +227,56 @@ def test_run_of_eight_that_is_killed_20_times_ends_with_the_same_bits(bench, tmp
                 break
         assert same(weights(folder / "checkpoints" / str(steps)), straight)
         assert not leftovers(folder)
+
+
+MINUTES = 0.05  # 3 seconds
+LIMIT = f"timeout_minutes={MINUTES}"
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.ci("0")
+@pytest.mark.usefixtures("straight")
+def test_rank_that_hangs_ends_with_all_others(which, bench):
+    def hang() -> None:
+        time.sleep(600)
+
+    begun = time.monotonic()
+    done = train(
+        bench,
+        LIMIT,
+        f"seed={which + 3}",
+        "score.enabled=false",
+        before=at(DistillModule, "training_step", which, in_step_3, hang),
+    )
+    assert time.monotonic() - begun < 60
+    assert [d.code for d in done] == [1, 1], done
+    for rank, one in enumerate(done):
+        (line,) = one.err.splitlines()
+        own = rf"error: rank {rank} has made no progress for 0\.05 minutes in step 4, at \w+ \(.+:\d+\)"
+        lost = r"error: another process of this run has ended"
+        assert re.match(own if rank == which else f"{own}|{lost}", line), line
+        assert "checkpoints/2" in line
+    assert "at hang (test_ranks.py:" in done[which].err
+    assert "timeout_minutes= gives more time" in done[which].err
+
+
+@pytest.mark.usefixtures("straight")
+def test_scores_of_rank_0_may_take_longer(bench):
+    """The other rank waits in a collective meanwhile."""
+    slow = at(scoring.Scorer, "__call__", 0, lambda *_: True, lambda: time.sleep(2 * 60 * MINUTES))
+    done = finish(bench, LIMIT, "seed=5", "trainer.max_steps=2", before=slow)
+    assert [c.name for c in checkpoints(done.folder)] == ["2"]
+
+
+@pytest.mark.proof
+def test_rollouts_of_a_later_phase_may_take_longer(bench, monkeypatch):
+    opened, times = rollouts.RolloutStore.open, []
+
+    def slow(self):
+        times.append(self)
+        if len(times) > 1:
+            time.sleep(2 * 60 * MINUTES)
+        opened(self)
+
+    monkeypatch.setattr(rollouts.RolloutStore, "open", slow)
+    assert bench.fork(LIMIT, "rollout.refresh_every=3", "score.enabled=false") == 0

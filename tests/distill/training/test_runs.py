@@ -1,4 +1,6 @@
-"""Run folders: which command gets which."""
+"""Run folders and launches: which command and which process gets which folder."""
+
+from __future__ import annotations
 
 import json
 import os
@@ -12,6 +14,7 @@ from workbench import fork, spawn
 from decode.errors import UserError
 from distill.config.recorded import settings
 from distill.utils import run_folder as runs
+from distill.utils.launcher import LAUNCHERS, PARENT, launch, watch, watch_parent
 from distill.utils.run_folder import claim, claim_at, config_hash
 
 CONFIG = {"a": 1, "resume": "auto"}
@@ -42,7 +45,7 @@ def test_unfinished_run_is_resumed_once_its_process_is_gone(tmp_path):
     run = claim(tmp_path, CONFIG, "auto")
     assert (run.resumed, str(run.path)) == (True, first)
     second = others_claim(tmp_path)  # the first is in use
-    third = others_claim(tmp_path, resume="never")
+    third = others_claim(tmp_path, CONFIG | {"resume": "never"}, "never")
     others_claim(tmp_path, {"a": 2}, "never")
     assert len({first, second, third} - {f"resumed:{first}"}) == 3
     assert others_claim(tmp_path) == f"resumed:{third}", "the newest of this configuration"
@@ -75,11 +78,6 @@ def test_run_that_finishes_while_it_is_claimed_is_not_resumed(tmp_path, monkeypa
     monkeypatch.setattr(runs._Lock, "take", finish_first)
     assert not claim(tmp_path, CONFIG, "auto").resumed
     assert take(tmp_path / "gone") is None, "a folder that vanishes is passed over"
-
-
-def test_resume_is_no_part_of_the_configuration():
-    assert config_hash(CONFIG) == config_hash({"a": 1, "resume": "never"})
-    assert config_hash(CONFIG) != config_hash({"a": 2, "resume": "auto"})
 
 
 def test_named_folder_is_resumed_or_refused_with_the_reason(tmp_path):
@@ -128,15 +126,11 @@ def test_folder_with_checkpoints_of_no_known_run_is_refused(tmp_path):
             claim_at(tmp_path / name, tmp_path, CONFIG, "auto")
 
 
-def test_discarded_folder_keeps_the_files_of_others(tmp_path):
-    (tmp_path / "notes.txt").write_text("")
-    claim_at(tmp_path, tmp_path / "outputs", CONFIG, "auto").discard_if_empty()
-    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "outputs"}
-    claim_at(tmp_path / "new", tmp_path, CONFIG, "auto").discard_if_empty()
-    assert not (tmp_path / "new").exists()
-
-
 def test_run_without_checkpoint_is_discarded_and_others_are_kept(tmp_path):
+    (tmp_path / "notes.txt").write_text("")
+    for folder in (tmp_path, tmp_path / "new"):
+        claim_at(folder, tmp_path / "outputs", CONFIG, "auto").discard_if_empty()
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "outputs"}
     empty = claim(tmp_path, CONFIG, "never")
     (empty.path / "checkpoints").mkdir()
     empty.discard_if_empty()
@@ -144,9 +138,9 @@ def test_run_without_checkpoint_is_discarded_and_others_are_kept(tmp_path):
     worked = claim(tmp_path, CONFIG, "never")
     (worked.path / "checkpoints" / "3").mkdir(parents=True)
     worked.discard_if_empty()
-    assert worked.path.exists()
     worked.close()
     again = claim(tmp_path, CONFIG, "auto")
+    assert again.path == worked.path
     again.discard_if_empty()
     assert again.path.exists(), "a resumed run was thrown away"
 
@@ -298,14 +292,80 @@ def test_damaged_run_json_without_a_configuration_ends_the_command(named, text, 
     assert not claim(tmp_path, CONFIG, "never").resumed
 
 
-def test_damaged_run_json_of_a_finished_run_is_left(tmp_path):
-    folder = damaged_run(tmp_path)
-    (folder / runs.DONE).touch()
-    assert not claim(tmp_path, CONFIG, "auto", settings).resumed
-
-
-def test_damaged_run_json_of_a_job_is_written_again(tmp_path, capsys):
+def test_damaged_run_json_of_a_job_is_written_again_and_of_a_finished_run_left(tmp_path, capsys):
     folder = damaged_run(tmp_path, about="a: 1\n")
     assert runs.occupy(folder, CONFIG, "a=1", settings).resumed
     assert json.loads((folder / "run.json").read_text())["job"] == "a=1"
     assert "damaged; written again" in capsys.readouterr().out
+    (folder / "run.json").write_text("{")
+    (folder / runs.DONE).touch()
+    assert not claim(tmp_path, CONFIG, "auto", settings).resumed
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    for numbers, others in LAUNCHERS:
+        for variable in (*numbers, *others):
+            monkeypatch.delenv(variable, raising=False)
+
+
+SLURM = {"SLURM_PROCID": 0, "SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0}
+BY_HAND = {"MASTER_ADDR": "a", "MASTER_PORT": 1}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({"LOCAL_RANK": 1, **BY_HAND}, None),  # of Lightning
+        (SLURM, (True, "7 0 ")),
+        (SLURM | {"SLURM_PROCID": 3}, (False, "7 0 ")),
+        (SLURM | {"SLURM_RESTART_COUNT": 1}, (True, "7 0 1")),
+        (SLURM | BY_HAND | {"RANK": 5, "TORCHELASTIC_RUN_ID": "x"}, (False, "a 1 x")),
+        ({"NODE_RANK": 2, **BY_HAND}, (False, "a 1")),
+        ({"NODE_RANK": 0, "LOCAL_RANK": 1, **BY_HAND}, (False, "a 1")),
+        ({"NODE_RANK": 0, "LOCAL_RANK": 0, **BY_HAND}, (True, "a 1")),
+    ],
+)
+def test_processes_of_a_launch_share_a_name(variables, expected, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    assert launch() == expected
+
+
+EXIT_1 = 1 << 8  # as a wait status
+
+
+def hang(prepare) -> int:
+    prepare()
+    time.sleep(20)
+    return 0
+
+
+def test_process_that_hangs_ends_after_another_has_died(capfd):
+    begun, answers = time.monotonic(), iter([None, "rank 3 has ended"])
+    assert fork(lambda: hang(lambda: watch(lambda: next(answers), grace=0.5))) == EXIT_1
+    assert 1.5 <= time.monotonic() - begun < 15
+    assert capfd.readouterr().err == "error: rank 3 has ended\n"
+
+
+def test_rank_that_lightning_started_ends_after_its_parent(monkeypatch, capfd):
+    monkeypatch.setattr("distill.utils.launcher.GRACE", 0.0)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv(PARENT, str(2**22))
+    assert fork(lambda: hang(watch_parent)) == EXIT_1
+    assert capfd.readouterr().err == "error: rank 0 of this run has ended\n"
+
+
+def test_finished_run_is_not_resumed_under_another_objective(bench, tmp_path):
+    """`hydra.run.dir=` of it: only a rank that Lightning started finds its folder claimed."""
+    folder = f"hydra.run.dir={tmp_path / 'run'}"
+    few = ["trainer.max_steps=2", "score.enabled=false", "score.every=2"]
+    assert bench.train(*few, folder).succeeded().folder == tmp_path / "run"
+    assert (tmp_path / "run" / "done").exists()
+    bench.train(*few, folder, "objective=ce").refused("has a run of another configuration", "hydra.run.dir")
+    bench.train(*few, folder, "objective=ce", "resume=never").refused("resume=never starts another")
+    assert "resuming: " in bench.train(*few, folder).succeeded().out
+    taken = claim_at(tmp_path / "other", tmp_path, {}, "auto")
+    bench.train(*few, f"hydra.run.dir='{tmp_path}/other'").refused("another process is working there")
+    taken.close()
