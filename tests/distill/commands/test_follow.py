@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from workbench import QUICK, Bench, foredraft, train
+from safetensors.torch import save_file
+from workbench import QUICK, Bench, foredraft, same, train, weights
 
 from decode.evaluation.scorecard import read_scorecard
 from distill.commands import follow
@@ -31,13 +31,11 @@ def bench(tmp_path_factory) -> Bench:
     return made
 
 
-def moved(model: Path, folder: Path, seed: int) -> Path:
+def moved(model: Path, folder: Path, seed: int) -> None:
     shutil.copytree(model, folder)
-    weights = load_file(folder / "model.safetensors")
     torch.manual_seed(seed)
-    changed = {name: w + 0.05 * w.std() * torch.randn_like(w) for name, w in weights.items()}
+    changed = {name: w + 0.05 * w.std() * torch.randn_like(w) for name, w in weights(model).items()}
     save_file(changed, folder / "model.safetensors", {"format": "pt"})
-    return folder
 
 
 def words(bench: Bench, models: str, folder: Path, *more: str) -> list[str]:
@@ -70,10 +68,6 @@ def updates(folder: Path) -> list[dict]:
     return json.loads((folder / FILE).read_text())["updates"]
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
 @pytest.mark.usefixtures("quick")
 def test_the_drafter_is_trained_on_for_every_newer_model(bench, tmp_path):
     models, folder = tmp_path / "models", tmp_path / "out"
@@ -96,8 +90,7 @@ def test_the_drafter_is_trained_on_for_every_newer_model(bench, tmp_path):
     assert second["tau"] == read_scorecard(run / "checkpoints" / "best" / "score.json").compared.tau
     assert [path.name for path in checkpoints(run)] == ["0", "2"]  # `--then` counts from the second run on
     # It began as the drafter that the run before had made, and belongs to the new model.
-    before, now = (weights_of(path) for path in (best(folder / first["run"]), run / "checkpoints" / "0"))
-    assert all(torch.equal(before[name], now[name]) for name in before)
+    assert same(weights(best(folder / first["run"])), weights(run / "checkpoints" / "0"))
     origin = json.loads((run / "checkpoints" / "2" / "config.json").read_text())["target"]
     assert origin["name"] == f"{models}/step_200"
     # Answers of the older model are removed.
@@ -110,10 +103,11 @@ def test_the_drafter_is_trained_on_for_every_newer_model(bench, tmp_path):
 
 @pytest.mark.proof
 def test_a_stopped_run_resumes_and_ends_with_the_same_weights(bench, tmp_path, monkeypatch):
-    models = f"{bench.root}/ckpt/step_200"
-    steps = ["trainer.max_steps=60", "score.every=20", "--updates", "1"]
     whole_run, stopped = tmp_path / "whole", tmp_path / "stopped"
-    command = words(bench, models, stopped, *steps)
+    options = ["trainer.max_steps=60", "score.every=20", "--updates", "1"]
+    command, again = (
+        words(bench, f"{bench.root}/ckpt/step_200", folder, *options) for folder in (stopped, whole_run)
+    )
     process, end = started(command), time.monotonic() + 120
     while not (stopped / "0000" / "checkpoints" / "20").exists() and time.monotonic() < end:
         time.sleep(0.02)
@@ -123,9 +117,8 @@ def test_a_stopped_run_resumes_and_ends_with_the_same_weights(bench, tmp_path, m
     assert updates(stopped)[0]["tau"] is None
     monkeypatch.setattr(follow, "_train", lambda options, lock: train(options).code)
     foredraft("follow", *command).succeeded()
-    foredraft("follow", *words(bench, models, whole_run, *steps)).succeeded()
-    one, two = (weights_of(folder / "0000" / "checkpoints" / "60") for folder in (whole_run, stopped))
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    foredraft("follow", *again).succeeded()
+    assert same(*(weights(folder / "0000" / "checkpoints" / "60") for folder in (whole_run, stopped)))
     assert updates(stopped)[0]["tau"] == updates(whole_run)[0]["tau"]
 
 
@@ -149,16 +142,32 @@ def test_the_newest_model_has_the_highest_number_and_is_whole(bench, tmp_path):
     for file in (tmp_path / "step_400").glob("tokenizer*"):
         file.unlink()
     assert newest(f"{tmp_path}/*step_*") == tmp_path / "step_100"
-    file = tmp_path / "step_100" / "model.safetensors"
+    (tmp_path / "step_100" / "config.json").unlink()
+    assert newest(f"{tmp_path}/*step_*") == tmp_path / "step_90"
+
+
+def test_model_is_whole_with_all_of_its_weights(bench, tmp_path):
+    folder = tmp_path / "model"
+    copy_target(bench, folder)
+    tensors, file = weights(folder), folder / "model.safetensors"
     written = file.read_bytes()
     for part in (b"", written[:4], written[: len(written) // 2]):
         file.write_bytes(part)
-        assert newest(f"{tmp_path}/*step_*") == tmp_path / "step_90"
+        assert not whole(folder)
     file.unlink()
-    assert not whole(tmp_path / "step_100")
-    file.write_bytes(written)
-    (tmp_path / "step_100" / "config.json").unlink()
-    assert not whole(tmp_path / "step_100")
+    assert not whole(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {')
+    assert not whole(folder)
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
+    index.write_text(
+        json.dumps({"weight_map": {name: file for file, part in parts.items() for name in part}})
+    )
+    for file, part in parts.items():
+        assert not whole(folder)
+        save_file({name: tensors[name] for name in part}, folder / file)
+    assert whole(folder)
 
 
 def test_a_higher_number_or_a_rewritten_folder_is_newer(bench, tmp_path):
@@ -216,24 +225,6 @@ def test_the_folder_stays_locked_while_a_run_lives(bench, tmp_path):
         foredraft("follow", *command).refused("another process is working there")
     finally:
         os.kill(child, signal.SIGKILL)
-
-
-def test_a_model_in_parts_is_whole_with_all_of_them(bench, tmp_path):
-    folder = tmp_path / "model"
-    copy_target(bench, folder)
-    weights = load_file(folder / "model.safetensors")
-    names = sorted(weights)
-    (folder / "model.safetensors").unlink()
-    index = folder / "model.safetensors.index.json"
-    index.write_text('{"weight_map": {')
-    assert not whole(folder)
-    parts = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
-    where = {name: file for file, part in parts.items() for name in part}
-    index.write_text(json.dumps({"weight_map": where}))
-    for file, part in parts.items():
-        assert not whole(folder)
-        save_file({name: weights[name] for name in part}, folder / file)
-    assert whole(folder)
 
 
 @pytest.mark.usefixtures("quick")

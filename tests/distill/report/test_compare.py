@@ -1,4 +1,6 @@
-"""The table over runs."""
+"""The table over runs, and the README's, which is made of results on file."""
+
+from __future__ import annotations
 
 import json
 from pathlib import Path
@@ -6,10 +8,11 @@ from pathlib import Path
 import pytest
 from cards import audit, row_of
 from compared import FAST, SLOW, TOKENS, card, row, timing
-from workbench import foredraft
+from workbench import ROOT, foredraft
 
 from decode.errors import UserError
 from decode.evaluation.replay import Counts
+from distill.report.readme_results import BEGIN, END, as_text, headline, insert, results
 from distill.scoring.compare import Choice, comparison, read, table
 from distill.scoring.paired import tau_difference
 
@@ -41,37 +44,33 @@ def column(scored, choice, name):
     return {line[0]: line[found.head.index(name)] for line in found.lines}
 
 
-def test_the_fastest_comes_first_with_all_its_costs(runs):
-    head, *lines = table(read(runs[:2]), BOTH).splitlines()
+def test_fastest_comes_first_with_all_its_costs(runs):
+    head, first, second, *notes = table(read(runs[:2]), BOTH).splitlines()
     assert head.split()[:3] == ["drafter", "decode", "speedup"]
-    first, second = lines[0].split(), lines[1].split()
-    assert first[:3] == ["eagle", "chain-2", "1.40x"]
-    assert second[:3] == ["bigram", "chain-2", "1.10x"]
-    assert f"{157 / 63:.2f} (" in lines[0]
-    assert f"{157 / 69:.2f} (" in lines[0]  # T=1
-    # 0.25 of 4 ms a token, 9 tokens a round.
-    for cell in ("0.50  0.25    -    -", "25%", "9.00", "1.5 min", "1.50 M", "512 B", "pass"):
-        assert cell in lines[0]
-    assert "6 held-out prompts" in lines[2]
-    assert lines[-1] == "float32, a machine"
+    assert first.split()[:3] == ["eagle", "chain-2", "1.40x"]
+    assert second.split()[:3] == ["bigram", "chain-2", "1.10x"]
+    # tau at T=0 and T=1; 0.25 of 4 ms a token, 9 tokens a round.
+    cells = f"{157 / 63:.2f} (", f"{157 / 69:.2f} (", "0.50  0.25    -    -", "25%", "9.00"
+    for cell in (*cells, "1.5 min", "1.50 M", "512 B", "pass"):
+        assert cell in first
+    assert "6 held-out prompts" in notes[0]
+    assert notes[-1] == "float32, a machine"
+    assert table(read(runs), Choice()).splitlines()[2].endswith("FAIL")
 
 
-def test_runs_of_one_drafter_are_told_apart(runs):
-    lines = table(read(runs), Choice()).splitlines()
-    assert [line.split("  ")[0].strip() for line in lines[1:3]] == ["eagle (b)", "eagle (c)"]
-    assert lines[2].endswith("FAIL")
-
-
-def test_runs_may_be_given_names(runs, tmp_path):
+def test_runs_are_told_apart_by_given_names_or_folders(runs, tmp_path):
     exported = Path(card(tmp_path / "export", [row(FAST)]))
     (exported / "score.json").rename(exported / "scorecard.json")
-    assert read([str(exported)])[0].card.checkpoint.drafter == "eagle"
-    found = read([runs[0], f"mine={runs[1]}", f"other={runs[2]}"])
-    assert [s.name for s in found] == ["bigram", "mine", "other"]
     odd = card(tmp_path / "depth=2", [row(FAST)], "medusa")  # a sweep's folder is no name
-    assert [s.name for s in read([odd])] == ["medusa"]
     same = card(tmp_path / "more" / "b", [row(FAST)])
-    assert [s.name for s in read([runs[1], same])] == [f"eagle ({runs[1]})", f"eagle ({same})"]
+    for words, names in (
+        ([runs[0], f"mine={runs[1]}", f"other={runs[2]}"], ["bigram", "mine", "other"]),
+        ([str(exported)], ["eagle"]),
+        ([odd], ["medusa"]),
+        (runs, ["bigram", "eagle (b)", "eagle (c)"]),
+        ([runs[1], same], [f"eagle ({runs[1]})", f"eagle ({same})"]),
+    ):
+        assert [one.name for one in read(words)] == names
     with pytest.raises(UserError, match="mine: two runs of that name"):
         read([f"mine={runs[0]}", f"mine={runs[1]}"])
 
@@ -120,7 +119,7 @@ def test_batch_and_plan_are_chosen(tmp_path):
             table(scored, Choice(decode=name))
 
 
-def test_a_difference_is_paired_by_prompt(runs):
+def test_difference_is_paired_by_prompt(runs):
     scored = read(runs[:2])
     found = tau_difference(row_of(row(FAST)), row_of(row(SLOW)))
     assert found.value == pytest.approx(157 / 63 - 157 / 107)
@@ -130,15 +129,17 @@ def test_a_difference_is_paired_by_prompt(runs):
     single = Counts(TOKENS, SLOW).interval()
     assert 0 < near[0] < near[1], "a tenth better on every prompt"
     assert near[1] - near[0] < (single[1] - single[0]) / 5
-    assert column(scored, Choice(against="bigram"), "less bigram's, T=0") == {
-        "eagle": f"{found.value:+.2f} ({low:+.2f}..{high:+.2f})",
-        "bigram": "-",
-    }
-    assert column(scored, Choice(), "less best's, T=0") == {
-        "eagle": "-",
-        "bigram": f"{-found.value:+.2f} ({-high:+.2f}..{-low:+.2f})",
-    }
+    more, less = (
+        f"{found.value:+.2f} ({low:+.2f}..{high:+.2f})",
+        f"{-found.value:+.2f} ({-high:+.2f}..{-low:+.2f})",
+    )
+    against = column(scored, Choice(against="bigram"), "less bigram's, T=0")
+    assert against == {"eagle": more, "bigram": "-"}
+    assert column(scored, Choice(), "less best's, T=0") == {"eagle": "-", "bigram": less}
     assert "best" not in table(scored[:1], Choice()).splitlines()[0]
+    other = row(FAST, tokens=[*TOKENS[:-1], 9])
+    assert tau_difference(row_of(row(SLOW)), row_of(other)) is None, "different answers"
+    assert tau_difference(row_of(row(FAST, replay=None)), row_of(row(FAST))) is None
 
 
 def test_plain_decoding_is_no_drafts_speedup(tmp_path):
@@ -156,31 +157,24 @@ def test_speedups_are_divided_where_that_is_fair(tmp_path):
     """Each was measured over plain decoding in its own process: one machine, the same texts."""
     one = row(FAST, speedup=1.5, timing=timing(1.4, 1.5, 1.6, 1.5, 1.5))
     two = row(SLOW, speedup=1.2, timing=timing(1.1, 1.2, 1.3, 1.2, 1.2))
-    paths = [card(tmp_path / "a", [one]), card(tmp_path / "b", [two], "bigram")]
-    assert column(read(paths), Choice(), "of best's")["bigram"].startswith("0.80 (0.79..0.81)")
-    assert column(read(paths), Choice(), "speedup")["eagle"].startswith("1.50x (1.4")
-    for more, why in (
-        ({"hardware": "another"}, "other hardware"),
-        ({"prompts_digest": "77"}, "other prompts"),
-        ({"target_drift": FAR}, "other target"),
-        ({"seed": 3}, "0.80 (0.79..0.81)"),  # draws nothing at T=0
+    hot = {"temperature": 1.0}
+    for mine, other, more, ratio in (
+        (one, two, {}, "0.80 (0.79..0.81)"),
+        (one, two, {"hardware": "another"}, "other hardware"),
+        (one, two, {"prompts_digest": "77"}, "other prompts"),
+        (one, two, {"target_drift": FAR}, "other target"),
+        (one, two, {"seed": 3}, "0.80 (0.79..0.81)"),  # draws nothing at T=0
+        (one | hot, two | hot, {"seed": 3}, "other seed"),
+        (one, two | {"timing": None}, {}, "not timed by batch"),
     ):
-        card(tmp_path / "b", [two], "bigram", lossless_to="", **more)
-        assert column(read(paths), Choice(), "of best's")["bigram"] == why
-    drawn = [setting | {"temperature": 1.0} for setting in (one, two)]
-    card(tmp_path / "a", drawn[:1])
-    card(tmp_path / "b", drawn[1:], "bigram", seed=3)
-    assert column(read(paths), Choice([1.0]), "of best's")["bigram"] == "other seed"
-    card(tmp_path / "a", [one])
-    card(tmp_path / "b", [row(SLOW, speedup=1.2)], "bigram")
-    assert column(read(paths), Choice(), "of best's")["bigram"] == "not timed by batch"
-    assert column(read(paths), Choice(), "speedup")["bigram"] == "1.20x", "a card from before has no interval"
-
-
-def test_taus_of_different_answers_are_not_subtracted():
-    other = row(FAST, tokens=[*TOKENS[:-1], 9])
-    assert tau_difference(row_of(row(SLOW)), row_of(other)) is None
-    assert tau_difference(row_of(row(FAST, replay=None)), row_of(row(FAST))) is None
+        paths = [
+            card(tmp_path / "a", [mine]),
+            card(tmp_path / "b", [other], "bigram", lossless_to="", **more),
+        ]
+        scored, choice = read(paths), Choice([mine["temperature"]])
+        assert column(scored, choice, "of best's")["bigram"] == ratio
+        assert column(scored, choice, "speedup")["eagle"].startswith("1.50x (1.4")
+    assert column(scored, choice, "speedup")["bigram"] == "1.20x", "a card from before has no interval"
 
 
 def test_estimates_and_controls_are_marked(tmp_path):
@@ -199,26 +193,31 @@ def test_estimates_and_controls_are_marked(tmp_path):
     assert " min" not in lines[2]
 
 
-def test_a_missing_card_or_setting_is_named(runs, tmp_path):
-    for name in ("nowhere", "mine=nowhere"):
-        with pytest.raises(UserError, match=r"^nowhere: no score\.json there"):
-            read([name])
-    card(tmp_path / "old", [], schema=2)
-    with pytest.raises(UserError, match="a scorecard of version 2"):
-        read([str(tmp_path / "old")])
-    for choice, said in (
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
         (Choice([0.7]), r"T=0\.7, batch 1; it was at T=0 batch 1, T=1 batch 1:"),
         (Choice(batch=8), "bigram: not scored at T=0, batch 8"),
         (Choice(against="medusa"), "against=medusa: no such run; there are bigram, eagle"),
-    ):
-        with pytest.raises(UserError, match=said):
-            table(read(runs), choice)
+    ],
+)
+def test_missing_setting_is_named(runs, choice, reason):
+    with pytest.raises(UserError, match=reason):
+        table(read(runs), choice)
+
+
+def test_missing_or_old_card_is_named(tmp_path):
+    old = card(tmp_path / "old", [], schema=2)
+    no_card = r"^nowhere: no score\.json there"
+    for word, reason in ("nowhere", no_card), ("mine=nowhere", no_card), (old, "a scorecard of version 2"):
+        with pytest.raises(UserError, match=reason):
+            read([word])
 
 
 @pytest.mark.parametrize(
     "text", ["[]", "{", "", "[" * 100_000, '{"schema": []}', '{"schema": 4, "rows": [3]}']
 )
-def test_a_damaged_scorecard_is_named_and_left_out(text, runs, tmp_path, capsys):
+def test_damaged_scorecard_is_named_and_left_out(text, runs, tmp_path, capsys):
     (tmp_path / "bad").mkdir()
     file = tmp_path / "bad" / "score.json"
     file.write_text(text)
@@ -232,18 +231,18 @@ def test_a_damaged_scorecard_is_named_and_left_out(text, runs, tmp_path, capsys)
 REPLAY = row(FAST)["replay"]
 
 
-@pytest.mark.parametrize(
-    "spoilt",
-    [
-        {"tau_interval": [2.0]},
-        {"replay": {**REPLAY, "tau_interval": []}},
-        {"replay": {**REPLAY, "difference_interval": [1.0]}},
-        {"replay": {**REPLAY, "counts": {"tokens": TOKENS, "rounds": FAST[:-1]}}},
-        {"timing": {**timing(1, 1, 1, 1, 1), "tokens": []}},
-        {"tokens": 10**400},
-    ],
-)
-def test_a_scorecard_with_lists_of_wrong_lengths_is_left_out(spoilt, runs, tmp_path, capsys):
+SPOILT = [
+    {"tau_interval": [2.0]},
+    {"replay": {**REPLAY, "tau_interval": []}},
+    {"replay": {**REPLAY, "difference_interval": [1.0]}},
+    {"replay": {**REPLAY, "counts": {"tokens": TOKENS, "rounds": FAST[:-1]}}},
+    {"timing": {**timing(1, 1, 1, 1, 1), "tokens": []}},
+    {"tokens": 10**400},
+]
+
+
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_scorecard_with_lists_of_wrong_lengths_is_left_out(spoilt, runs, tmp_path, capsys):
     read([runs[0], card(tmp_path / "bad", [row(FAST) | spoilt])])
     assert "its scorecard is damaged (rows[0]." in capsys.readouterr().err
 
@@ -280,3 +279,75 @@ def test_runs_of_different_targets_are_told_apart(tmp_path, monkeypatch):
     assert column([a, namesake], Choice(), "target") == {"d0": targets[1], "d3": "/elsewhere/m"}
     for name in ("of best's", "less best's, T=0"):
         assert set(column([a, other], Choice(), name).values()) == {"-", "other target"}
+
+
+TREE = "tree-7 (depth 3, width 3)"
+
+
+@pytest.fixture
+def scored(tmp_path):
+    """Two runs: the one with a tree and a chain at two batch sizes, the other with less."""
+    rows = [
+        row(FAST, speedup=1.2, decode=TREE, timing=timing(1.1, 1.2, 1.3, 1.2, 1.2)),
+        row(SLOW, speedup=1.34567, decode="chain-2"),
+        row(FAST, batch=8, speedup=0.6, decode=TREE),
+        row(SLOW, batch=8, speedup=0.9, decode="chain-2"),
+        row(SLOW, 1.0, speedup=2.0, decode=TREE),
+    ]
+    plain = [row(SLOW, decode=TREE, speedup=1.4), row(SLOW, 1.0, decode=TREE, replay=None)]
+    nothing = {"parameters": 0, "train_seconds": 0.0}
+    return read([card(tmp_path / "a", rows), card(tmp_path / "b", plain, "ngram", **nothing)])
+
+
+def test_the_readmes_table_is_made_of_docs_results():
+    """foredraft compare --results docs/results.json --readme README.md wrote both."""
+    text = (ROOT / "README.md").read_text()
+    kept = json.loads((ROOT / "docs" / "results.json").read_text())
+    assert text.partition(BEGIN)[2].partition(END)[0] == f"\n{headline(kept, 'README.md')}\n"
+    assert as_text(kept) == (ROOT / "docs" / "results.json").read_text()
+    assert all(run["audit_passed"] and run["control"] == "none" for run in kept["runs"])
+
+
+def test_tau_is_of_one_plan_and_speedup_of_the_fastest(scored):
+    kept = results(scored, BOTH)
+    table, said = headline(kept, "R.md").split("\n\n")
+    _, _, first, second = (line.strip("| ").split(" | ") for line in table.splitlines())
+    assert first[0] == "ngram"
+    assert first[2:] == ["9.00~ (8.00..10.00)", f"1.40x, {TREE[:6]}", "-", "-", "-"]
+    assert second[0] == "eagle"
+    assert second[1].startswith(f"{157 / 63:.2f} (")  # the tree's, whichever is faster
+    assert second[3:] == ["1.35x, chain-2", "0.90x, chain-2", "1.5 min", "1.50 M"]
+    assert said.endswith("`foredraft compare RUN ... --temperatures 0 1 --batch 1 --readme R.md`.")
+    assert json.loads(as_text(kept)) == kept
+    table, said = headline(results(scored, Choice([0.0], decode="tree-7")), "R.md").split("\n\n")
+    eagle = table.splitlines()[-1].split(" | ")
+    assert eagle[2].startswith("1.20x (1.1")
+    assert eagle[3] == "0.60x"
+    assert "--decode tree-7" in said
+
+
+def test_tuned_targets_controls_and_failed_audits_are_marked(tmp_path):
+    more = {"lossless_to": "tuned target", "control": "shuffled_taps", "audit": audit(mismatches=9)}
+    text = headline(results(read([card(tmp_path / "a", [row(FAST)], **more)]), Choice()), "R.md")
+    assert "| eagle (tuned target, control=shuffled_taps: no real score, audit FAILED) |" in text
+
+
+def test_only_the_text_between_the_comments_is_replaced(scored, tmp_path):
+    document = tmp_path / "R.md"
+    document.write_text(f"Above.\n\n{BEGIN}\nold\n{END}\n\nBelow: é.\n", encoding="utf-8")
+    kept = results(scored, BOTH)
+    for _ in range(2):
+        insert(document, kept)
+        text = document.read_text(encoding="utf-8")
+        assert text == f"Above.\n\n{BEGIN}\n{headline(kept, 'R.md')}\n{END}\n\nBelow: é.\n"
+
+
+@pytest.mark.parametrize("text", ["", BEGIN, f"{END}{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"])
+def test_a_document_without_a_place_is_left_alone(scored, tmp_path, text):
+    document = tmp_path / "R.md"
+    document.write_text(text)
+    with pytest.raises(UserError, match="put <!-- results -->"):
+        insert(document, results(scored, BOTH))
+    assert document.read_text() == text
+    with pytest.raises(UserError, match="name a Markdown file"):
+        insert(tmp_path / "nowhere.md", results(scored, BOTH))
