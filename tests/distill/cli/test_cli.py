@@ -258,21 +258,16 @@ def test_a_broken_target_is_one_line(files, content, said, ready, bench_target, 
         ('{"prompt": "a"}\n\n{\n', "prompts.strict=true", "my, prompts.jsonl:3: "),
         ("\n\n", "seed=0", "no prompts in it"),
         ('{"prompt": "a"}\n{"prompt": "b"}\n', "optimizer.optimizer.lr=-1", "learning rate"),
+        ('{"prompt": "a"}\n', "output_dir={file}", "output_dir"),
     ],
 )
-def test_a_refused_run_leaves_no_folder(content, override, said, bench_target, tmp_path):
+def test_refused_run_leaves_no_folder(content, override, said, bench_target, tmp_path):
     file, out = tmp_path / "my, prompts.jsonl", tmp_path / "out"
     file.write_text(content)
     argv = [f"target={bench_target}", f"prompts={file}", "prompts.heldout_share=0.8", f"output_dir={out}"]
-    train([*argv, "logger=csv", override]).refused(said)
+    train([*argv, "logger=csv", override.format(file=f"'{file}'")]).refused(said)
     assert not [path for path in out.rglob("*") if path.is_file()]
     assert not list(out.glob("*/*"))
-
-
-def test_an_output_folder_that_cannot_be_is_refused(bench_target, tmp_path):
-    (tmp_path / "file").write_text("")
-    done = train([f"target={bench_target}", "prompts=self", f"output_dir={tmp_path / 'file'}"])
-    done.refused("output_dir")
 
 
 def write_records(path: Path, records: list[dict]) -> Path:
@@ -297,8 +292,8 @@ def test_malformed_prompts_are_set_aside_and_listed(bench_target, tmp_path):
     assert "finite number" in kept[3]["reason"]
     record = json.loads((done.folder / "prompts.json").read_text())
     (counts,) = record["sources"]
-    expected = {"source": str(file), "records": 52, "quarantined": 4, "duplicates": 24, "used": 24}
-    assert counts == expected | {"revision": None, "weight": 1.0, "unread": {}, "lost": 0}
+    expected = {"records": 52, "quarantined": 4, "duplicates": 24, "used": 24, "lost": 0, "weight": 1.0}
+    assert counts == expected | {"source": str(file), "revision": None, "unread": {}}
     assert (record["train"]["prompts"], record["held_out"]["prompts"]) == (20, 4)
     assert record["held_out_of_sources"] == 4, "four questions are in both files"
 

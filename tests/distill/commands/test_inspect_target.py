@@ -58,19 +58,20 @@ def test_the_bundled_target_fits_one_screen():
         assert text in out
 
 
-def test_a_llama3_folder(llama3, tmp_path):
+def test_llama3_folder(llama3, tmp_path):
     done = shown(f"target={llama3}", f"out={tmp_path / 'found.json'}")
-    assert "temperature=0.6 and 1 more: engines apply it by default" in done.out
-    assert "'<|eot_id|>'" in done.out
-    assert "engines apply           temperature=0.6, top_p=0.9\n" in done.out
+    for text in (
+        "temperature=0.6 and 1 more: engines apply it by default",
+        "'<|eot_id|>'",
+        "engines apply           temperature=0.6, top_p=0.9\n",
+        *("tools: kept", "tool calls: kept", "system prompt: kept"),
+        r"prompt ends with: '<|start_header_id|>assistant<|end_header_id|>\n\n'",
+    ):
+        assert text in done.out
     assert "writes past" not in done.out  # the files name every end that is written, and one more
-    for line in ("tools: kept", "tool calls: kept", "system prompt: kept"):
-        assert line in done.out
-    assert r"prompt ends with: '<|start_header_id|>assistant<|end_header_id|>\n\n'" in done.out
     assert "generation_config" not in done.err  # said once, in the account
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["sizes"]["layers"] == 2
-    assert found["able"] == {"train": "", "replay": "", "decode": ""}
+    assert (found["sizes"]["layers"], found["able"]) == (2, {"train": "", "replay": "", "decode": ""})
 
 
 def test_an_end_that_only_the_template_writes_is_shown(llama3):
@@ -106,22 +107,21 @@ def test_a_model_without_a_tokenizer_or_template(tmp_path):
     assert "no tokenizer" in shown(f"target={folder}").out
 
 
-def test_reasoning_thinking_blocks_and_refusals_of_templates(tmp_path):
-    qwen = make_target(tmp_path / "qwen", template=tokenizer_of("qwen3").chat_template)
-    kept = "reasoning: read from reasoning_content; of the last answer kept, of earlier ones dropped"
-    assert kept in shown(f"target={qwen}").out
-    gemma = shown(
-        f"target={make_target(tmp_path / 'gemma', template=tokenizer_of('gemma').chat_template)}"
-    ).out
-    assert "system prompt: refused" in gemma
-    assert "tool calls: refused" in gemma
-    closed = shown(f"target={qwen}", "prompts.template_options={enable_thinking: false}").out
-    assert "which has a closed thinking block" in closed
-    template = (
-        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
-    )
-    opened = make_target(tmp_path / "opened", template=template)
-    assert "prompt ends with: '<think>', which opens a thinking block" in shown(f"target={opened}").out
+OPENS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+CLOSED = "prompts.template_options={enable_thinking: false}"
+TEMPLATES = [
+    ("qwen3", [], "reasoning: read from reasoning_content; of the last answer kept, of earlier ones dropped"),
+    ("qwen3", [CLOSED], "which has a closed thinking block"),
+    ("gemma", [], "system prompt: refused"),
+    ("gemma", [], "tool calls: refused"),
+    (OPENS, [], "prompt ends with: '<think>', which opens a thinking block"),
+]
+
+
+@pytest.mark.parametrize(("template", "options", "line"), TEMPLATES)
+def test_reasoning_thinking_blocks_and_refusals_of_templates(template, options, line, tmp_path):
+    text = template if "{" in template else tokenizer_of(template).chat_template
+    assert line in shown(f"target={make_target(tmp_path / 'target', template=text)}", *options).out
 
 
 def test_a_gguf_file_and_the_account_of_its_conversion(tmp_path):

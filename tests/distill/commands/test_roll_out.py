@@ -34,6 +34,7 @@ def test_a_store_is_made_once_and_training_finds_it(bench):
     assert f"reusing all 3 shards in {folder}" in roll_out(bench).out
     trained = bench.train("score.enabled=false").succeeded()
     assert f"reusing all 3 shards in {folder}" in trained.out
+    roll_out(bench, "rollout.refresh_every=2").refused("refresh_every")
 
 
 def test_a_target_that_was_changed_in_place_gets_a_new_store(bench, tmp_path):
@@ -108,26 +109,20 @@ REFUSES = (
 
 def test_prompts_that_the_template_refuses_are_set_aside(tmp_path):
     target = make_target(tmp_path / "target", REFUSES)
-    ask = {"role": "user", "content": "hi"}
-    records = [{"id": f"p{i}", "messages": [ask | {"content": f"hi {i}"}]} for i in range(3)]
-    records.insert(1, {"id": "bad", "messages": [{"role": "system", "content": "be"}, ask]})
-    path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    held = tmp_path / "held.jsonl"
-    held.write_text(json.dumps({"messages": [{"role": "system", "content": "us"}, ask]}) + "\n")
-    held.write_text(held.read_text() + json.dumps({"prompt": "hold"}) + "\n")
+    path, held = tmp_path / "p.jsonl", tmp_path / "held.jsonl"
+    system = {"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]}
+    for file, records in (
+        (path, [{"prompt": "hi 0"}, system, {"prompt": "hi 1"}, {"prompt": "hi 2"}]),
+        (held, [system, {"prompt": "hold"}]),
+    ):
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
     quick = [f"target={target}", f"prompts={path}", f"prompts.heldout={held}", "rollout.max_new_tokens=4"]
     argv = [*quick, "rollout.samples=1", f"rollout.store={tmp_path / 'store'}"]
     done = foredraft("rollout", *argv).succeeded()
-    assert "2 of 6 records" in done.out
-    assert f"{held}:1: target: its chat template refuses" in done.out
-    assert f"{path}:2: target: its chat template refuses the prompt 'be': no system role" in done.out
-    assert "3 rows" in done.out
+    refusal = "target: its chat template refuses the prompt 'be': no system role"
+    for text in ("2 of 6 records", f"{held}:1: {refusal}", f"{path}:2: {refusal}", "3 rows"):
+        assert text in done.out
     foredraft("rollout", *argv, "prompts.strict=true").refused(f"{path}:2: ")
-
-
-def test_refreshing_answers_needs_training(bench):
-    roll_out(bench, "rollout.refresh_every=2").refused("refresh_every")
 
 
 @pytest.mark.parametrize(
@@ -144,10 +139,9 @@ def test_ranks_are_known_under_every_launcher(monkeypatch, variables, lightning,
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    if lightning:
-        monkeypatch.setattr(progress.distributed, "is_initialized", lambda: True)
-        monkeypatch.setattr(progress.distributed, "get_rank", lambda: lightning[0])
-        monkeypatch.setattr(progress.distributed, "get_world_size", lambda: lightning[1])
+    rank, world = lightning or (0, 0)
+    for name, value in {"is_initialized": bool(lightning), "get_rank": rank, "get_world_size": world}.items():
+        monkeypatch.setattr(progress.distributed, name, lambda value=value: value)
     assert rank_and_world() == expected
 
 

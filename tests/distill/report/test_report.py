@@ -1,8 +1,9 @@
-"""The page of a run: its panels, without secrets, in a browser, and texts with their probabilities."""
+"""The page of a run: its panels, without secrets, in a browser; damaged files; texts with probabilities."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ from omegaconf import OmegaConf
 from workbench import foredraft
 
 from decode.depth_policy import DepthPolicy
+from decode.errors import UserError
 from decode.evaluation.replay import Counts
 from decode.evaluation.scorecard import read_scorecard
 from decode.evaluation.traces import ACCEPTED, CORRECTED, PLAIN, trace_tokens
@@ -26,7 +28,7 @@ from decode.generation.types import Round
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill import main as run_module
-from distill.config.recorded import resolved
+from distill.config.recorded import read_config, resolved
 from distill.loggers import loggers as tracking
 from distill.loggers.wandb_logger import Wandb
 from distill.options import LoggerOptions
@@ -37,9 +39,11 @@ from distill.report.panels import by_category, round_times
 from distill.report.training_panels import smoothed
 from distill.scoring.sample_texts import has_probs, varied
 from distill.training import checkpointing as callbacks
+from distill.utils.atomic_files import read_json
 from distill.utils.redact import HIDDEN
 from distill.utils.reports import Reports
 from drafters.checkpoint.pretrained import scorecard
+from drafters.hub.untrusted_files import check_file
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 MORE = ("samples", "categories", "versions")  # fields that older scorecards have not
@@ -69,17 +73,29 @@ def card_of(folder: Path) -> dict:
     return json.loads((folder / "checkpoints" / "best" / "score.json").read_text())
 
 
+def write(folder: Path, files: dict[str, str | bytes]) -> Path:
+    """A run's folder with these files."""
+    for name, text in {"run.json": "{}", **files}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return folder
+
+
 def headings(text: str) -> set[str]:
     found = re.findall(r"<section[^>]*><h2>([^<]*)</h2>", text)
     assert len(found) == len(set(found))
     return set(found)
 
 
-def test_every_panel_is_there_and_text_of_others_is_escaped(run):
+def test_every_panel_is_there_and_text_of_others_is_escaped(run, bench, tmp_path):
     text = (run / "report.html").read_text()
     assert headings(text) == CURVES | SCORES | NEWER | WHERE
+    assert f"<title>eagle on {bench.target.name}</title>" in text
     assert "<script>document" not in text
     assert "<img" not in text.partition("<body>")[2].partition("<script>")[0]
+    bench.run(tmp_path, score__enabled=False)
+    assert headings((tmp_path / "report.html").read_text()) == CURVES | WHERE
 
 
 @pytest.mark.docs
@@ -121,31 +137,16 @@ def test_a_browser_shows_it_without_a_network(run):
         assert blocked == ["connect-src", "img-src", "script-src-attr"]
 
 
-def test_an_old_scorecard_gives_a_page_with_fewer_panels(run, tmp_path):
-    score = tmp_path / "checkpoints" / "3" / "score.json"
-    score.parent.mkdir(parents=True)
-    (tmp_path / "run.json").write_text("{}")
+def test_old_scorecard_gives_a_page_with_fewer_panels(run, tmp_path):
     card = {k: v for k, v in card_of(run).items() if k not in MORE}
     rows = [row | {"replay": None} for row in card["rows"]]
-    score.write_text(json.dumps(card | {"replay": None, "rows": rows}))
-    text = html_report.write(tmp_path).read_text()
+    score = json.dumps(card | {"replay": None, "rows": rows})
+    text = html_report.write(write(tmp_path, {"checkpoints/3/score.json": score})).read_text()
     assert headings(text) == SCORES | WHERE
     assert "counted by the decoder" in text
 
 
-def test_a_run_without_scores_has_its_curves(bench, tmp_path):
-    bench.run(tmp_path / "bare", score__enabled=False)
-    assert headings((tmp_path / "bare" / "report.html").read_text()) == CURVES | WHERE
-
-
-def test_the_title_has_no_path(run, bench):
-    target = card_of(run)["target"]
-    assert Path(target).is_absolute()
-    title = re.search("<title>(.*?)</title>", (run / "report.html").read_text())[1]
-    assert title == f"eagle on {Path(target).name}"
-
-
-def test_a_long_run_has_a_page_before_it_ends(bench, tmp_path, monkeypatch):
+def test_long_run_has_a_page_before_it_ends(bench, tmp_path, monkeypatch):
     seen = []
 
     def attempt(folder: Path) -> None:
@@ -156,9 +157,8 @@ def test_a_long_run_has_a_page_before_it_ends(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "REPORTS", Reports(page=attempt))
     bench.run(tmp_path / "long")
     # At both save points, with what was logged before them, and at the end.
-    assert seen[0] == ([3], 2)
     assert [cards for cards, _ in seen] == [[3], [3, 6], [3, 6]]
-    assert seen[-1][1] == 6
+    assert (seen[0][1], seen[-1][1]) == (2, 6)
 
 
 def test_the_command_writes_the_page_again(run, tmp_path):
@@ -178,15 +178,11 @@ def test_an_exported_scorecard_has_no_texts(run):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"schema": 2}'])
-def test_a_scorecard_that_cannot_be_read_is_named_and_left_out(tmp_path, text, capsys):
-    (tmp_path / "run.json").write_text("{}")
-    for step, card in (("1", text), ("2", json.dumps(cards.scorecard()))):
-        (tmp_path / "checkpoints" / step).mkdir(parents=True)
-        (tmp_path / "checkpoints" / step / "score.json").write_text(card)
-    assert html_report.write(tmp_path).read_text().count("Abacus 9000")
+def test_scorecard_that_cannot_be_read_is_named_and_left_out(tmp_path, text, capsys):
+    scores = {"checkpoints/1/score.json": text, "checkpoints/2/score.json": json.dumps(cards.scorecard())}
+    assert "Abacus 9000" in html_report.write(write(tmp_path, scores)).read_text()
     (line,) = capsys.readouterr().err.splitlines()
-    file = tmp_path / "checkpoints" / "1" / "score.json"
-    assert line.startswith(f"left out: {file}: a scorecard of version ")
+    assert line.startswith(f"left out: {tmp_path / 'checkpoints/1/score.json'}: a scorecard of version ")
     assert list(read(tmp_path).cards) == [2]
 
 
@@ -198,34 +194,25 @@ def test_a_report_that_cannot_be_written_stops_no_run(tmp_path, caplog):
 
 
 def test_truncated_files_are_read_as_far_as_they_go(tmp_path):
-    (tmp_path / "run.json").write_text('{"star')
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "config.yaml").write_text("a: {b: ")
-    (tmp_path / ".hydra" / "overrides.yaml").write_text("")
-    (tmp_path / "csv").mkdir()
-    (tmp_path / "csv" / "metrics.csv").write_bytes(b"step,train/loss\n0,1.5\n1,2.5\n\0\0\0\xff")
-    run = read(tmp_path)
+    files = {"run.json": '{"star', ".hydra/config.yaml": "a: {b: ", ".hydra/overrides.yaml": ""}
+    run = read(write(tmp_path, {**files, "csv/metrics.csv": b"step,train/loss\n0,1.5\n1,2.5\n\0\0\0\xff"}))
     assert (run.started, run.config, run.curves) == (None, "", {"loss": ([1, 2], [1.5, 2.5])})
+    write(tmp_path, {"csv/metrics.csv": 'step,train/loss\n0,2.5\n1,"' + "x" * 200_000})
+    assert read(tmp_path).curves == {"loss": ([1], [2.5])}, "a field without an end"
 
 
 def test_half_a_character_is_no_reason_to_have_no_page(run, tmp_path):
     card = card_of(run)
     card["samples"][0]["category"] = "\ud800"
-    score = tmp_path / "checkpoints" / "3" / "score.json"
-    score.parent.mkdir(parents=True)
-    score.write_text(json.dumps(card))
-    assert "<h3>?" in html_report.write(tmp_path).read_text()
+    folder = write(tmp_path, {"checkpoints/3/score.json": json.dumps(card)})
+    assert "<h3>?" in html_report.write(folder).read_text()
 
 
-def test_curves_go_on_where_a_resumed_run_does(tmp_path):
-    (tmp_path / "run.json").write_text("{}")
+def test_curves_of_a_resumed_run_are_joined(tmp_path):
     for part, first in (("csv", 0), ("csv/from-20", 20)):
-        place = tmp_path / part
-        place.mkdir()
         rows = [f"{step},{first + 1}.5,," for step in range(first + 9, first + 30, 10)]
-        (place / "metrics.csv").write_text(
-            "\n".join(["step,train/loss,score/tau,train/x", *rows, "39,nan,,"])
-        )
+        lines = ["step,train/loss,score/tau,train/x", *rows, "39,nan,,"]
+        write(tmp_path, {f"{part}/metrics.csv": "\n".join(lines)})
     assert read(tmp_path).curves == {"loss": ([10, 20, 30, 40, 50], [1.5, 1.5, 21.5, 21.5, 21.5])}
 
 
@@ -243,16 +230,11 @@ twice: '${max_tokens}'
 
 def test_secrets_are_not_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_SECRET", "hunter2")
-    (tmp_path / "run.json").write_text("{}")
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "config.yaml").write_text(SECRETS)
     given = ["a.api_key=hunter2", "max_tokens=512", "+headers={Authorization: Bearer hunter2}"]
-    (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps(given))
-    run = read(tmp_path)
+    record = {".hydra/config.yaml": SECRETS, ".hydra/overrides.yaml": json.dumps(given)}
+    run = read(write(tmp_path, record))
     assert "hunter2" not in run.config + str(run.overrides)
-    assert "twice: 512" in run.config
-    assert "api_key_env: NAME" in run.config
-    assert "x=1" in run.config
+    assert all(text in run.config for text in ("twice: 512", "api_key_env: NAME", "x=1"))
     assert run.overrides == [f"a.api_key={HIDDEN}", "max_tokens=512", f"+headers={HIDDEN}"]
 
 
@@ -421,3 +403,28 @@ def test_every_drafter_shows_its_texts(small, drafter_name):
     options = {"plan": Plan(2), "sampler": Sampler(1.0), "max_new_tokens": 8}
     found, _ = traced(target, drafter, [[1, 2, 0, 1, 2]], has_probs=probs, **options)
     assert any(w.q is not None for w in found[0]) == probs
+
+
+@pytest.mark.parametrize("started", ["1e400", "1e17", "-1e18", "NaN", "0"])
+def test_date_that_is_none_is_left_out(started, tmp_path):
+    assert read(write(tmp_path, {"run.json": f'{{"started": {started}}}'})).started is None
+    assert read(write(tmp_path, {"run.json": '{"started": 1795843720.5}'})).started == 1795843720.5
+
+
+def test_names_and_links_that_are_no_steps_are_left_out(tmp_path):
+    write(tmp_path, {"checkpoints/\u00b2/config.json": "", "csv/from-\u00b2/metrics.csv": "step\n1\n"})
+    best = tmp_path / "checkpoints" / "best"
+    for place in ("\u00b2", "best"):
+        best.symlink_to(place)
+        assert (read(tmp_path).best, read(tmp_path).curves) == (None, {})
+        best.unlink()
+
+
+def test_pipe_is_not_waited_for(tmp_path):
+    pipe = tmp_path / ".hydra" / "config.yaml"
+    pipe.parent.mkdir()
+    os.mkfifo(pipe)
+    for reader in (read_scorecard, lambda path: read_json(path, "remove it"), check_file):
+        with pytest.raises(UserError, match=r"config\.yaml: "):
+            reader(pipe)
+    assert read_config(tmp_path) is None

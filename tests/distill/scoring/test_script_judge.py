@@ -13,6 +13,7 @@ from distill.prompts.prompt import Prompt
 from distill.scoring.script_judge import ScriptJudge, judge_record
 
 QUESTION = {"role": "user", "content": "What is 2 + 3?"}
+NUMBERS = ROOT / "scripts/lab/judges/exact_number.py"
 ANSWERED = Prompt.of("sum", [QUESTION], category="math", reference="2 + 3 = 5, so #### 5")
 
 
@@ -22,7 +23,7 @@ def judge(tmp_path, body: str, name: str = "judge.py") -> ScriptJudge:
     return ScriptJudge(str(path), "score.judge")
 
 
-def test_a_script_is_started_once_and_told_everything(tmp_path):
+def test_script_is_started_once_and_reads_every_record(tmp_path):
     body = """
 import json, sys
 for count, line in enumerate(sys.stdin):
@@ -31,8 +32,13 @@ for count, line in enumerate(sys.stdin):
 """
     with judge(tmp_path, body) as asked:
         assert [asked(judge_record(ANSWERED, text)) for text in ("", "12345")] == [0.0, 1.05]
+        assert asked({"answer": "x" * 10**6}) == 2 + 10**4, "longer than a pipe holds"
     with asked:
         assert asked(judge_record(ANSWERED, "é\n")) == 0.02  # started again
+    asked = judge(tmp_path, "import time\ntime.sleep(60)\n")  # reads nothing
+    asked.seconds = 0.3
+    with asked, pytest.raises(UserError, match="no score within"):
+        asked({"answer": "x" * 10**6})
 
 
 def test_a_record_has_the_prompt_the_answer_and_the_reference():
@@ -81,30 +87,14 @@ def test_two_lines_for_a_record_are_refused(tmp_path, pause):
         score()
 
 
-def test_a_record_may_be_longer_than_a_pipe_holds(tmp_path):
-    body = (
-        "import json, sys\nfor line in sys.stdin:\n    print(len(json.loads(line)['answer']), flush=True)\n"
-    )
-    with judge(tmp_path, body) as asked:
-        assert [asked({"answer": "x" * size}) for size in (10**6, 3)] == [10**6, 3]
-    asked = judge(tmp_path, "import time\ntime.sleep(60)\n")  # reads nothing
-    asked.seconds = 0.3
-    with asked, pytest.raises(UserError, match="no score within"):
-        asked({"answer": "x" * 10**6})
-
-
-def test_a_file_that_cannot_be_run_is_named(tmp_path):
+def test_any_program_can_judge_and_others_are_named(tmp_path):
     with pytest.raises(UserError, match=r"score\.judge=/nowhere: no such file"):
         ScriptJudge("/nowhere", "score.judge")
     with judge(tmp_path, "no program", "judge") as asked, pytest.raises(UserError, match="cannot be run"):
         asked({"answer": ""})
-
-
-def test_any_program_can_judge(tmp_path):
-    path = tmp_path / "judge"
-    path.write_text('#!/bin/sh\nwhile read -r line; do echo "${#line}"; done\n')
-    path.chmod(0o755)
-    with ScriptJudge(str(path), "score.judge") as asked:
+    asked = judge(tmp_path, '#!/bin/sh\nwhile read -r line; do echo "${#line}"; done\n', "judge")
+    (tmp_path / "judge").chmod(0o755)
+    with asked:
         assert asked({"a": 1}) == len('{"a": 1}')
 
 
@@ -112,14 +102,13 @@ def test_any_program_can_judge(tmp_path):
     ("answer", "score"),
     [("so 5", 1.0), ("1,005.0", 0.0), ("5.0 apples", 1.0), ("none", 0.0), ("5, not 6", 0.0)],
 )
-def test_the_judge_of_numbers_compares_the_last(answer, score):
-    with ScriptJudge(str(ROOT / "scripts/lab/judges/exact_number.py"), "score.judge") as asked:
+def test_judge_of_numbers_compares_the_last(answer, score):
+    with ScriptJudge(str(NUMBERS), "score.judge") as asked:
         assert asked(judge_record(ANSWERED, answer)) == score
 
 
-def test_the_judge_of_numbers_needs_a_reference():
+def test_judge_of_numbers_needs_a_reference():
     record = '{"id": "p", "answer": "1", "reference": null}\n'
-    command = [sys.executable, ROOT / "scripts/lab/judges/exact_number.py"]
-    done = subprocess.run(command, input=record, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, NUMBERS], input=record, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "prompt p" in done.stderr

@@ -1,4 +1,4 @@
-"""Threads wait passively where the user set nothing, from before torch is imported."""
+"""A process: how its threads wait, memory that it keeps, and JSON files of a run, whole or refused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import sys
 import pytest
 from workbench import ROOT
 
+from decode.errors import UserError
 from distill.engines import launch
 from distill.utils import thread_waiting
+from distill.utils.atomic_files import read_json, write_json
 from distill.utils.thread_waiting import NAME, OTHERS, chosen_here, described, wait_passively
 
 # What the process, and one that it starts, have when the body of a command runs.
@@ -62,3 +64,39 @@ def test_engine_with_its_own_environment_chooses_itself(monkeypatch):
     assert launch.environment({})[NAME] == "PASSIVE"  # the user's
     monkeypatch.setitem(thread_waiting._set, "by_us", True)
     assert NAME not in launch.environment({})
+
+
+FAULTS = """
+import resource, torch
+from distill.utils.heap import keep_freed_memory
+kept = keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(50):
+        block = torch.ones(2**20)  # 4 MiB, 1024 pages
+        del block
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(kept, faults())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_freed_block_is_used_again():
+    out = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True).stdout
+    kept, faults = out.split()
+    assert kept == "False" or int(faults) < 1024  # fewer than those of one block in fifty
+
+
+DAMAGED = ["", "{", '{"a": 1', "[1]", '"text"', "3", "null", "\x00", "[" * 100_000, "{}", '{"a": "1"}']
+
+
+@pytest.mark.parametrize("data", [*map(str.encode, DAMAGED), b"\xff\xfe{}"])
+def test_damaged_file_is_named_in_a_line(data, tmp_path):
+    path = tmp_path / "a.json"
+    assert read_json(path, "remove it", a=int) is None
+    write_json(path, {"a": 1})
+    assert read_json(path, "remove it", a=int) == {"a": 1}
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=rf"^{path}: damaged \(.*; remove it$"):
+        read_json(path, "remove it", a=int)
