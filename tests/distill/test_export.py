@@ -30,8 +30,8 @@ def test_export_that_cannot_succeed_is_refused_before_any_work(bench, said):
 
 
 def test_end_of_a_run_recommends_a_program_that_takes_its_drafter(bench):
-    for more, program in ((["drafter.bias=true"], "sglang"), (["drafter.bias=false"], "vllm")):
-        done = bench.train(*more, *SHORT).succeeded()
+    for bias, program in ("true", "sglang"), ("false", "vllm"):
+        done = bench.train(f"drafter.bias={bias}", *SHORT).succeeded()
         line = next(line for line in done.out.splitlines() if "foredraft export" in line)
         assert line.endswith(f"to={program}")
         config = json.loads((done.folder / "checkpoints" / "best" / "config.json").read_text())

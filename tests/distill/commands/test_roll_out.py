@@ -37,32 +37,30 @@ def test_a_store_is_made_once_and_training_finds_it(bench):
     roll_out(bench, "rollout.refresh_every=2").refused("refresh_every")
 
 
-def test_a_target_that_was_changed_in_place_gets_a_new_store(bench, tmp_path):
+def test_target_that_was_changed_in_place_gets_a_new_store(bench, tmp_path):
     """Fine-tuned under the same path; one element of one layer is enough, or a field of config.json."""
     folder, stores = make_target(tmp_path / "target"), []
     drafter = Eagle.for_target(load_target(str(folder)), depth=1, feature_noise=0.0, feature_weight=1.0)
     (tmp_path / "drafter").mkdir()
     checkpoint_io.save(drafter, load_target(str(folder)), tmp_path / "drafter")
 
-    def store() -> str:
-        done = roll_out(bench, f"target={folder}").succeeded()
-        stores.append(done.out.splitlines()[-1])
-        return done.out
+    def is_new() -> bool:
+        out = roll_out(bench, f"target={folder}").succeeded().out
+        stores.append(out.splitlines()[-1])
+        return "reusing all 3 shards" not in out
 
-    store()
-    assert "reusing all 3 shards" in store()
+    assert [is_new(), is_new()] == [True, False]
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][3, 2] += 0.25
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    assert "reusing all" not in store()
+    assert is_new()
     with pytest.raises(UserError, match="with other weights"):
         checkpoint_io.load(tmp_path / "drafter", load_target(str(folder)))
     helped = roll_out(bench, f"target={folder}", f"rollout.drafter={tmp_path / 'drafter'}", "decode=chain")
     assert "was trained for other weights" in helped.succeeded().out
     config = json.loads((folder / "config.json").read_text())
-    config["rms_norm_eps"] = 0.5
-    (folder / "config.json").write_text(json.dumps(config))
-    assert "reusing all" not in store()
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    assert is_new()
     assert stores[0] == stores[1]
     assert len(set(stores)) == 3
 
@@ -110,18 +108,22 @@ REFUSES = (
 def test_prompts_that_the_template_refuses_are_set_aside(tmp_path):
     target = make_target(tmp_path / "target", REFUSES)
     path, held = tmp_path / "p.jsonl", tmp_path / "held.jsonl"
-    system = {"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]}
+    be, us = (
+        [{"role": "system", "content": text}, {"role": "user", "content": "hi"}] for text in ("be", "us")
+    )
     for file, records in (
-        (path, [{"prompt": "hi 0"}, system, {"prompt": "hi 1"}, {"prompt": "hi 2"}]),
-        (held, [system, {"prompt": "hold"}]),
+        (path, [{"prompt": "hi 0"}, {"messages": be}, {"prompt": "hi 1"}, {"prompt": "hi 2"}]),
+        (held, [{"messages": us}, {"prompt": "hold"}]),
     ):
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
     quick = [f"target={target}", f"prompts={path}", f"prompts.heldout={held}", "rollout.max_new_tokens=4"]
     argv = [*quick, "rollout.samples=1", f"rollout.store={tmp_path / 'store'}"]
     done = foredraft("rollout", *argv).succeeded()
-    refusal = "target: its chat template refuses the prompt 'be': no system role"
-    for text in ("2 of 6 records", f"{held}:1: {refusal}", f"{path}:2: {refusal}", "3 rows"):
-        assert text in done.out
+    for place, text in (f"{held}:1", "us"), (f"{path}:2", "be"):
+        refusal = f"{place}: target: its chat template refuses the prompt '{text}': no system role"
+        assert refusal in done.out
+    assert "2 of 6 records" in done.out
+    assert "3 rows" in done.out
     foredraft("rollout", *argv, "prompts.strict=true").refused(f"{path}:2: ")
 
 

@@ -46,12 +46,13 @@ def records(path: Path) -> Iterator[Record]:
             part = b""
 
 
-def read(path: Path) -> tuple[dict, list[dict], list]:
-    """Configuration, history and artifacts of a .wandb file."""
+def read(run: Path) -> tuple[dict, list[dict], list]:
+    """Configuration, history and artifacts of a run's .wandb file."""
 
     def values(items) -> dict:
         return {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
 
+    (path,) = run.glob("wandb/offline-run-*/run-*.wandb")
     config, history, artifacts = {}, [], []
     for record in records(path):
         kind = record.WhichOneof("record_type")
@@ -64,6 +65,11 @@ def read(path: Path) -> tuple[dict, list[dict], list]:
         elif kind == "artifact":
             artifacts.append(record.artifact)
     return config, history, artifacts
+
+
+def values_of(history: list[dict], name: str) -> dict[int, float]:
+    """A metric's values by step."""
+    return {row["trainer/global_step"]: row[name] for row in history if name in row}
 
 
 def offline(folder: Path) -> None:
@@ -94,24 +100,18 @@ def sweep(tmp_path_factory) -> Path:
     return folder
 
 
-def jobs(sweep: Path) -> list[Path]:
-    return [p.parent for p in sorted(sweep.glob("multirun/*/*/*/checkpoints"))]
-
-
 @pytest.mark.proof
 def test_every_job_has_its_own_offline_run(sweep):
     """With its configuration and the losses and scores of its files, and nothing is printed."""
     seeds = []
-    for job in jobs(sweep):
-        (file,) = job.glob("wandb/offline-run-*/run-*.wandb")
-        config, history, _ = read(file)
+    for job in [path.parent for path in sorted(sweep.glob("multirun/*/*/*/checkpoints"))]:
+        config, history, _ = read(job)
         seeds.append(config["seed"])
         assert (config["trainer"]["max_steps"], config["drafter"]["depth"]) == (6, 2)
-        losses = [row["train/loss"] for row in history if "train/loss" in row]
-        assert losses == pytest.approx(history_of(job).curves["loss"][1], rel=1e-6)
+        losses = values_of(history, "train/loss")
+        assert list(losses.values()) == pytest.approx(history_of(job).curves["loss"][1], rel=1e-6)
         assert len(losses) == 6
-        taus = {row["trainer/global_step"]: row["score/tau"] for row in history if "score/tau" in row}
-        assert taus == {step: tau(job / "checkpoints" / str(step)) for step in (3, 6)}
+        assert values_of(history, "score/tau") == {s: tau(job / "checkpoints" / str(s)) for s in (3, 6)}
         logged = {key for row in history for key in row}
         assert {"train/divergence_1", "train/top1_2", "score/speedup", "score/survival_1"} <= logged
     assert seeds == [1, 2]
@@ -154,50 +154,41 @@ def resumed(bench) -> Path:
 @pytest.mark.proof
 def test_a_killed_run_resumes_its_record_without_gaps(resumed, bench):
     assert (bench.root / "stderr").read_text() == ""
-    (file,) = resumed.glob("wandb/offline-run-*/run-*.wandb")
-    config, history, _ = read(file)
-    assert [r["trainer/global_step"] for r in history if "train/loss" in r] == [0, 1, 2, 3, 4, 5]
-    assert [r["trainer/global_step"] for r in history if "score/tau" in r] == [3, 6]
+    config, history, _ = read(resumed)
+    losses, events = values_of(history, "train/loss"), read_events(resumed / "tensorboard")
+    assert list(losses) == [row["trainer/global_step"] for row in history if "train/loss" in row]
+    assert list(losses) == [e.step for e in events.Scalars("train/loss")] == [0, 1, 2, 3, 4, 5]
+    assert list(values_of(history, "score/tau")) == [e.step for e in events.Scalars("score/tau")] == [3, 6]
     assert config["commit"] == json.loads((resumed / "checkpoints/6/score.json").read_text())["commit"]
-    losses = [r["train/loss"] for r in history if "train/loss" in r]
-    assert history_of(resumed).curves["loss"][1] == pytest.approx(losses, rel=1e-6)
-    events = read_events(resumed / "tensorboard")
-    assert [e.value for e in events.Scalars("train/loss")] == pytest.approx(losses, rel=1e-6)
-    assert [e.step for e in events.Scalars("train/loss")] == [0, 1, 2, 3, 4, 5]
-    assert [e.step for e in events.Scalars("score/tau")] == [3, 6]
+    for values in history_of(resumed).curves["loss"][1], [e.value for e in events.Scalars("train/loss")]:
+        assert values == pytest.approx(list(losses.values()), rel=1e-6)
 
 
 def test_scorecards_are_tables_and_accepted_lengths_histograms(resumed):
     scored = [read_scorecard(resumed / f"checkpoints/{s}/score.json") for s in (3, 6)]
-    (file,) = resumed.glob("wandb/offline-run-*/run-*.wandb")
-    _, history, _ = read(file)
-    tables = [r["scorecard/path"] for r in history if "scorecard/path" in r]
-    table = json.loads((file.parent / "files" / tables[-1]).read_text())
+    _, history, _ = read(resumed)
+    *_, newest = values_of(history, "scorecard/path").values()
+    (file,) = resumed.glob(f"wandb/offline-run-*/files/{newest}")
+    table = json.loads(file.read_text())
     columns = ("step", "tau", "decode", "audit", "drafter", "s_1")
     lines = [[line[table["columns"].index(name)] for name in columns] for line in table["data"]]
     rows = [(step, card.headline) for step, card in zip((3, 6), scored, strict=True)]
     assert lines == [[step, row.tau, row.decode, "pass", "eagle", row.survival[0]] for step, row in rows]
     name = f"accepted_length/{setting(scored[1].headline)}"
-    shown = [r for r in history if f"{name}/values" in r]
-    assert [r["trainer/global_step"] for r in shown] == [3, 6]
-    assert sum(shown[1][f"{name}/values"]) == scored[1].headline.rounds
-    assert shown[1][f"{name}/bins"][:2] == [-0.5, 0.5]
+    shown = values_of(history, f"{name}/values")
     events = read_events(resumed / "tensorboard")
-    (first, last) = events.Histograms(name)
-    assert (first.step, last.step) == (3, 6)
-    assert last.histogram_value.num == scored[1].headline.rounds
-    (text,) = [t.tensor_proto.string_val[0].decode() for t in events.Tensors("scorecard/text_summary")][-1:]
+    histograms = events.Histograms(name)
+    assert list(shown) == [histogram.step for histogram in histograms] == [3, 6]
+    assert sum(shown[6]) == histograms[-1].histogram_value.num == scored[1].headline.rounds
+    assert values_of(history, f"{name}/bins")[6][:2] == [-0.5, 0.5]
+    text = events.Tensors("scorecard/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert f"{scored[1].headline.tau:.2f}" in text
-
-
-def test_lengths_are_what_survival_says():
-    row = row_of(cards.row(rounds=10, survival=[0.7, 0.4, 0.1]))
-    assert accepted_lengths(row) == [3, 3, 3, 1]
+    survived = row_of(cards.row(rounds=10, survival=[0.7, 0.4, 0.1]))
+    assert accepted_lengths(survived) == [3, 3, 3, 1]
 
 
 def test_checkpoints_are_artifacts(resumed):
-    (file,) = resumed.glob("wandb/offline-run-*/run-*.wandb")
-    *_, artifacts = read(file)
+    *_, artifacts = read(resumed)
     models = [a for a in artifacts if a.type == "model"]
     best = (resumed / "checkpoints" / "best").readlink()
     aliases = {next(a for a in m.aliases if a.startswith("step-")): set(m.aliases) for m in models}
@@ -225,8 +216,7 @@ def test_with_a_key_the_run_is_online(bench, tmp_path):
     assert bench.fork("logger=wandb", place, before=lambda: connect(tmp_path, server, 60)) == 0
     (record,) = tmp_path.glob("outputs/*/*/run.json")
     folder = record.parent
-    losses = [r["trainer/global_step"] for r in server.history if "train/loss" in r]
-    assert losses == [0, 1, 2, 3, 4, 5]
+    assert [r["trainer/global_step"] for r in server.history if "train/loss" in r] == [0, 1, 2, 3, 4, 5]
     models = [a for a in server.artifacts if a["artifactTypeName"] == "model"]
     best = (folder / "checkpoints" / "best").readlink()
     aliases = {f"step-{best}": "best", "step-6": "last"}
@@ -254,8 +244,8 @@ def test_a_server_that_fails_stops_no_run(tmp_path, capfd):
     said = capfd.readouterr().out
     assert len([line for line in said.splitlines() if "this run is recorded offline" in line]) == 1
     assert KEY not in said
-    (file,) = tmp_path.glob("outputs/*/*/wandb/offline-run-*/run-*.wandb")
-    assert len([r for r in read(file)[1] if "train/loss" in r]) == 6
+    (run,) = bench.runs()
+    assert len(values_of(read(run)[1], "train/loss")) == 6
     server.close()
 
 

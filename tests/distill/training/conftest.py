@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workbench import final, leftovers, same, tau
-
-from distill.utils.run_folder import checkpoints
 
 Logged = Callable[[Path, str], dict[int, float]]
 
@@ -46,20 +43,3 @@ def spy(monkeypatch) -> Callable[[Any, str], list[tuple]]:
         return seen
 
     return watch
-
-
-@pytest.fixture(scope="session")
-def assert_same_run() -> Callable[[Path, Path], None]:
-    """That a run of six steps, with a save point every two, ended like another, with nothing left over."""
-
-    def check(folder: Path, straight: Path) -> None:
-        assert same(final(folder), final(straight))
-        assert [p.name for p in checkpoints(folder)] == ["2", "4", "6"]
-        for checkpoint in checkpoints(folder):
-            assert tau(checkpoint) == tau(straight / "checkpoints" / checkpoint.name)
-            assert (checkpoint / "trainer").exists() == (checkpoint.name != "2")
-        assert (folder / "checkpoints" / "last").readlink() == Path("6")
-        assert (folder / "checkpoints" / "best").exists()
-        assert not leftovers(folder)
-
-    return check

@@ -85,18 +85,12 @@ def single(bench) -> Callable[[str], Path]:
     return cache(lambda name: one_process(bench, *SINGLE[name]))
 
 
-@pytest.fixture(scope="module")
-def exact(bench) -> Callable[[str, str], Path]:
-    """An undisturbed run of two ranks, made when it is asked for."""
-    return cache(lambda trainer, precision: run(bench, trainer, *SINGLE[precision], "seed=0").folder)
-
-
 @pytest.mark.parametrize("trainer", CUT)
 @pytest.mark.parametrize("precision", CLOSE)
 @pytest.mark.ci("bf16-mixed-deepspeed_1")
-def test_two_processes_train_as_one(trainer, precision, exact, single, assert_close):
+def test_two_processes_train_as_one(trainer, precision, bench, single, assert_close):
     """With DDP in test_equivalences.py."""
-    folder = exact(trainer, precision)
+    folder = run(bench, trainer, *SINGLE[precision], "seed=0").folder
     assert_close(folder, single(precision), CLOSE[precision])
     state = folder / "checkpoints" / "6" / "trainer"
     assert (state / "state.ckpt").is_dir() == trainer.startswith("deepspeed")
@@ -126,39 +120,23 @@ def test_optimizer_states_in_host_memory_train_the_same(bench, single, assert_cl
     assert_close(run(bench, "deepspeed_offload", FULL).folder, single("32-true"), 1e-5)
 
 
-def at_step(step: int, number: int, ranks: tuple[int, ...]) -> Callable[[int], None]:
-    """A signal to these ranks after an optimizer step."""
+def stop_after_3(rank: int) -> None:
+    """A signal to rank 0 after an optimizer step."""
+    end = callbacks.TrainingBar.on_train_batch_end
 
-    def arrange(rank: int) -> None:
-        end = callbacks.TrainingBar.on_train_batch_end
+    def hit(self, trainer, *rest):
+        if rank == 0 and trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        end(self, trainer, *rest)
 
-        def hit(self, trainer, *rest):
-            if rank in ranks and trainer.global_step == step:
-                os.kill(os.getpid(), number)
-            end(self, trainer, *rest)
-
-        callbacks.TrainingBar.on_train_batch_end = hit
-
-    return arrange
+    callbacks.TrainingBar.on_train_batch_end = hit
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("trainer", CUT)
-def test_killed_run_resumes_to_the_last_bit(trainer, bench, exact):
-    """With DDP in test_ranks.py."""
-    straight = exact(trainer, "32-true")
-    run(bench, trainer, FULL, "seed=0", code=-9, before=at_step(5, signal.SIGKILL, (0, 1)))
+def refuse_pickles(rank: int) -> None:
+    """What DeepSpeed reads files with: it would run what they say."""
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-    def refuse(rank: int) -> None:
-        """What DeepSpeed reads files with: it would run what they say."""
-        from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-
-        TorchCheckpointEngine.load = None
-
-    again = run(bench, trainer, FULL, "seed=0", before=refuse).folder
-    assert again != straight
-    assert [c.name for c in checkpoints(again)] == ["2", "4", "6"]
-    assert same(weights(again / "checkpoints" / "6"), weights(straight / "checkpoints" / "6"))
+    TorchCheckpointEngine.load = None
 
 
 @pytest.mark.parametrize("trainer", ["ddp", *CUT])
@@ -167,9 +145,10 @@ def test_stopped_run_of_four_resumes_to_the_last_bit(trainer, bench):
     """With more than two processes the order in which gradients are added up decides the last bits."""
     options = [FULL, "batch_size=1", "seed=1"]
     straight = run(bench, trainer, *options, f"output_dir={bench.root / trainer}", count=4).folder
-    run(bench, trainer, *options, count=4, code=143, before=at_step(3, signal.SIGTERM, (0,)))
-    again = run(bench, trainer, *options, count=4)
+    run(bench, trainer, *options, count=4, code=143, before=stop_after_3)
+    again = run(bench, trainer, *options, count=4, before=refuse_pickles)
     assert "resuming from step 4" in again.out
+    assert [c.name for c in checkpoints(again.folder)] == ["2", "4", "6"]
     assert same(weights(again.folder / "checkpoints" / "6"), weights(straight / "checkpoints" / "6"))
 
 
