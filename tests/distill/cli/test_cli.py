@@ -154,7 +154,7 @@ def test_every_group_option_composes():
         ("resume=/nowhere", "no run there"),
     ],
 )
-def test_a_mistake_is_named_before_the_command_is_imported(override, said, tmp_path):
+def test_mistake_is_named_before_the_command_is_imported(override, said, tmp_path):
     def body(cfg, folder):
         raise AssertionError("imported")
 
@@ -222,7 +222,7 @@ def refusal(cfg: DictConfig, folder: Path) -> str:
         (["prompts.path=null", "prompts.dataset=./nowhere"], "prompts.dataset=./nowhere"),
     ],
 )
-def test_a_bad_value_is_refused_before_any_work(overrides, said, ready, tmp_path):
+def test_bad_value_is_refused_before_any_work(overrides, said, ready, tmp_path):
     cfg = copy.deepcopy(ready(*(o for o in overrides if o in GROUPS)))
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
@@ -242,7 +242,7 @@ def test_a_bad_value_is_refused_before_any_work(overrides, said, ready, tmp_path
         ("chat_template.jinja", None, "prompts.template=none"),
     ],
 )
-def test_a_broken_target_is_one_line(files, content, said, ready, bench_target, tmp_path):
+def test_broken_target_is_one_line(files, content, said, ready, bench_target, tmp_path):
     cfg = copy.deepcopy(ready())
     cfg.target.path = str(shutil.copytree(bench_target, tmp_path / "my target"))
     for file in (tmp_path / "my target").glob(files):
@@ -327,7 +327,7 @@ def test_held_out_prompts_are_first_turns_with_references(tmp_path):
     assert found == [("1 + 1?", "#### 2", 1), ("q", "r", 1), ("q1", "r", 1), ("why?", "", 1)]
 
 
-def test_a_run_does_not_resume_with_other_held_out_prompts(tmp_path, monkeypatch):
+def test_run_does_not_resume_with_other_held_out_prompts(tmp_path, monkeypatch):
     prompts = f"prompts={write_prompts(tmp_path / 'p.jsonl', 40)}"
     found = read_prompts(prompts)
     split.keep_record(found, tmp_path)
@@ -353,7 +353,7 @@ def failing(error: Exception, folder: Path) -> Outcome:
 
 
 @pytest.mark.parametrize("names", [("3.71.tmp/a",), ("3.71.tmp/a", None, "3/a")], ids=["write", "rename"])
-def test_a_full_disk_is_named_in_one_line_with_exit_code_1(names, tmp_path):
+def test_full_disk_is_named_in_one_line_with_exit_code_1(names, tmp_path):
     """By the final file's name, not a temporary one's."""
     error = RuntimeError("writing failed")
     paths = [name and str(tmp_path / "gone" / name) for name in names]
@@ -369,7 +369,7 @@ def test_a_full_disk_is_named_in_one_line_with_exit_code_1(names, tmp_path):
     assert tmp_path.is_relative_to(match[1])
 
 
-def test_a_read_only_disk_is_one_line_and_a_bug_has_a_traceback(tmp_path):
+def test_read_only_disk_is_one_line_and_a_bug_has_a_traceback(tmp_path):
     done = failing(PermissionError(13, "Permission denied", "/x/run.json.12.tmp"), tmp_path)
     assert (done.code, done.err) == (1, "error: Permission denied (/x/run.json)\n")
     with pytest.raises(FileNotFoundError, match="ours"):
@@ -415,7 +415,7 @@ def test_version_and_configuration_are_printed_and_no_argument_is_needed(tmp_pat
     assert run == [0]
 
 
-def test_a_dataset_of_the_hub_is_prompts_by_its_name(tmp_path, monkeypatch):
+def test_dataset_of_the_hub_is_prompts_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     dataset = ["prompts=jsonl", "prompts.path=null", "prompts.dataset=owner/name.v2"]
     assert rewrite(["prompts=owner/name.v2"], CONF) == dataset
@@ -428,14 +428,14 @@ def test_a_dataset_of_the_hub_is_prompts_by_its_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("words", ["train --help", "--version"])
-def test_a_reader_that_ends_early_is_no_error(words):
+def test_reader_that_ends_early_is_no_error(words):
     line = f"{sys.executable} -m foredraft {words} | true"
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, cwd=ROOT)
     assert done.stderr == ""
 
 
 @pytest.mark.parametrize("library", ["httpx", "httpx2"])
-def test_a_request_prints_no_line(caplog, library):
+def test_request_prints_no_line(caplog, library):
     caplog.set_level(logging.INFO)  # as Hydra does
     quiet()
     logging.getLogger(library).info("HTTP Request: POST ...")

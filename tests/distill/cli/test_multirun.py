@@ -134,7 +134,7 @@ def test_other_jobs_run_when_one_fails(recorder):
     assert [(folder / "done").exists() for folder in jobs(done).values()] == [False, False, True]
 
 
-def test_an_interruption_ends_the_sweep():
+def test_interruption_ends_the_sweep():
     def interrupts(cfg: DictConfig, folder: Path) -> float:
         raise KeyboardInterrupt
 
@@ -239,7 +239,7 @@ def test_concurrent_jobs_make_one_store(tmp_path):
     assert not leftovers(tmp_path / "outputs")
 
 
-def test_the_table_is_at_the_first_setting_of_all_jobs(tmp_path):
+def test_table_is_at_the_first_setting_of_all_jobs(tmp_path):
     short = [rounds / 2 for rounds in FAST]
     jobs = {"a": [row(FAST, batch=8), row(short)], "b": [row(short, 1.0), row(FAST)], "c": [row(FAST)]}
     for name, rows in jobs.items():

@@ -114,7 +114,7 @@ def test_generate_takes_only_the_template_of_a_record(run, host):
     assert found(checkpoint, "generate") == ["prompts.template=none"]
 
 
-def test_the_question_holds_options_that_answer_it(run, tmp_path):
+def test_question_holds_options_that_answer_it(run, tmp_path):
     """Given as they are printed, they are taken: all of the run's settings, no fewer."""
     file = write_prompts(tmp_path / "my prompts.jsonl", 3)
     settings = ["prompts=jsonl", f"prompts.path='{file}'", "prompts.columns={prompt: question}"]
@@ -125,7 +125,7 @@ def test_the_question_holds_options_that_answer_it(run, tmp_path):
     assert compose(taken, CONF, "score_checkpoint").prompts == expected
 
 
-def test_a_request_that_was_given_here_before_is_taken(run, tmp_path, monkeypatch):
+def test_request_that_was_given_here_before_is_taken(run, tmp_path, monkeypatch):
     """As often as it is asked for, of any copy of the record, but not with another override."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     given = ["drafter=eagle", "prompts=jsonl", f"prompts.path='{tmp_path}/p.jsonl'", "prompts.dataset='a/b'"]
@@ -146,14 +146,14 @@ def test_a_request_that_was_given_here_before_is_taken(run, tmp_path, monkeypatc
     refused(argv, "not taken from a record")
 
 
-def test_a_state_folder_that_cannot_be_written_stops_no_run(tmp_path, monkeypatch):
+def test_state_folder_that_cannot_be_written_stops_no_run(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     own_runs.remember(["a=1"])
     assert not own_runs.are_own(["a=1"])
 
 
-def test_the_question_leaves_out_what_reads_the_environment(run):
+def test_question_leaves_out_what_reads_the_environment(run):
     argv = [f"checkpoint={run('prompts=jsonl', 'prompts.path=${oc.env:DATA}/x.jsonl')}"]
     refused(argv, r"give prompts=jsonl prompts\.path=\.\.\.$")
 
@@ -161,7 +161,7 @@ def test_the_question_leaves_out_what_reads_the_environment(run):
 @pytest.mark.parametrize(
     "record", ["- [a, b]", "{a: b}", "- prompts.path: x", "[", "\x00", "- 'x", "- a\n- 1"]
 )
-def test_a_damaged_record_is_one_line(run, record, tmp_path):
+def test_damaged_record_is_one_line(run, record, tmp_path):
     checkpoint = run()
     (tmp_path / "downloaded" / ".hydra" / "overrides.yaml").write_text(record)
     refused([f"checkpoint={checkpoint}"], "no record of a run's options")
@@ -170,7 +170,7 @@ def test_a_damaged_record_is_one_line(run, record, tmp_path):
 @pytest.mark.parametrize(
     "experiment", ["../../../evil/x", "/tmp/x", "${oc.env:HOME}", "nothing", "a,b", "[a]"]
 )
-def test_an_experiment_is_one_of_ours(run, experiment, tmp_path):
+def test_experiment_is_one_of_ours(run, experiment, tmp_path):
     (tmp_path / "evil").mkdir()
     (tmp_path / "evil" / "x.yaml").write_text("prompts: {files: ['http://127.0.0.1:9/x']}")
     assert found(run(f"experiment={experiment}")) == []
@@ -188,7 +188,7 @@ def test_files_of_the_run_and_relative_paths_are_taken(run, tmp_path):
 @pytest.mark.parametrize(
     "said", [[], {"held_out": 1}, {"held_out": 1, "tokens": "${oc.env:HOME}"}, {"held_out": 1, "tokens": -1}]
 )
-def test_a_limit_of_a_record_is_a_number(run, said, tmp_path):
+def test_limit_of_a_record_is_a_number(run, said, tmp_path):
     checkpoint = run()
     (tmp_path / "downloaded" / "prompts.json").write_text(json.dumps({"too_long": said}))
     if not said:
@@ -197,7 +197,7 @@ def test_a_limit_of_a_record_is_a_number(run, said, tmp_path):
     refused([f"checkpoint={checkpoint}"], r"give prompts\.max_tokens")
 
 
-def test_a_stores_target_is_a_name_too(tmp_path, host):
+def test_stores_target_is_a_name_too(tmp_path, host):
     make_target(tmp_path / "target")
     for name, revision in (("me/${ oc.env:OPENAI_API_KEY}", None), ("me/x", ["a"]), ("a\n", None)):
         origin = {"target": name, "revision": revision}
@@ -206,7 +206,7 @@ def test_a_stores_target_is_a_name_too(tmp_path, host):
             with_run_settings([f"store={tmp_path}"], CONF, "inspect_data")
 
 
-def test_a_downloaded_configuration_shows_no_environment(tmp_path, monkeypatch):
+def test_downloaded_configuration_shows_no_environment(tmp_path, monkeypatch):
     """However an interpolation is spelled; aliases, by which a few lines become gigabytes, are refused."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     (tmp_path / ".hydra").mkdir()

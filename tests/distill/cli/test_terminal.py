@@ -65,7 +65,7 @@ def test_bars_show_count_note_and_rate_and_disappear():
     assert written.rfind("\x1b[?25h") > written.rfind("\x1b[?25l"), "the cursor is hidden"
 
 
-def test_a_narrow_terminal_shows_a_percentage():
+def test_narrow_terminal_shows_a_percentage():
     lines = CONTROL.sub("", on_terminal(work, columns=40)).replace("\r", "\n").splitlines()
     assert any(re.match(r"training 25% <\d", line) for line in lines)
     assert all(len(line) <= 40 for line in lines)
@@ -92,7 +92,7 @@ def test_error_is_one_plain_line_below_the_bars():
     assert on_terminal(fail).partition("error: ")[2] == "wrong; mend it\n"
 
 
-def test_a_forked_child_draws_no_bar():
+def test_forked_child_draws_no_bar():
     def body() -> None:
         with bar(2, "training", "steps") as shown:
             shown.update()

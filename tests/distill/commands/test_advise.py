@@ -98,7 +98,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
-def test_a_setting_is_what_makes_the_plan(plan):
+def test_setting_is_what_makes_the_plan(plan):
     cfg = compose(shlex.split(decode_overrides(plan)), CONF)
     assert instantiate(cfg.decode) == plan
 
@@ -107,7 +107,7 @@ def rows(*speeds):
     return [Forecast(plan, 1.0, "", 1.0, Throughput(one, (one,) * 3, full)) for plan, one, full in speeds]
 
 
-def test_a_server_is_told_the_best_chain_of_a_full_batch():
+def test_server_is_told_the_best_chain_of_a_full_batch():
     tree = Plan(3, 2, 6)
     found = rows((PLAIN, 1.0, 1.0), (Plan(1), 1.5, 1.4), (Plan(2), 1.4, 1.5), (tree, 2.0, 2.0))
     assert best_forecast(found).plan == tree
@@ -117,12 +117,12 @@ def test_a_server_is_told_the_best_chain_of_a_full_batch():
     assert best_chain(rows((PLAIN, 1.0, 1.0), (Plan(3), 1.0, 1.2), (drawn, 1.0, 1.3)), {}, 1).drawn
 
 
-def test_a_plan_that_adapts_must_be_faster_by_a_margin():
+def test_plan_that_adapts_must_be_faster_by_a_margin():
     for speed, plan in (1.01, PLAIN), (1.05, PLANS[-1]):
         assert best_forecast(rows((PLAIN, 1.0, 1.0), (PLANS[-1], speed, None))).plan == plan
 
 
-def test_the_oracle_is_a_bound_over_all_timings():
+def test_oracle_is_a_bound_over_all_timings():
     """Once for each drafter, and faster the second time."""
     plan, accepted = Plan(1), [np.full((6, 1), 0.6)] * 2
     counts = Counts([6, 6], [least_seconds([keep], [1.0]) for keep in accepted])

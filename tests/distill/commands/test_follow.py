@@ -69,7 +69,7 @@ def updates(folder: Path) -> list[dict]:
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_drafter_is_trained_on_for_every_newer_model(bench, tmp_path):
+def test_drafter_is_trained_on_for_every_newer_model(bench, tmp_path):
     models, folder = tmp_path / "models", tmp_path / "out"
     copy_models(bench, models, 100)
     command = words(bench, f"{models}/step_*", folder, "--patience", "0", "--then", "trainer.max_steps=2")
@@ -102,7 +102,7 @@ def test_the_drafter_is_trained_on_for_every_newer_model(bench, tmp_path):
 
 
 @pytest.mark.proof
-def test_a_stopped_run_resumes_and_ends_with_the_same_weights(bench, tmp_path, monkeypatch):
+def test_stopped_run_resumes_and_ends_with_the_same_weights(bench, tmp_path, monkeypatch):
     whole_run, stopped = tmp_path / "whole", tmp_path / "stopped"
     options = ["trainer.max_steps=60", "score.every=20", "--updates", "1"]
     command, again = (
@@ -122,7 +122,7 @@ def test_a_stopped_run_resumes_and_ends_with_the_same_weights(bench, tmp_path, m
     assert updates(stopped)[0]["tau"] == updates(whole_run)[0]["tau"]
 
 
-def test_the_newest_model_has_the_highest_number_and_is_whole(bench, tmp_path):
+def test_newest_model_has_the_highest_number_and_is_whole(bench, tmp_path):
     assert newest(f"{tmp_path}/*step_*") is None
     names = ("step_90", "step_100", "step_200.tmp", ".step_300", "step_400")
     copy_target(bench, *(tmp_path / name for name in names))
@@ -157,7 +157,7 @@ def test_model_is_whole_with_all_of_its_weights(bench, tmp_path):
     assert whole(folder)
 
 
-def test_a_higher_number_or_a_rewritten_folder_is_newer(bench, tmp_path):
+def test_higher_number_or_a_rewritten_folder_is_newer(bench, tmp_path):
     models = [tmp_path / f"step_{step}" for step in (90, 100, 110)]
     copy_target(bench, *models)
     last = Update(str(models[1]), stamp(models[1]), "0000", tau=1.0)
@@ -171,7 +171,7 @@ def test_a_higher_number_or_a_rewritten_folder_is_newer(bench, tmp_path):
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_model_that_is_removed_while_read_stops_nothing(bench, tmp_path, monkeypatch):
+def test_model_that_is_removed_while_read_stops_nothing(bench, tmp_path, monkeypatch):
     models, folder = tmp_path / "models", tmp_path / "out"
     copy_models(bench, models, 100, 200)
     run = follow._train
@@ -188,7 +188,7 @@ def test_a_model_that_is_removed_while_read_stops_nothing(bench, tmp_path, monke
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_drafter_without_training_is_fitted_again(bench, tmp_path):
+def test_drafter_without_training_is_fitted_again(bench, tmp_path):
     models, folder = tmp_path / "models", tmp_path / "out"
     command = words(bench, f"{models}/step_*", folder, "drafter=suffix", "--patience", "0")
     command.remove("drafter.depth=2")
@@ -198,7 +198,7 @@ def test_a_drafter_without_training_is_fitted_again(bench, tmp_path):
     assert [update["stale"] for update in updates(folder)] == [None, None]
 
 
-def test_the_folder_stays_locked_while_a_run_lives(bench, tmp_path):
+def test_folder_stays_locked_while_a_run_lives(bench, tmp_path):
     """The run of a command that was killed trains on, and the command does not begin another."""
     folder = tmp_path / "out"
     command = words(bench, f"{bench.root}/ckpt/step_200", folder, "--updates", "1", "trainer.max_steps=2000")
@@ -232,7 +232,7 @@ def test_options_that_follow_sets_are_refused(bench, tmp_path, more, said):
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_folder_of_another_command_and_a_run_that_fails(bench, tmp_path):
+def test_folder_of_another_command_and_a_run_that_fails(bench, tmp_path):
     folder = tmp_path / "out"
     bad = words(bench, f"{bench.root}/ckpt/*", folder, "decode.depth=-1", "--updates", "1")
     assert foredraft("follow", *bad).code == 2  # as the run said

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from workbench import ROOT, Outcome, foredraft, make_target, make_tokenizer
+from workbench import ROOT, foredraft, make_target, make_tokenizer
 
 from decode.errors import UserError
 from decode.model.head import Head
@@ -139,7 +139,7 @@ ENTROPY = [1.75 * math.log(2), 2 * math.log(2), -sum(p * math.log(p) for p in PR
 ROW = {"tokens": [3, 1, 2, 0], "loss_mask": [0, 1, 0, 1]}
 
 
-def test_a_token_is_measured_by_the_distribution_before_it():
+def test_token_is_measured_by_the_distribution_before_it():
     """Token 1 by row 0 and token 3 by row 2; the fourth row predicts nothing."""
     found = measure(Known(PROBS), [ROW], Sampler(1.0))
     np.testing.assert_allclose(found.entropy, [ENTROPY[0], ENTROPY[2]], rtol=1e-6)
@@ -173,7 +173,7 @@ def test_warpers_make_tokens_impossible():
     assert any(line.startswith("WARNING") for line in lines(found, reference_distribution(plan)))
 
 
-def test_the_reference_is_the_sampler_of_the_store():
+def test_reference_is_the_sampler_of_the_store():
     def plan(answers="write", **sampler):
         return reference_distribution({"answers": answers, "sampler": sampler})
 
@@ -305,7 +305,7 @@ def test_color_option_is_applied(tiny, monkeypatch):
         (["store=ROOM/outside"], "not the manifest of a store"),
     ],
 )
-def test_a_mistake_is_one_line(tiny, overrides, said, tmp_path, monkeypatch):
+def test_mistake_is_one_line(tiny, overrides, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     room, hand = tmp_path / "room", tiny / "stores" / "hand"
     manifest = json.loads((hand / "manifest.json").read_text())
@@ -323,7 +323,7 @@ def test_a_mistake_is_one_line(tiny, overrides, said, tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["room"]
 
 
-def test_the_newest_finished_store_is_taken(tiny, tmp_path):
+def test_newest_finished_store_is_taken(tiny, tmp_path):
     for age, name in ((300, "old"), (100, "new"), (200, "middle")):
         shutil.copytree(tiny / "stores" / "hand", tmp_path / name)
         at = (tmp_path / name / "manifest.json").stat().st_mtime - age
@@ -352,53 +352,21 @@ def pocket_store(tmp_path_factory) -> Callable[[float], Path]:
     return make
 
 
-def numbers(done: Outcome) -> tuple[float, float, float]:
-    """Entropy, surprisal and z that were printed."""
-    (entropy,) = re.findall(r"^entropy at T=\S+ +(\S+)", done.out, re.MULTILINE)
-    ((surprisal, z),) = re.findall(r"^surprisal +(\S+) nats,.*\(z = (\S+)\)", done.out, re.MULTILINE)
-    return float(entropy), float(surprisal), float(z)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.ci("0.7")
-def test_surprisal_of_sampled_answers_is_their_entropy(pocket_store, temperature):
-    done = foredraft("inspect-data", f"store={pocket_store(temperature)}", "rows=1").succeeded()
-    assert abs(numbers(done)[2]) < 4
+def test_surprisal_of_sampled_answers_is_their_entropy(pocket_store, temperature, tmp_path):
+    store = pocket_store(temperature)
+    done = foredraft("inspect-data", f"store={store}", "rows=1").succeeded()
+    (z,) = re.findall(r"^surprisal .* nats,.*\(z = (\S+)\)", done.out, re.MULTILINE)
+    assert abs(float(z)) < 4
     assert "WARNING" not in done.out
     assert done.out.count("-- row") == 1
     for text in ("surprisal and entropy agree", f"entropy at T={temperature:g} ", "<|assistant|>⟦"):
         assert text in done.out
-
-
-@pytest.mark.proof
-def test_greedy_answers_are_below_the_entropy(pocket_store, tmp_path):
-    store = pocket_store(0.0)
-    done = foredraft("inspect-data", f"store={store}", "rows=0")
-    entropy, surprisal, z = numbers(done)
-    assert surprisal < entropy - 0.3
-    assert z < -4
-    assert "surprisal is below the entropy" in done.out
-    likeliest = next(line for line in done.out.splitlines() if "likeliest" in line)
-    assert float(likeliest.split()[3][:-1]) > 98
     shutil.copytree(store, tmp_path / "lie")
     manifest = json.loads((store / "manifest.json").read_text())
-    manifest["plan"]["sampler"]["temperature"] = 1.0
+    manifest["plan"] |= {"target": "another", "sampler": {"temperature": 0.1}}
     (tmp_path / "lie" / "manifest.json").write_text(json.dumps(manifest))
-    lie = foredraft("inspect-data", f"store={tmp_path / 'lie'}", "rows=0")
-    assert "WARNING: surprisal and entropy differ" in lie.out
-
-
-@pytest.mark.proof
-def test_answers_to_other_prompts_are_found_out(pocket_store, tmp_path):
-    store = pocket_store(1.0)
-    manifest = json.loads((store / "manifest.json").read_text())
-    rows = pq.read_table(store / manifest["shards"][0]["file"]).to_pylist()
-    swapped = []
-    for one, other in zip(rows, rows[1:] + rows[:1], strict=True):
-        start, begin = one["loss_mask"].index(1), other["loss_mask"].index(1)
-        swapped.append(row(one["id"], one["tokens"][:start], other["tokens"][begin:]))
-    write_store(tmp_path / "swapped", [swapped], **manifest["plan"] | {"target": "another"})
-    done = foredraft("inspect-data", f"store={tmp_path / 'swapped'}", "rows=0")
-    assert numbers(done)[2] > 4
-    assert "WARNING: the store names another target" in done.out
-    assert "WARNING: surprisal and entropy differ" in done.out
+    lie = foredraft("inspect-data", f"store={tmp_path / 'lie'}", "rows=0").succeeded().out
+    assert "WARNING: the store names another target" in lie
+    assert "WARNING: surprisal and entropy differ" in lie

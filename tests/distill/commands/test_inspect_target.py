@@ -43,7 +43,7 @@ def llama3(tmp_path):
     return folder
 
 
-def test_the_bundled_target_fits_one_screen():
+def test_bundled_target_fits_one_screen():
     out = shown().out
     assert len(out.splitlines()) <= 24
     for text in (
@@ -74,7 +74,7 @@ def test_llama3_folder(llama3, tmp_path):
     assert (found["sizes"]["layers"], found["able"]) == (2, {"train": "", "replay": "", "decode": ""})
 
 
-def test_an_end_that_only_the_template_writes_is_shown(llama3):
+def test_end_that_only_the_template_writes_is_shown(llama3):
     file = llama3 / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": 262}))
     out = shown(f"target={llama3}").out
@@ -82,7 +82,7 @@ def test_an_end_that_only_the_template_writes_is_shown(llama3):
     assert "only generation_config.json writes past '<|eot_id|>' (265)" in " ".join(out.split())
 
 
-def test_an_adapter_and_a_tensor_without_a_place_are_refused(llama3):
+def test_adapter_and_a_tensor_without_a_place_are_refused(llama3):
     path = llama3 / "model.safetensors"
     weights = load_file(path)
     save_file(weights | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, path)
@@ -93,13 +93,13 @@ def test_an_adapter_and_a_tensor_without_a_place_are_refused(llama3):
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "fp8"])
-def test_the_reason_is_shown_where_decoding_is_impossible(kind, tmp_path):
+def test_reason_is_shown_where_decoding_is_impossible(kind, tmp_path):
     out = shown(f"target={TARGETS[kind](tmp_path / 'target')}").out
     assert "decode: no: it " in out
     assert "train: yes" in out
 
 
-def test_a_model_without_a_tokenizer_or_template(tmp_path):
+def test_model_without_a_tokenizer_or_template(tmp_path):
     folder = make_target(tmp_path / "base", template=None)
     assert "chat template           none; prompts.template=none" in shown(f"target={folder}").out
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -124,7 +124,7 @@ def test_reasoning_thinking_blocks_and_refusals_of_templates(template, options, 
     assert line in shown(f"target={make_target(tmp_path / 'target', template=text)}", *options).out
 
 
-def test_a_gguf_file_and_the_account_of_its_conversion(tmp_path):
+def test_gguf_file_and_the_account_of_its_conversion(tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf")
     out = shown(f"target={path}").out
     assert "LlamaForCausalLM in bfloat16" in out

@@ -108,7 +108,7 @@ def test_command_prints_and_writes_the_plan(small, tmp_path):
     foredraft("plan", str(small), "--prompts", "5", "--out", "/nowhere/plan.json").refused("no file")
 
 
-def test_a_run_that_has_not_ended_is_one_line(tmp_path):
+def test_run_that_has_not_ended_is_one_line(tmp_path):
     assert "train a small one first" in foredraft("plan", str(tmp_path), "--prompts", "5").err
     log = PhaseLog(tmp_path)
     with pytest.raises(ZeroDivisionError), log.time("rollouts") as part:

@@ -27,7 +27,7 @@ def roll_out(bench: Bench, *more: str):
     return foredraft("rollout", *argv)
 
 
-def test_a_store_is_made_once_and_training_finds_it(bench):
+def test_store_is_made_once_and_training_finds_it(bench):
     first = roll_out(bench).succeeded()
     folder = first.out.splitlines()[-1]
     assert json.loads((bench.root / folder / "manifest.json").read_text())["counts"]["rows"] == 12
@@ -66,7 +66,7 @@ def test_target_that_was_changed_in_place_gets_a_new_store(bench, tmp_path):
 
 
 @pytest.mark.proof
-def test_a_named_folder_has_the_store_and_the_malformed_records(bench, tmp_path):
+def test_named_folder_has_the_store_and_the_malformed_records(bench, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(bench.prompts.read_bytes() + b"{\n")
     done = roll_out(bench, f"prompts={bad}", f"rollout.store={tmp_path / 'mine'}").succeeded()
@@ -86,7 +86,7 @@ def test_given_answers_are_compared_with_the_target(bench, tmp_path, monkeypatch
     assert "2 given" in done.out.splitlines(), "one is a duplicate"
 
 
-def test_a_warning_for_answers_that_surprise_the_target(tiny_target):
+def test_warning_for_answers_that_surprise_the_target(tiny_target):
     target = tiny_target(vocab=50)
     plan = {"answers": "given", "sampler": {"temperature": 1.0}}
     out = generate(target, None, [[1, 2]] * 8, max_new_tokens=20, sampler=Sampler(1.0))
@@ -148,7 +148,7 @@ def test_ranks_are_known_under_every_launcher(monkeypatch, variables, lightning,
 
 
 @pytest.mark.proof
-def test_a_drafter_helps_and_changes_no_row(bench, tmp_path):
+def test_drafter_helps_and_changes_no_row(bench, tmp_path):
     def rows(*more: str) -> list[tuple[str, list[int]]]:
         store = tmp_path / str(len(list(tmp_path.iterdir())))
         roll_out(bench, f"rollout.store={store}", "rollout.samples=2", *more).succeeded()

@@ -244,7 +244,7 @@ def test_scorecard_with_lists_of_wrong_lengths_is_left_out(spoilt, runs, tmp_pat
     assert "its scorecard is damaged (rows[0]." in capsys.readouterr().err
 
 
-def test_the_command_writes_the_table_it_prints(runs, tmp_path):
+def test_command_writes_the_table_it_prints(runs, tmp_path):
     out, kept, document = tmp_path / "table.txt", tmp_path / "results.json", tmp_path / "R.md"
     document.write_text("Above.\n<!-- results -->\nold\n<!-- /results -->\nBelow.\n")
     files = ["--out", str(out), "--results", str(kept), "--readme", str(document)]
@@ -257,7 +257,7 @@ def test_the_command_writes_the_table_it_prints(runs, tmp_path):
     foredraft("compare", runs[0], "--batch", "8").refused("batch 8")
 
 
-def test_a_downloaded_scorecard_prints_no_control_characters(tmp_path):
+def test_downloaded_scorecard_prints_no_control_characters(tmp_path):
     (one,) = read([card(tmp_path, [row(FAST)], "eagle\x1b[2J\r", hardware="a\x9b1m machine\u202e")])
     text = table([one], Choice())
     assert "eagle\ufffd[2J\ufffd" in text
@@ -296,7 +296,7 @@ def scored(tmp_path):
     return read([card(tmp_path / "a", rows), card(tmp_path / "b", plain, "ngram", **nothing)])
 
 
-def test_the_readmes_table_is_made_of_docs_results():
+def test_readmes_table_is_made_of_docs_results():
     """foredraft compare --results docs/results.json --readme README.md wrote both."""
     text = (ROOT / "README.md").read_text()
     kept = json.loads((ROOT / "docs" / "results.json").read_text())
@@ -340,7 +340,7 @@ def test_only_the_text_between_the_comments_is_replaced(scored, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", BEGIN, f"{END}{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"])
-def test_a_document_without_a_place_is_left_alone(scored, tmp_path, text):
+def test_document_without_a_place_is_left_alone(scored, tmp_path, text):
     document = tmp_path / "R.md"
     document.write_text(text)
     with pytest.raises(UserError, match="put <!-- results -->"):

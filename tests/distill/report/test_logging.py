@@ -152,7 +152,7 @@ def resumed(bench) -> Path:
 
 
 @pytest.mark.proof
-def test_a_killed_run_resumes_its_record_without_gaps(resumed, bench):
+def test_killed_run_resumes_its_record_without_gaps(resumed, bench):
     assert (bench.root / "stderr").read_text() == ""
     config, history, _ = read(resumed)
     losses, events = values_of(history, "train/loss"), read_events(resumed / "tensorboard")
@@ -230,7 +230,7 @@ def test_with_a_key_the_run_is_online(bench, tmp_path):
 
 
 @pytest.mark.proof
-def test_a_server_that_fails_stops_no_run(tmp_path, capfd):
+def test_server_that_fails_stops_no_run(tmp_path, capfd):
     bench, server = Bench(tmp_path), FakeWandb()
     server.broken = True
 
@@ -249,7 +249,7 @@ def test_a_server_that_fails_stops_no_run(tmp_path, capfd):
     server.close()
 
 
-def test_a_failure_is_printed_once_without_the_key(capsys, monkeypatch, tmp_path):
+def test_failure_is_printed_once_without_the_key(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_API_KEY", "secret-key")
     logger = Wandb(tmp_path, "p", {}, "never")
     asked = []

@@ -50,7 +50,7 @@ def test_text_is_escaped_everywhere():
     assert len(re.findall(r"<script\b", body)) == 3
 
 
-def test_a_plots_data_is_json_without_gaps_or_tags():
+def test_plots_data_is_json_without_gaps_or_tags():
     text = str(page.plot(evil_figure(), "says"))
     data = re.search(r'<script type="application/json">(.*)</script>', text, re.DOTALL)
     assert data is not None
@@ -62,7 +62,7 @@ def test_a_plots_data_is_json_without_gaps_or_tags():
     assert "template" not in read["layout"]
 
 
-def test_the_policy_allows_only_the_pages_scripts():
+def test_policy_allows_only_the_pages_scripts():
     text = page.page("x", [page.plot(evil_figure(), "says")])
     found = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     assert found is not None
@@ -119,7 +119,7 @@ def test_plots_have_what_the_cards_have(three):
     assert batches[0]["text"] == ["chain-2", TREE]
 
 
-def test_a_batch_size_without_the_chosen_plan_is_left_out(three):
+def test_batch_size_without_the_chosen_plan_is_left_out(three):
     """decode=auto settles on another plan at another size."""
     found = plots(page_of(three, Choice(decode="chain-2")))
     assert [len(plot["data"]) for plot in found] == [1, 3, 3]
@@ -137,7 +137,7 @@ def test_unknown_intervals_and_categories_are_not_drawn(three, tmp_path):
 
 
 @pytest.mark.docs
-def test_a_browser_shows_it_and_sorts_by_a_click(three, tmp_path):
+def test_browser_shows_it_and_sorts_by_a_click(three, tmp_path):
     path = tmp_path / "page.html"
     path.write_text(page_of(three, Choice()))
     first = "return [...document.querySelectorAll('tbody')][0].rows[0].cells[0].textContent"
@@ -183,7 +183,7 @@ def pairs(runs):
     return scored, [(one, one.rows(COLD)[0]) for one in scored]
 
 
-def test_the_bound_takes_the_best_drafter_for_each_prompt(runs):
+def test_bound_takes_the_best_drafter_for_each_prompt(runs):
     found = bound(pairs(runs)[1])
     assert (found.prompts, found.drafters) == (len(TOKENS), 3)
     least = [min(column) for column in zip(FAST, ODD, SLOW, strict=True)]
@@ -201,7 +201,7 @@ def test_the_bound_takes_the_best_drafter_for_each_prompt(runs):
     assert found.shares["suffix"] > 0.5
 
 
-def test_the_bound_is_over_drafters_of_the_same_text(tmp_path, runs):
+def test_bound_is_over_drafters_of_the_same_text(tmp_path, runs):
     other = card(tmp_path / "d", [row(FAST, tokens=[9] * 6)], "lyanna")
     tuned = card(tmp_path / "e", [row([1.0] * 6)], "medusa2", target_drift=DRIFT)
     skip = card(tmp_path / "s", [row([7.0] * 6, speedup=0.9)], "skip", step=0, parameters=0)
@@ -210,7 +210,7 @@ def test_the_bound_is_over_drafters_of_the_same_text(tmp_path, runs):
     assert advice(read([*runs, skip]), COLD) == advice(read(runs), COLD)
 
 
-def test_the_advice_for_each_need(runs, tmp_path):
+def test_advice_for_each_need(runs, tmp_path):
     found = [line[1] for line in advice(read(runs), COLD)]
     fast, cheap = "eagle, chain-2", "suffix, chain-2"
     assert found == [fast, cheap, cheap, cheap, "medusa, chain-2", "eagle, chain-2 topk LOSSY"]
@@ -238,7 +238,7 @@ def test_drafters_are_on_the_page_and_lossy_rows_marked(runs, tmp_path):
     assert "**Bound.** Of the 3 drafters that were scored on the same answers" in page
 
 
-def test_the_command_writes_the_page_of_one_target(runs, tmp_path):
+def test_command_writes_the_page_of_one_target(runs, tmp_path):
     foredraft("compare", *runs, "--field", str(tmp_path / "field.md")).succeeded()
     assert (tmp_path / "field.md").read_text() == field_page(read(runs), Choice([0.0]))
     other = card(tmp_path / "d", [row(FAST)], "lyanna", target="user/other")
@@ -256,12 +256,12 @@ def test_the_command_writes_the_page_of_one_target(runs, tmp_path):
         ((0.0, 0.0, 0.0, 0.0), "^$"),
     ],
 )
-def test_the_largest_cost_or_low_acceptance_is_named(shares, said):
+def test_largest_cost_or_low_acceptance_is_named(shares, said):
     one = dict(zip(("tau", "speedup", "draft_share", "verify_share"), shares, strict=True))
     assert re.search(said, bottleneck(cards.card_of([cards.row(0.0, **one)])))
 
 
-def test_the_fastest_draft_is_lossless_and_of_the_first_setting():
+def test_fastest_draft_is_lossless_and_of_the_first_setting():
     rows = [
         cards.row(0.0, decode="tree-16", speedup=1.2),
         cards.row(0.0, decode="tree-8", speedup=1.5),
@@ -299,7 +299,7 @@ def test_no_draft_is_advised_where_plain_is_fastest(rows, tmp_path):
     assert "tau 2.90  no draft faster than plain (chain-3 0.80x)  audit pass" in line
 
 
-def test_a_draft_that_pays_is_named_next_to_plain_decoding():
+def test_draft_that_pays_is_named_next_to_plain_decoding():
     one = cards.card_of([PLAIN, cards.row(0.0, decode="chain-1", speedup=1.1)])
     assert one.pays
     assert bottleneck(one).startswith("1.10x by chain-1: ")
@@ -309,7 +309,7 @@ def test_a_draft_that_pays_is_named_next_to_plain_decoding():
     assert bottleneck(plain) == ""
 
 
-def test_a_checkpoint_whose_draft_pays_is_better_than_all_others(tmp_path):
+def test_checkpoint_whose_draft_pays_is_better_than_all_others(tmp_path):
     """The others are ranked by the draft, even where plain decoding was chosen."""
     taus = {"a": [PLAIN, SLOW_DRAFT], "b": [PLAIN, SLOWER], "c": [cards.row(0.0, decode="chain-1", tau=1.6)]}
     for name, rows in taus.items():

@@ -99,7 +99,7 @@ def test_every_panel_is_there_and_text_of_others_is_escaped(run, bench, tmp_path
 
 
 @pytest.mark.docs
-def test_a_browser_shows_it_without_a_network(run):
+def test_browser_shows_it_without_a_network(run):
     with browser() as window:
         window.open(run / "report.html", 1280)
         marks = window.marks()
@@ -161,7 +161,7 @@ def test_long_run_has_a_page_before_it_ends(bench, tmp_path, monkeypatch):
     assert (seen[0][1], seen[-1][1]) == (2, 6)
 
 
-def test_the_command_writes_the_page_again(run, tmp_path):
+def test_command_writes_the_page_again(run, tmp_path):
     out = tmp_path / "page.html"
     done = foredraft("report", str(run), "--out", str(out)).succeeded()
     assert done.out.strip() == str(out)
@@ -170,7 +170,7 @@ def test_the_command_writes_the_page_again(run, tmp_path):
     foredraft("report", str(tmp_path)).refused(f"{tmp_path}: no run there")
 
 
-def test_an_exported_scorecard_has_no_texts(run):
+def test_exported_scorecard_has_no_texts(run):
     """Held-out prompts may be private, and an export may be uploaded."""
     assert len(card_of(run)["samples"]) == 4  # two prompts at two temperatures
     whole = read_scorecard(run / "checkpoints" / "best" / "score.json")
@@ -186,7 +186,7 @@ def test_scorecard_that_cannot_be_read_is_named_and_left_out(tmp_path, text, cap
     assert list(read(tmp_path).cards) == [2]
 
 
-def test_a_report_that_cannot_be_written_stops_no_run(tmp_path, caplog):
+def test_report_that_cannot_be_written_stops_no_run(tmp_path, caplog):
     assert html_report.attempt(tmp_path / "nowhere") is None
     (line,) = caplog.records
     assert line.exc_info is None, "a traceback"

@@ -88,7 +88,7 @@ def test_step_and_training_time_are_known_from_folder_and_card(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"step": "far", "train_seconds": null, "train_precision": 1}'])
-def test_a_damaged_card_is_ignored(tmp_path, text):
+def test_damaged_card_is_ignored(tmp_path, text):
     (tmp_path / "score.json").write_text(text)
     assert earlier(tmp_path) == Training()
 
@@ -124,7 +124,7 @@ def test_every_tap_comes_from_another_position(tiny_target):
         ShuffledTaps(target, PROMPTS, 0)
 
 
-def test_a_control_score_is_marked_and_still_lossless(bench, tmp_path):
+def test_control_score_is_marked_and_still_lossless(bench, tmp_path):
     folder = bench.untrained_eagle()
     cards = []
     for control in ("none", "shuffled_taps"):

@@ -41,7 +41,7 @@ for count, line in enumerate(sys.stdin):
         asked({"answer": "x" * 10**6})
 
 
-def test_a_record_has_the_prompt_the_answer_and_the_reference():
+def test_record_has_the_prompt_the_answer_and_the_reference():
     reference = {"reference": "2 + 3 = 5, so #### 5"}
     expected = {"id": "sum", "category": "math", "messages": [QUESTION], "answer": "five"} | reference
     assert judge_record(ANSWERED, "five") == expected
@@ -65,7 +65,7 @@ def test_a_record_has_the_prompt_the_answer_and_the_reference():
         ("os.write(1, b'\\n')", "wrote ''"),
     ],
 )
-def test_a_malformed_score_is_one_line(tmp_path, body, message):
+def test_malformed_score_is_one_line(tmp_path, body, message):
     asked = judge(tmp_path, f"import os, time\n{body}\ntime.sleep(60 * ('SystemExit' not in {body!r}))")
     asked.seconds = 0.5 if "seconds" in message or "within" in message else 20.0
     with asked, pytest.raises(UserError, match=rf"^score\.judge=.*(?:{message})") as error:
