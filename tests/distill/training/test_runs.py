@@ -230,22 +230,28 @@ def test_restarted_launch_resumes_while_its_other_ranks_look_for_rank_0(
         folder = Path(follow(tmp_path, rank))
         return 0 if begun.exists() and folder.is_dir() else 3
 
-    def lead() -> int:
-        launched(0)
-        sleep(0.03)  # the others look by now
-        begun.touch()
-        (tmp_path / "claimed").write_text(str(claim(tmp_path, CONFIG, "auto").path))
-        sleep(60)
-        return 0
-
     def restart() -> str:
         begun.unlink(missing_ok=True)
         followers = [spawn(lambda rank=rank: joins(rank)) for rank in range(1, ranks)]
+        inside, outside = os.pipe()
+
+        def lead() -> int:
+            launched(0)
+            sleep(0.03)  # the others look by now
+            begun.touch()
+            run = claim(tmp_path, CONFIG, "auto")
+            os.write(outside, str(run.path).encode())
+            sleep(60)
+            return 0
+
         rank_0 = spawn(lead)
         assert [os.waitpid(follower, 0)[1] for follower in followers] == [0] * len(followers)
+        path = os.read(inside, 4096).decode()
         os.kill(rank_0, signal.SIGKILL)
         os.waitpid(rank_0, 0)
-        return (tmp_path / "claimed").read_text()
+        os.close(inside)
+        os.close(outside)
+        return path
 
     first = restart()
     assert {restart() for _ in range(restarts)} == {first}
