@@ -299,6 +299,7 @@ def test_damaged_run_json_of_a_job_is_written_again_and_of_a_finished_run_left(t
     assert json.loads((folder / "run.json").read_text())["job"] == "a=1"
     assert "damaged; written again" in capsys.readouterr().out
     (folder / "run.json").write_text("{")
+    (folder / ".hydra" / "config.yaml").unlink()
     (folder / runs.DONE).touch()
     assert not claim(tmp_path, CONFIG, "auto", settings).resumed
 
