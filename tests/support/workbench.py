@@ -197,6 +197,14 @@ class Bench:
         save(Eagle.for_target(target, depth=1, feature_noise=0.0, feature_weight=1.0), target, folder)
         return folder
 
+    def benchmark(self, name: str, *more: str) -> Outcome:
+        """`scripts/lab/benchmark.py name` for the bench's target and prompts, in this process."""
+        import benchmark
+
+        given = [word for word in self.command if word.startswith(("target=", "prompts"))]
+        kept = given if name == "rollout" else [word for word in given if word != "prompts.self=0"]
+        return command(benchmark.run, ["benchmark.py", name, *kept, *more])
+
     def runs(self) -> list[Path]:
         """Run folders."""
         return sorted(p.parent for p in (self.root / "outputs").glob("*/*/run.json"))
