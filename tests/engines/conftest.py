@@ -8,12 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from decode.model.load import load_target
-from decode.model.target import Target
-from drafters.base import Drafter
 
 
 def _named(variable: str, what: str) -> Path:
@@ -47,39 +41,6 @@ def llama_cpp() -> Path:
 def smollm2_run() -> Path:
     """A run on SmolLM2 (docs/engines.md), which takes too long for a test."""
     return _named("FOREDRAFT_LLAMA_CPP_RUN", "run of experiment=llama_cpp target=smollm2_gguf")
-
-
-@pytest.fixture
-def random_llama(tmp_path) -> Callable[..., Target]:
-    """Makes a random Llama of six layers in the folder `target`; its pad token stands for masks."""
-
-    def make(vocab: int, hidden: int, layers: float, rest: float) -> Target:
-        torch.manual_seed(0)
-        shape = {"hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": 6}
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-        ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-        config = LlamaConfig(vocab_size=vocab, **shape, **heads, **ends, max_position_embeddings=256)
-        model = LlamaForCausalLM(config)
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1:
-                std = 1.0 if "embed" in name else layers if "layers" in name else rest
-                torch.nn.init.normal_(weight, std=std)
-        model.save_pretrained(tmp_path / "target")
-        return load_target(str(tmp_path / "target"), "float32")
-
-    return make
-
-
-@pytest.fixture
-def one_k_norm() -> Callable[[Drafter], Drafter]:
-    """Gives all layers the first one's key norm, as vLLM 0.32.0 on a CPU does for the keys of the context."""
-
-    def change(drafter: Drafter) -> Drafter:
-        for layer in drafter.stack:
-            layer.k_norm.weight.data = drafter.stack[0].k_norm.weight.data.clone()
-        return drafter
-
-    return change
 
 
 @pytest.fixture

@@ -155,7 +155,7 @@ def test_a_drafter_of_every_kind_is_served_as_it_was_scored(scored, some, told, 
     train([*words, "taps=cache", STEPS, *settings]).succeeded()
     (one,) = scored(tmp_path / "run" / "checkpoints" / "last")[0].served
     told(name, to, one)
-    check(one, 0.0 if "DFlash" in name else 1.5)  # learns more slowly; test_windows looks at its drafts
+    check(one, 0.0 if "DFlash" in name else 1.5)  # learns more slowly; test_vllm_drafts looks at its drafts
 
 
 def permuted(layout: Layout) -> None:

@@ -1,23 +1,26 @@
-"""The race of training steps: what is counted, who takes turns, what it writes and refuses."""
+"""speculators: the race of training steps against it, and its own logits of our exports."""
 
 from __future__ import annotations
 
 import ast
 import json
+import os
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from workbench import CONF, command
+from workbench import CONF, ROOT, command
 
 from benchmark import run
+from benchmarks.check_speculators.check import TOLERANCE, compare
 from benchmarks.train_step.flops import products
 from benchmarks.train_step.ours import build
 from benchmarks.train_step.race import RECIPE, THEIRS, _case, turns
 from benchmarks.train_step.workers import HERE, Contender, Worker, rates
 from decode.errors import UserError
+from decode.model.load import load_target
 from distill.config.compose import compose
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "heads": 2, "kv_heads": 1, "head_dim": 8, "layers": 1}
@@ -58,9 +61,8 @@ def test_a_race_writes_a_row_for_everybody(tmp_path):
     assert list(rows) == [f"{side}_{share}" for share in shares for side in ("ours", "speculators")]
     for share in shares:
         mine, theirs = rows[f"ours_{share}"], rows[f"speculators_{share}"]
+        assert (theirs["peak_mib"], theirs["ratio"]) == (7.5, 1.0)
         assert theirs["tokens_per_cpu_second"] == 2 * 24 / 2.0  # steps x tokens / the stub's seconds
-        assert theirs["peak_mib"] == 7.5
-        assert theirs["ratio"] == 1.0
         assert mine["spread"][0] <= mine["tokens_per_cpu_second"] <= mine["spread"][1]
         assert mine["ratio"] == pytest.approx(mine["tokens_per_cpu_second"] / 24)
         assert mine["mflop"] == theirs["mflop"] > 0
@@ -184,9 +186,8 @@ def test_one_step_at_the_sizes_of_memory(tmp_path):
     sizes = ["shape.vocab_size=512", "shape.draft_vocab_size=512", "shape.depth=3", "tokens=400"]
     benchmark(tmp_path, "case=memory", *(f"memory.{size}" for size in sizes)).succeeded()
     card = json.loads((tmp_path / "train.json").read_text())
-    assert card["shape"] == SHAPE | {"vocab_size": 512, "draft_vocab_size": 512, "depth": 3}
-    assert card["train_head"]
-    assert card["tokens"] == 400
+    shape = SHAPE | {"vocab_size": 512, "draft_vocab_size": 512, "depth": 3}
+    assert (card["shape"], card["train_head"], card["tokens"]) == (shape, True, 400)
     (row,) = card["rows"]
     assert row["block_mib"] == 400 * 512 * 4 / 2**20
     assert row["peak_mib"] > 0
@@ -226,3 +227,42 @@ def test_nothing_of_ours_runs_in_the_other_environment(file):
     names += [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
     assert names
     assert not {name.split(".")[0] for name in names} & {"distill", "drafters", "decode"}
+
+
+# -- logits of exports, by speculators itself in its own environment ---------------------------------
+
+PYTHON = os.environ.get("SPECULATORS_PYTHON", "")
+CASES = {
+    "eagle3": {},
+    "eagle3 of speculators": {"norm_before_residual": True, "norm_output": True, "layers": 2},
+    "p_eagle": {"layers": 2},
+    "p_eagle of gpt-oss": {"norm_before_fc": True, "fc_norm": False},
+    "dflash": {},
+    "dspark": {},
+    "dspark of masks": {"sample_from_anchor": False},
+    "dspark of fewer tokens": {"draft_vocab_size": 1000},
+}
+
+
+@pytest.fixture
+def pocket_target():
+    """With the path that speculators reads it from."""
+    return load_target(str(ROOT / "data" / "pocket"), "float32")
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(not PYTHON, reason="SPECULATORS_PYTHON names no environment with speculators")
+@pytest.mark.parametrize("case", CASES)
+def test_speculators_has_our_logits(pocket_target, make_drafter, case):
+    drafter = make_drafter(case.split(" ")[0], pocket_target, depth=4, **CASES[case])
+    opened = compare(drafter, pocket_target, PYTHON, 5)
+    assert not isinstance(opened, str), opened
+    assert opened.places >= 100
+    assert opened.most < TOLERANCE * opened.scale
+    print(case, opened)
+
+
+def test_without_the_package_it_says_so(pocket_target, make_drafter, tmp_path):
+    drafter = make_drafter("eagle3", pocket_target, draft_vocab_size=9)
+    assert "no such file" in str(compare(drafter, pocket_target, str(tmp_path / "python"), 1))
+    assert "No module named 'speculators'" in str(compare(drafter, pocket_target, sys.executable, 1))

@@ -1,4 +1,4 @@
-"""scripts/lab/benchmark.py drafters: which runs are made, what is kept, and which rows may stand together."""
+"""scripts/lab/benchmark.py drafters: which runs are made, what is kept, and which rows are comparable."""
 
 from __future__ import annotations
 
@@ -81,17 +81,14 @@ def test_every_run_is_made_once_and_its_scorecard_kept(tmp_path, runs, capsys):
     assert len(runs) == 5  # nothing is made again
 
 
-def test_failed_run_is_reported_after_the_others(tmp_path, runs):
+def test_no_run_begins_when_the_time_is_over_and_a_failed_one_is_reported_last(tmp_path, runs, capsys):
+    assert main.drafters(config(tmp_path, {"eagle": TRAINED}, "hours=0"), tmp_path) == 0
+    assert not runs
+    assert "4 runs are left" in capsys.readouterr().out
     cfg = config(tmp_path, {"fails": {"words": ["drafter=fails"], "steps": {2: 1}}, "bigram": PLAIN})
     with pytest.raises(UserError, match=r"1 runs have failed: fails-2-0"):
         main.drafters(cfg, tmp_path)
     assert (tmp_path / "results" / "bigram-0-0.json").exists()
-
-
-def test_no_run_begins_when_the_time_is_over(tmp_path, runs, capsys):
-    assert main.drafters(config(tmp_path, {"eagle": TRAINED}, "hours=0"), tmp_path) == 0
-    assert not runs
-    assert "4 runs are left" in capsys.readouterr().out
 
 
 def test_what_another_run_reads_is_made_first(tmp_path, runs):
@@ -120,22 +117,18 @@ def test_rows_of_incompatible_commits_are_left_out(tmp_path, runs, capsys):
     assert line in (tmp_path / "page.md").read_text()
 
 
-def test_uncommitted_source_is_refused(tmp_path, runs, monkeypatch):
-    monkeypatch.setattr(main, "uncommitted", lambda: "src/decode/plan.py")
-    with pytest.raises(UserError, match=r"src/decode/plan\.py: commit it first"):
-        main.drafters(config(tmp_path, {"bigram": PLAIN}), tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("given", "only", "said"),
+    ("arm", "only", "changed", "message"),
     [
-        ({"bigram": PLAIN}, "only=[eagel]", "only: no arm eagel; there are bigram"),
-        ({"bigram": {**PLAIN, "step": [1]}}, "only=[]", r"arms\.bigram\.step: no such key"),
+        (PLAIN, "only=[eagel]", "", "only: no arm eagel; there are bigram"),
+        (PLAIN | {"step": [1]}, "only=[]", "", r"arms\.bigram\.step: no such key"),
+        (PLAIN, "only=[]", "src/decode/plan.py", r"src/decode/plan\.py: commit it first"),
     ],
 )
-def test_wrong_arms_are_refused(tmp_path, given, only, said):
-    with pytest.raises(UserError, match=said):
-        main.drafters(config(tmp_path, given, only), tmp_path)
+def test_wrong_arms_and_changed_source_are_refused(tmp_path, runs, monkeypatch, arm, only, changed, message):
+    monkeypatch.setattr(main, "uncommitted", lambda: changed)
+    with pytest.raises(UserError, match=message):
+        main.drafters(config(tmp_path, {"bigram": arm}, only), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
-from workbench import CONF, ROOT, command
+from workbench import CONF, ROOT, same
 
 from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.model.load import load_target, stop_tokens
 from decode.sampling import Sampler
-from distill.cli.main import main
 from distill.config.compose import compose
 from distill.distributed.graceful_shutdown import Stopped
 from distill.prompts.chat_template import Chat
@@ -38,22 +37,22 @@ TINY = (
 )
 
 
-def write_text(folder: Path) -> Path:
+def write_text(folder: Path) -> None:
     dice = random.Random(0)
     folder.mkdir()
-    things = ["a red hat", "two blue cups", "the old map", "one green pear"]
-    records = []
-    for number in range(120):
-        thing, place = dice.choice(things), dice.choice(["box", "bag", "attic"])
-        said = [f"Where is {thing} of room {number}?", f"It is in the {place}, where {thing} was."]
-        records.append({"messages": chat(*said)})
-    notes = [{"text": f"Note {n}: keep {dice.choice(things)} dry, and warm."} for n in range(80)]
-    for name, lines in (("chats", records), ("notes", notes)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    days = [f"Day {n}. {dice.choice(things)} was lost." for n in range(4000)]
-    (folder / "story.txt").write_text("\n\n".join(days))
+
+    def thing() -> str:
+        return dice.choice(["a red hat", "two blue cups", "the old map", "one green pear"])
+
+    chats = [
+        chat(f"Where is {thing()} of room {n}?", f"It is in the {dice.choice(['box', 'bag', 'attic'])}.")
+        for n in range(120)
+    ]
+    notes = [f"Note {n}: keep {thing()} dry, and warm." for n in range(80)]
+    for name, key, values in (("chats", "messages", chats), ("notes", "text", notes)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({key: value}) + "\n" for value in values))
+    (folder / "story.txt").write_text("\n\n".join(f"Day {n}. {thing()} was lost." for n in range(4000)))
     (folder / "readme.md").write_text("not read")
-    return folder
 
 
 def chat(*texts: str) -> list[dict[str, str]]:
@@ -61,13 +60,10 @@ def chat(*texts: str) -> list[dict[str, str]]:
 
 
 def train(root: Path, name: str, *overrides: str) -> Path:
-    out = root / name
-    cfg = compose(
-        [f"data='{root}/text'", f"out='{out}'", *TINY.split(), *overrides], CONF, "lab/train_target"
-    )
-    run = root / f"run-{name}"
+    out, run = root / name, root / f"run-{name}"
+    words = [f"data='{root}/text'", f"out='{out}'", *TINY.split(), *overrides]
     run.mkdir(exist_ok=True)
-    pretrain(cfg, run)
+    pretrain(compose(words, CONF, "lab/train_target"), run)
     return out
 
 
@@ -88,7 +84,7 @@ def column(folder: Path, name: str) -> list[float]:
     return [float(row[name]) for row in rows if row.get(name)]
 
 
-def test_the_folder_loads_and_generates(model):
+def test_the_folder_loads_generates_and_is_not_overwritten(model):
     target = load_target(str(model))
     assert next(target.model.parameters()).dtype == torch.bfloat16
     assert stop_tokens(target) == [3]
@@ -98,6 +94,10 @@ def test_the_folder_loads_and_generates(model):
     assert 1 <= len(output.tokens) <= 8
     assert max(output.tokens) < 300
     assert not list(model.parent.glob("*.tmp"))
+    before = (model / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="exists already"):
+        train(model.parent, "model")
+    assert (model / "model.safetensors").read_bytes() == before
 
 
 def test_the_loss_falls(root, model):
@@ -118,14 +118,14 @@ def test_the_losses_are_nats_per_token(root, model):
     assert record["tokens"] == 24 * 4 * 48
     target = load_target(str(model), dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(model)
-    for source, told in record["val_nll"].items():
+    for source, recorded in record["val_nll"].items():
         nll, count = 0.0, 0
         for row in pack([d for d in held if d.source == source], tokenizer, 48):
             ids = torch.from_numpy(row[row >= 0]).long()
             log_probs = target.model(input_ids=ids[None]).logits[0].log_softmax(-1)
             nll -= float(log_probs[:-1].gather(1, ids[1:, None]).sum())
             count += len(ids) - 1
-        assert told == pytest.approx(nll / count, abs=0.01)
+        assert recorded == pytest.approx(nll / count, abs=0.01)
 
 
 def test_tokenizer_and_template_are_of_the_pockets_kind(model):
@@ -155,7 +155,7 @@ def test_a_companion_shares_the_tokenizer(root):
 def test_same_seed_same_weights(root):
     folders = [train(root, f"seed-{i}", "trainer.max_steps=4", f"seed={i // 2}") for i in range(3)]
     weights, again, other = (load_file(folder / "model.safetensors") for folder in folders)
-    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert same(weights, again)
     assert not any(torch.equal(weights[name], other[name]) for name in weights if weights[name].ndim == 2)
 
 
@@ -189,7 +189,7 @@ def test_killed_run_resumes_exactly(root, whole, monkeypatch, stop):
     monkeypatch.setattr(Sequences, "__getitem__", lambda self, i: seen.append(i) or item(self, i))
     resumed = load_file(train(root, name, *TWELVE) / "model.safetensors")
     assert sorted(set(seen)) == list(range(stop // 3 * 3 * 2, 24))
-    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+    assert same(whole, resumed)
 
 
 def test_stopped_run_saves_and_resumes(root, whole, monkeypatch, capsys):
@@ -208,7 +208,7 @@ def test_stopped_run_saves_and_resumes(root, whole, monkeypatch, capsys):
     assert "stopped by SIGTERM at step 4;" in capsys.readouterr().err
     assert [p.name for p in (root / "run-stopped" / "checkpoints").iterdir()] == ["4"]
     resumed = load_file(train(root, "stopped", *TWELVE) / "model.safetensors")
-    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+    assert same(whole, resumed)
 
 
 @pytest.mark.proof
@@ -222,16 +222,16 @@ def test_run_does_not_resume_with_other_text(root, tmp_path):
         train(tmp_path, "second", "trainer.max_steps=3", "every=1")
 
 
-def test_an_epoch_meets_every_row_once_whoever_reads_it():
+def test_an_epoch_meets_every_row_once_in_any_number_of_processes():
     rows = np.arange(24, dtype=np.int32)[:, None]
-    alone = Sequences(rows, 4, 12, 0, 1, seed=0)
-    order = torch.cat([alone[i] for i in range(12)]).flatten().tolist()
+    single = Sequences(rows, 4, 12, 0, 1, seed=0)
+    order = torch.cat([single[i] for i in range(12)]).flatten().tolist()
     assert sorted(order[:24]) == sorted(order[24:]) == list(range(24))
     assert order[:24] != order[24:]
     ranks = [Sequences(rows, 2, 12, rank, 2, seed=0) for rank in (0, 1)]
     shared = torch.cat([ranks[r][i] for i in range(12) for r in (0, 1)]).flatten().tolist()
     assert shared == order
-    assert torch.equal(Sequences(rows, 4, 12, 0, 1, seed=0)[7], alone[7]), "no state"
+    assert torch.equal(Sequences(rows, 4, 12, 0, 1, seed=0)[7], single[7]), "no state"
 
 
 def test_packing_loses_nothing(root):
@@ -254,17 +254,14 @@ def test_no_row_has_a_single_token(root):
     tokenizer = train_tokenizer(documents, 264, 64)
     count = int((pack(documents, tokenizer, 10_000) >= 0).sum())
     rows = pack(documents, tokenizer, count - 1)
-    assert rows.shape == (1, count - 1)
-    assert rows.min() >= 0
+    assert (rows.shape, rows.min() >= 0) == ((1, count - 1), True)
 
 
-def test_turns_after_the_last_answer_are_left_out(tmp_path):
+def test_turns_after_the_last_answer_are_left_out_and_a_long_text_is_several_documents(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat("q", "a", "r")}))
     (document,) = read_corpus(tmp_path)
     assert [m["role"] for m in document.messages] == ["user", "assistant"]
-
-
-def test_a_long_text_is_several_documents(tmp_path):
+    (tmp_path / "a.jsonl").unlink()
     paragraphs = [f"{n} " + "word " * 300 for n in range(20)]
     (tmp_path / "book.txt").write_text("\n\n".join(paragraphs))
     documents = read_corpus(tmp_path)
@@ -328,26 +325,12 @@ def test_bad_input_is_one_line(tmp_path, name, content, overrides, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_existing_folder_is_not_overwritten(root, model):
-    before = (model / "model.safetensors").read_bytes()
-    with pytest.raises(UserError, match="exists already"):
-        train(root, "model")
-    assert (model / "model.safetensors").read_bytes() == before
-
-
-def test_command_refuses_a_missing_folder(tmp_path):
-    words = ["data=/nowhere", f"out={tmp_path}/out", f"output_dir={tmp_path}/runs", *TINY.split()]
-    done = command(lambda: main(pretrain, CONF, "lab/train_target"), ["train_target.py", *words])
-    done.refused("data=/nowhere: no such folder")
-    assert not list((tmp_path / "runs").rglob("run.json"))
-
-
 def test_training_continues_from_the_weights_of_a_model(root, model):
     steps = ["trainer.max_steps=2", "every=2"]
     before = load_file(model / "model.safetensors")
     moved = {}
     for rate in (1e-6, 0.1):
-        folder = train(root, f"goes-on-{rate}", f"init_from={model}", f"rate={rate}", *steps)
+        folder = train(root, f"continued-{rate}", f"init_from={model}", f"rate={rate}", *steps)
         weights = load_file(folder / "model.safetensors")
         assert weights.keys() == before.keys()
         moved[rate] = sum(float((weights[name] - old).float().abs().sum()) for name, old in before.items())
@@ -357,7 +340,7 @@ def test_training_continues_from_the_weights_of_a_model(root, model):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ("tokenizer=data/pocket", "tokenizer: init_from has its own"),
         ("rate=0", "rate=0: must be above 0"),
@@ -365,6 +348,6 @@ def test_training_continues_from_the_weights_of_a_model(root, model):
         ("init_from=/no/model", "init_from=/no/model: no tokenizer.json in it"),
     ],
 )
-def test_init_from_refuses_options_that_do_not_fit(root, model, overrides, said):
-    with pytest.raises(UserError, match=said):
+def test_init_from_refuses_options_that_do_not_fit(root, model, overrides, message):
+    with pytest.raises(UserError, match=message):
         train(root, "refused", f"init_from={model}", *overrides.split())

@@ -47,7 +47,7 @@ UNRUN = {
     r"-m pytest\b|^pytest ": "the tests themselves",
     r"^git clone|^cd ": "the clone that this runs in",
     r"benchmark\.py (distillspec|drafters|objectives|sweep)": "hours; test_drafter_table.py, test_sweeps.py",
-    r"benchmark\.py scale$": "ten minutes; tests/lab/test_scale.py",
+    r"benchmark\.py scale$": "ten minutes; tests/lab/test_sweeps.py",
     r"^make ": "what it runs are the tests, installs or proofs; `make -n` is asked for the target",
     r"^vllm ": "no engine is installed",
     r"taps=engine": "an environment with vLLM; tests/engines/test_taps_engine.py has one",

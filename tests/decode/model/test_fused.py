@@ -152,7 +152,7 @@ def test_other_classes_run_their_own_code():
 
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.proof  # test_compiled_loop.py compiles in CI
+@pytest.mark.proof  # tests/lab/test_benchmark.py compiles in CI
 def test_compiled_pass_computes_what_the_fused_one_does(name, dtype, monkeypatch, tmp_path):
     """The code is found again for the same weights, and compiled again where its file is damaged."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

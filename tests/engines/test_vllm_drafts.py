@@ -1,0 +1,257 @@
+"""vLLM accepts of an exported DSpark or MTP head, and drafts with an exported window, what we do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_process import ask_script
+from fitting import fit
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from workbench import ROOT
+
+from decode.evaluation.replay import replay
+from decode.evaluation.teacher_forced import Rollout
+from decode.generation.generate import generate
+from decode.generation.types import Round
+from decode.model.load import load_target
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.sampling import Sampler
+from distill.scoring.served import figures
+from drafters.base import Batch, Drafter
+from drafters.checkpoint import io as checkpoint_io
+from drafters.export import formats
+from drafters.export.layout import Layout
+from drafters.hf.mtp_weights import Arrangement
+from drafters.models.mtp import Mtp
+
+RUN = ROOT / "tests" / "support" / "vllm_on_cpu.py"
+V, D = 64, 64
+ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+pytestmark = pytest.mark.engine
+
+
+def random_llama(folder: Path, layers: float, rest: float) -> Target:
+    """A Llama of six layers; its pad token stands for masks."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": D, "intermediate_size": D, "num_hidden_layers": 6, "max_position_embeddings": 256}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "pad_token_id": 0}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=V, **shape, **heads, **ENDS))
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            std = 1.0 if "embed" in name else layers if "layers" in name else rest
+            torch.nn.init.normal_(weight, std=std)
+    model.save_pretrained(folder)
+    return load_target(str(folder), "float32")
+
+
+def one_k_norm(drafter: Any) -> Any:
+    """Give all layers the first one's key norm, as vLLM 0.32.0 on a CPU does for the keys of the context."""
+    for layer in drafter.stack:
+        layer.k_norm.weight.data = drafter.stack[0].k_norm.weight.data.clone()
+    return drafter
+
+
+def exported(drafter: Drafter, target: Target, to: str, folder: Path) -> Layout:
+    layout = formats.write_layout(checkpoint_io.as_saved(drafter), target, to)
+    folder.mkdir()
+    layout.write(folder)
+    return layout
+
+
+def equal_answers(found: list[list[int]], wanted: list[list[int]]) -> str:
+    return f"{sum(map(list.__eq__, found, wanted))} of {len(wanted)} equal"
+
+
+# -- DSpark --------------------------------------------------------------------------------------
+
+DSPARK_DEPTH, DSPARK_TOKENS = 4, 20
+DSPARK_PROMPTS = [[1, 2, 3, 5, 8, 13], [40, 30, 20]]
+SECOND_RUNNER = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+
+def counted(target, drafter) -> tuple[list[list[int]], int, list[int]]:
+    """Answers, rounds and tokens accepted at each position, by our decoder.
+
+    As vLLM counts: all that the last round accepts, also what the end of the answer cuts off.
+    """
+    kept, answers = [], []
+    plan = Plan(depth=DSPARK_DEPTH)
+    for prompt in DSPARK_PROMPTS:
+        rounds: list[Round] = []
+        options = {"max_new_tokens": DSPARK_TOKENS, "sampler": Sampler(0.0), "plan": plan}
+        (output,) = generate(target, drafter, [prompt], on_round=rounds.append, **options).outputs
+        answers.append(output.tokens)
+        kept += [int(one.result.accepted) for one in rounds[1:]]  # the first is the prefill
+    return answers, len(kept), [sum(count > position for count in kept) for position in range(plan.depth)]
+
+
+@pytest.mark.parametrize("to", ["vllm", "speculators"])
+@pytest.mark.parametrize("anchor", [True, False], ids=["root predicts", "masks predict"])
+def test_vllm_accepts_of_a_dspark_what_we_accept(vllm_python, make_drafter, engine_row, tmp_path, to, anchor):
+    """The drafter's bias names the target's next token, which depends on the last one only.
+
+    Its block's random states say something else as loudly, as do the target's layers.
+    """
+    target = random_llama(tmp_path / "target", layers=0.02, rest=0.3)
+    drafter = one_k_norm(
+        make_drafter("dspark", target, depth=DSPARK_DEPTH, taps=[2, 4], markov_rank=V, seed=1)
+    )
+    drafter.info.emb.weight.data = torch.eye(V)
+    follows = target.head(target.read(torch.arange(V)[:, None]).last)[:, 0].argmax(-1)
+    drafter.info.out.weight.data = 3.0 * torch.nn.functional.one_hot(follows, V).T.float()
+    drafter.requires_grad_(False)
+    drafter.root_predicts = drafter.settings["sample_from_anchor"] = anchor
+    draft = tmp_path / "draft"
+    exported(drafter, target, to, draft)
+    speculative = {"method": "dspark", "model": str(draft), "num_speculative_tokens": DSPARK_DEPTH}
+    words = "counters", tmp_path / "target", speculative, DSPARK_PROMPTS, DSPARK_TOKENS
+    theirs = ask_script(vllm_python, RUN, *words, variables=SECOND_RUNNER)
+    answers, rounds, accepted = counted(target, drafter)
+    counts = accepted, theirs["num_accepted_tokens_per_pos"]
+    shares = [figures([count / rounds for count in each]) for each in counts]
+    kind = "the root predicts" if anchor else "masks predict"
+    engine = "vllm 0.32.0, second runner, interpreted"
+    engine_row(f"DSpark, random, {kind}", to, engine, equal_answers(theirs["answers"], answers), *shares)
+    assert theirs["answers"] == answers
+    assert theirs["num_drafts"] == rounds
+    assert theirs["num_accepted_tokens_per_pos"] == accepted
+    assert 0 < accepted[1] < accepted[0] < rounds
+
+
+# -- windows -------------------------------------------------------------------------------------
+
+WINDOW_DEPTH, MASK = 3, 0
+WINDOW_PROMPTS = [[1, 2, 3, 5, 8, 13, 21, 34, 55, 26, 17, 43], [9, 4, 7]]
+WINDOWS = {
+    "EAGLE": ("eagle", "vllm", {"window": 8}),
+    "EAGLE-3": ("eagle3", "vllm", {"window": 4, "layers": 2, "taps": [2, 3, 4]}),
+    "P-EAGLE": ("p_eagle", "speculators", {"window": 4, "layers": 2, "taps": [2, 3, 4], "fc_norm": False}),
+    "DFlash": ("dflash", "vllm", {"window": 8, "taps": [2, 4]}),
+    "DFlash, causal": ("dflash", "speculators", {"window": 8, "taps": [2, 4], "causal": True}),
+}
+
+
+def chains(drafter, target, text, places) -> list[list[int]]:
+    """What we draft below a root behind each place, which are ascending."""
+    taps, tokens = target.read(torch.tensor([text])).taps, torch.tensor([text])
+    state, settled, found = drafter.new_state(1), 0, []
+    for place in places:
+        part, root = slice(settled, place + 1), tokens[:, place + 1]
+        drafter.advance(state, target, tokens[:, part], taps[:, part], [place + 1 - settled], root)
+        settled = place + 1
+        draft = drafter.propose(state, target, Sampler(0.0), None, Plan(depth=WINDOW_DEPTH))
+        found.append(draft.tokens[0].tolist())
+    return found
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", WINDOWS)
+def test_vllm_drafts_with_a_window_what_we_draft(vllm_python, make_drafter, engine_row, tmp_path, case):
+    """At every place of a text."""
+    name, to, options = WINDOWS[case]
+    target = random_llama(tmp_path / "target", layers=0.2, rest=0.2)
+    with_window, without = (
+        make_drafter(name, target, depth=WINDOW_DEPTH, draft_vocab_size=V, **options | more)
+        for more in ({}, {"window": None})
+    )
+    for drafter in (with_window, without):
+        drafter.requires_grad_(False)
+        if name == "dflash":
+            one_k_norm(drafter)
+    exported(with_window, target, to, tmp_path / "draft")
+    model, speculative = tmp_path / "draft", None  # speculators' folders name their target and the method
+    if to == "vllm":
+        model = tmp_path / "target"
+        draft = str(tmp_path / "draft")
+        speculative = {"method": name, "model": draft, "num_speculative_tokens": WINDOW_DEPTH}
+    found = ask_script(vllm_python, RUN, "drafts", model, speculative, WINDOW_PROMPTS, 40)
+    same, whole = [], []
+    for prompt, given in zip(WINDOW_PROMPTS, found, strict=True):
+        text = [*prompt, *given["answer"]]
+        rounds = [one for one in given["rounds"] if one["place"] + 1 < len(text)]
+        places, drafted = [one["place"] for one in rounds], [one["drafted"] for one in rounds]
+        assert [text[place + 1] for place in places] == [one["root"] for one in rounds]
+        with torch.inference_mode():
+            mine, other = (chains(each, target, text, places) for each in (with_window, without))
+        # A text with the token that stands for masks in P-EAGLE's files is drafted otherwise from there on.
+        count = sum(name != "p_eagle" or MASK not in text[: place + 2] for place in places)
+        same += map(list.__eq__, mine[:count], drafted)
+        whole += map(list.__eq__, other[:count], drafted)
+    drafts = f"{sum(same)} of {len(same)} drafts equal, token by token"
+    engine_row(f"{case}, random, a window", to, "vllm 0.32.0", "", drafts, "")
+    assert len(same) > 40
+    assert all(same)
+    assert sum(whole) < len(same) / 2  # the window has an effect
+
+
+# -- MTP: a target of MiMo's class, and one of a class that has no MTP ---------------------------
+
+MTP_DEPTH, MTP_TOKENS, MTP_V = 3, 48, 256
+MTP_TARGETS = {
+    "MiMoForCausalLM": (Qwen2Config, Qwen2ForCausalLM, {"num_nextn_predict_layers": 1}),
+    "LlamaForCausalLM": (LlamaConfig, LlamaForCausalLM, {}),
+}
+
+
+def mtp_target(kind: str, folder: Path) -> Target:
+    """A random target with heads of 32, as vLLM's attention on a CPU wants them, in fp32."""
+    config, model, more = MTP_TARGETS[kind]
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "vocab_size": MTP_V}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    torch.manual_seed(0)
+    made = model(config(**sizes, **heads, **ENDS, pad_token_id=None, tie_word_embeddings=False))
+    for weight in made.parameters():
+        weight.data = weight.data * 6 if weight.dim() > 1 else weight + 0.3 * torch.rand_like(weight)
+    made.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text()) | more | {"architectures": [kind]}
+    (folder / "config.json").write_text(json.dumps(written))
+    return load_target(str(folder), "float32")
+
+
+@torch.no_grad()
+def texts_after(target: Target, prompts: torch.Tensor) -> torch.Tensor:
+    found = prompts
+    for _ in range(MTP_TOKENS):
+        found = torch.cat([found, target.head(target.read(found).last[:, -1:]).argmax(-1)], 1)
+    return found
+
+
+def fitted_mtp(target: Target, texts: torch.Tensor) -> Drafter:
+    """A head that knows these texts."""
+    options = {"path": None, "draft_vocab_size": None} | dict.fromkeys(Arrangement._fields)
+    head = Mtp.for_target(target, depth=MTP_DEPTH, **options).train()
+    target.tap(head.taps)
+    read = target.read(texts)
+    batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), read.taps, read.last)
+    return fit(head, target, batch, 3e-3, 150)
+
+
+@pytest.mark.parametrize("kind", MTP_TARGETS)
+def test_vllm_accepts_of_an_mtp_head_what_replay_says(vllm_python, engine_row, tmp_path, kind):
+    """With the settings of the exported command."""
+    target = mtp_target(kind, tmp_path / "target")
+    prompts = torch.randint(MTP_V, (8, 12), generator=torch.Generator().manual_seed(1))
+    texts = texts_after(target, prompts)
+    drafter = fitted_mtp(target, texts[:6])  # two texts are new to it
+    name = str(target.model.name_or_path)
+    layout = exported(drafter, target, "vllm", tmp_path / "drafter")
+    flags = layout.command(name, str(tmp_path / "drafter")).replace("'", "").split(" --")[1:]
+    given = {flag: json.loads(value) for flag, value in (part.split(" ", 1) for part in flags)}
+    speculative, overrides = given["speculative-config"], given.get("hf-overrides", {})
+    words = "counters", name, speculative, prompts.tolist(), MTP_TOKENS, overrides
+    theirs = ask_script(vllm_python, RUN, *words)
+    plain = texts[:, prompts.shape[1] :].tolist()
+    rollouts = [Rollout(row[:12], row[12:]) for row in texts.tolist()]
+    (ours,) = replay(target, drafter, rollouts, [Plan(depth=MTP_DEPTH)], Sampler(0.0))
+    there = [count / theirs["num_drafts"] for count in theirs["num_accepted_tokens_per_pos"]]
+    row = f"MTP, beside a random {kind.removesuffix('ForCausalLM')}", "vllm", "vllm 0.32.0"
+    engine_row(*row, equal_answers(theirs["answers"], plain), figures(ours.survival), figures(there))
+    assert theirs["answers"] == plain
+    assert there[0] > 0.2  # else there is nothing to compare
+    # vLLM's first pair has no token, so a few rounds may differ.
+    assert there == pytest.approx(ours.survival, abs=0.05)
