@@ -3,7 +3,7 @@
     python scripts/newest.py    or: make newest
 
 They are installed into an environment of their own, without constraints.txt. Versions and outcome go into
-docs/newest.json, which tests/repo/test_newest.py compares with pyproject.toml and constraints.txt.
+docs/newest.json, which tests/repo/test_repository.py compares with pyproject.toml and constraints.txt.
 """
 
 from __future__ import annotations
