@@ -27,11 +27,16 @@ from workbench import (
 )
 
 from decode.errors import UserError
+from decode.generation.generate import generate
 from decode.model.load import load_target
+from decode.plan import Plan
+from decode.sampling import Sampler
 from distill import train as run
 from distill.utils.atomic_files import clean
 from distill.utils.run_folder import checkpoints
 from drafters.checkpoint.atomic import publish
+from drafters.checkpoint.io import load
+from drafters.models.eagle import Eagle
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +59,14 @@ def done(bench) -> Outcome:
 def test_a_run_leaves_scored_checkpoints_and_says_where(bench, done):
     assert done.err == ""
     folder = done.folder
-    assert folder.parent.parent == bench.root / "outputs"
     dated = str(folder.relative_to(bench.root / "outputs"))
     assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d(-\d+)?", dated)
     assert (folder / "done").exists()
     assert [p.name for p in checkpoints(folder)] == ["3", "6"]
+    files = {"model.safetensors", "config.json", "score.json", "trainer"}
+    files |= {f"trainer/{name}" for name in ("state.ckpt", "state.json", "SHA256SUMS")}
     for checkpoint in checkpoints(folder):
-        names = {p.name for p in checkpoint.iterdir()}
-        assert names == {"model.safetensors", "config.json", "score.json", "trainer"}
-        names = {p.name for p in (checkpoint / "trainer").iterdir()}
-        assert names == {"state.ckpt", "state.json", "SHA256SUMS"}
+        assert {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*")} == files
     assert (folder / "checkpoints" / "last").readlink() == Path("6")
     cards = [json.loads((p / "score.json").read_text()) for p in checkpoints(folder)]
     assert 0 < cards[0]["train_seconds"] < cards[1]["train_seconds"]
@@ -327,3 +330,29 @@ def test_a_published_file_is_whole_or_absent(tmp_path):
         fail()
     assert path.read_text() == "whole"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+# -- files of commit a0da26c -------------------------------------------------------------------------
+
+OLDER = ROOT / "tests" / "fixtures" / "run_a0da26c"
+
+
+@pytest.mark.parametrize("step", ["3", "6"])
+def test_a_checkpoint_loads_to_the_last_bit_and_drafts(step, tmp_path):
+    target = load_target(str(make_target(tmp_path / "target")))
+    drafter = load(OLDER / "checkpoints" / step, target)
+    assert type(drafter) is Eagle
+    state = drafter.state_dict()
+    stored = load_file(OLDER / "checkpoints" / step / "model.safetensors")
+    assert same(state, {name: value.to(state[name].dtype) for name, value in stored.items()})
+    target.tap(drafter.taps)
+    options = {"max_new_tokens": 12, "sampler": Sampler(), "plan": Plan(depth=2)}
+    drafted, plain = (generate(target, d, [[1, 60, 61, 2]], **options) for d in (drafter, None))
+    assert drafted.outputs[0].tokens == plain.outputs[0].tokens
+    assert drafted.outputs[0].drafted
+
+
+def test_an_older_scorecard_is_named_in_one_line():
+    done = foredraft("compare", str(OLDER))
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "a scorecard of version 3" in done.err

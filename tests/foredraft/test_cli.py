@@ -1,11 +1,15 @@
-"""The command `foredraft`: its commands, help and refusals."""
+"""The command `foredraft`, and the wheel that installs it: help, refusals, contents."""
 
+import os
+import re
 import subprocess
 import sys
-from importlib import import_module
+import zipfile
+from importlib import import_module, metadata
+from pathlib import Path
 
 import pytest
-from workbench import CONF, foredraft
+from workbench import CONF, ROOT, foredraft, make_target, write_prompts
 
 from foredraft.cli import COMMANDS
 
@@ -35,3 +39,71 @@ def test_help_does_not_wait_for_torch():
     for arguments in (["--help"], ["train", "--help"], ["generate", "--help"]):
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+
+
+# -- the wheel, which works without the repository ------------------------------------------------
+
+NAMES = {"foredraft", "distill", "drafters", "decode"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_wheel_has_configurations_data_and_one_command(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (entry,) = [name for name in names if name.endswith("entry_points.txt")]
+        assert "foredraft = foredraft.cli:main" in archive.read(entry).decode()
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == NAMES
+    for kind in ("conf", "data"):
+        there = {str(p.relative_to(ROOT)) for p in (ROOT / kind).rglob("*") if p.is_file()}
+        there = {f"foredraft/{name}" for name in there if not name.startswith("conf/lab/")}
+        assert there == {name for name in names if name.startswith(f"foredraft/{kind}/")}
+    assert {"distill/report/page.css", "decode/py.typed", "foredraft/py.typed"} <= names
+
+
+def test_no_dependency_owns_our_top_level_names():
+    required = metadata.requires("foredraft") or []
+    ours = {re.split(r"[\s<>=!~;\[(]", line, maxsplit=1)[0].lower().replace("_", "-") for line in required}
+    assert {"torch", "transformers", "hydra-core"} <= ours
+    for name, owners in metadata.packages_distributions().items():
+        if name in NAMES:
+            assert not {owner.lower() for owner in owners} - {"foredraft"}, (name, owners)
+
+
+@pytest.mark.proof
+def test_wheel_trains_and_generates_in_an_empty_folder(wheel, tmp_path):
+    installed, work = tmp_path / "site", tmp_path / "work"
+    work.mkdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    make_target(tmp_path / "target")
+    prompts, held_out = write_prompts(tmp_path / "p.jsonl", 8), write_prompts(tmp_path / "h.jsonl", 4, 100)
+    small = [f"target={tmp_path / 'target'}", f"prompts={prompts}", f"prompts.heldout={held_out}"]
+    small += ["prompts.self=0", "trainer.max_steps=2", "score.every=2", "rollout.max_new_tokens=8"]
+    small += ["score.max_new_tokens=6", "score.prompts=2", "score.replay_prompts=2", "batch_size=2"]
+    small += ["logger=csv"]
+    environment = os.environ | {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
+
+    def python(*arguments: str) -> str:
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=work, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    folder = Path(python("-m", "foredraft", "train", "experiment=quick", *small).splitlines()[-1])
+    assert (work / folder).parents[1].name == "outputs"
+    best = f"checkpoint={work / folder / 'checkpoints' / 'best'}"
+    assert python("-m", "foredraft", "generate", best, "prompt=say 3", "max_new_tokens=6")
+    code = (
+        "import foredraft; m = foredraft.load_target(); import distill.utils.paths as p; print(p.CONF)\n"
+        "print(foredraft.generate(m, 'How do I use grep?', max_new_tokens=4).tokens)"
+    )
+    assert python("-c", code).startswith(str(installed / "foredraft" / "conf"))

@@ -1,4 +1,4 @@
-"""All prompts of the bundled target, and 40,000 texts a plan of a tiny one, decoded: `make proofs`."""
+"""The bundled target and drafters of it at size, and 40,000 texts a plan of a tiny target: `make proofs`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ import pytest
 import torch
 from exact import target_law
 from scripted import Oracle
-from workbench import ROOT
+from workbench import ROOT, train
 
+from decode.evaluation.acceptance import round_counts
+from decode.evaluation.replay import Counts, Rollout, agreement, replay
 from decode.generation.generate import generate
+from decode.generation.types import Output
 from decode.model.fused_forward import Fused
 from decode.model.load import load_target, load_tokenizer, stop_tokens
+from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import Key, KeyedCoin, Purpose
 from decode.sampling import Sampler
 from distill.prompts.chat_template import Chat
 from distill.prompts.sources import read_prompts
+from distill.scoring.tap_control import ShuffledTaps
+from drafters.base import Drafter
+from drafters.checkpoint import io as checkpoint_io
 from drafters.models.eagle import Eagle
+from drafters.models.lm import DraftLM
 
 POCKET = str(ROOT / "data" / "pocket")
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]  # a loaded machine trains slowly
@@ -29,6 +37,11 @@ def encoded(name: str) -> list[list[int]]:
     """Prompts of a bundled file."""
     chat = Chat(load_tokenizer(POCKET))
     return [chat.encode(p.messages) for p in read_prompts(ROOT / "data" / "prompts" / f"{name}.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def chats() -> list[list[int]]:
+    return encoded("heldout")
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -103,9 +116,9 @@ def test_samples_of_the_keyed_coin_have_the_targets_distribution(tiny_target, pl
     assert z < 4.75, f"chi-square {statistic:.1f} over {len(likely)} cells"
 
 
-def test_a_compiled_target_decodes_the_same_text():
+def test_a_compiled_target_decodes_the_same_text(chats):
     """In fp32, where a changed last bit seldom changes a token; drafts of several shapes and batches."""
-    chats, options = encoded("heldout")[:4], {"max_new_tokens": 24, "sampler": Sampler(0.0)}
+    chats, options = chats[:4], {"max_new_tokens": 24, "sampler": Sampler(0.0)}
     plain, compiled = load_target(POCKET, "float32"), load_target(POCKET, "float32", compiled=True)
     fused = Fused.of(compiled.base, compiled.layers, compiled.config)
     assert fused is not None
@@ -116,3 +129,95 @@ def test_a_compiled_target_decodes_the_same_text():
         for rows in (1, 4):
             run = generate(compiled, drafter, chats[:rows], plan=plan, **options)
             assert [o.tokens for o in run.outputs] == want[:rows]
+
+
+# -- the default run's EAGLE and the bundled draft model ------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory) -> dict[str, tuple[Target, Drafter]]:
+    """The default run's EAGLE (about four minutes) and the companion, each with a target of its own."""
+    out = tmp_path_factory.mktemp("trained")
+    done = train(["drafter=eagle", "score.enabled=false", "logger=csv", f"output_dir={out}"]).succeeded()
+    for_eagle, for_lm = (load_target(POCKET, "bfloat16") for _ in range(2))
+    eagle = checkpoint_io.load(done.folder / "checkpoints" / "last", for_eagle)
+    lm = DraftLM.for_target(for_lm, path=str(ROOT / "data" / "pocket-draft")).to(for_lm.dtype).eval()
+    for target, drafter in ((for_eagle, eagle), (for_lm, lm)):
+        target.tap(drafter.taps)
+    return {"eagle": (for_eagle, eagle), "lm": (for_lm, lm)}
+
+
+def outputs(target, drafter, chats, plan, sampler, sample=0) -> list[Output]:
+    options = {"max_new_tokens": 64, "sampler": sampler, "stop": stop_tokens(target), "plan": plan}
+    found = []
+    for start in range(0, len(chats), 25):
+        part = chats[start : start + 25]
+        names = list(range(start, start + len(part)))
+        run = generate(target, drafter, part, requests=names, samples=[sample] * len(part), **options)
+        found += run.outputs
+    return found
+
+
+def answers(target, chats, sampler) -> list[Rollout]:
+    plain = outputs(target, None, chats, Plan(), sampler)
+    return [Rollout(chat, output.tokens) for chat, output in zip(chats, plain, strict=True)]
+
+
+def decoded(target, drafter, chats, plan, sampler, samples=1) -> Counts:
+    """Tokens and rounds of each prompt, of all its samples together."""
+    runs = [round_counts(outputs(target, drafter, chats, plan, sampler, n)) for n in range(samples)]
+    tokens, rounds = ([sum(c) for c in zip(*columns, strict=True)] for columns in zip(*runs, strict=True))
+    return Counts(tokens, rounds)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("name", ["eagle", "lm"])
+def test_replay_and_decoder_agree_on_the_pocket_target(drafters, chats, name, temperature):
+    """18 intervals, with 99 % for all together: a false alarm in one of a hundred runs, not of six."""
+    target, drafter = drafters[name]
+    chats, sampler = chats[:48] * (4 if temperature else 1), Sampler(temperature)
+    rollouts = answers(target, chats, sampler)
+    plans = [Plan(3), Plan(3, proposal="sampled"), Plan(4, 4, 16)]
+    for plan, replayed in zip(plans, replay(target, drafter, rollouts, plans, sampler), strict=True):
+        decoder = decoded(target, drafter, chats, plan, sampler)
+        low, high = agreement(decoder, replayed.counts, confidence=1 - 0.01 / 18)
+        print(
+            f"{name} T={temperature:g} {plan.name}: replay {replayed.counts.tau:.3f}, decoder "
+            f"{decoder.tau:.3f}, interval of the difference {low:+.3f}..{high:+.3f}"
+        )
+        assert low <= 0 <= high
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_shuffled_hidden_states_lower_acceptance(drafters, chats, temperature):
+    target, eagle = drafters["eagle"]
+    sampler = Sampler(temperature)
+    rollouts = answers(target, chats[:48], sampler)
+    (own,) = replay(target, eagle, rollouts, [Plan(4, 4, 16)], sampler)
+    try:
+        ShuffledTaps(target, chats[:48], 0)
+        (strange,) = replay(target, eagle, rollouts, [Plan(4, 4, 16)], sampler)
+    finally:
+        target.tap_transform = None
+    print(f"T={temperature:g}: replay {own.counts.tau:.3f}, with shuffled taps {strange.counts.tau:.3f}")
+    low, _ = agreement(own.counts, strange.counts)
+    assert low > 0
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_hybrid_accepts_more_than_fixed_and_block_no_less_than_token(drafters, chats, temperature):
+    target, eagle = drafters["eagle"]
+    sampler = Sampler(temperature)
+    chain = {"depth": 4, "proposal": "sampled"}
+    plans = {
+        "fixed": Plan(4, 4, 16),
+        "hybrid": Plan(4, 3, 16, proposal="hybrid"),
+        "token": Plan(**chain),
+        "block": Plan(**chain, rule="block"),
+    }
+    counts = {name: decoded(target, eagle, chats, plan, sampler, samples=4) for name, plan in plans.items()}
+    print(f"T={temperature:g} " + ", ".join(f"{name} {c.tau:.3f}" for name, c in counts.items()))
+    low, _ = agreement(counts["hybrid"], counts["fixed"])
+    assert low > 0, "more, and not by chance"
+    _, high = agreement(counts["block"], counts["token"])
+    assert high > 0, "not less; that it is never less is shown exactly in test_verify"

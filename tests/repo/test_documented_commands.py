@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from documented import CONF, ROOT, SERVED, Places, commands, configuration, lines, parts, program
+from documented import CONF, ROOT, SERVED, Places, commands, configuration, program
 from fake_engine import Engine, a_card, a_row
 
 from decode.model.load import load_tokenizer
@@ -167,27 +167,3 @@ def test_what_is_installed_and_made_exists():
 def test_the_tables_name_nothing_that_is_gone():
     for pattern in UNRUN | SLOW:
         assert any(re.search(pattern, text) for text, _ in FOUND), f"{pattern}: no such command"
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        (
-            "python3 -m venv x && A='b c' x/bin/python a.py   # why",
-            ["python3 -m venv x", "A='b c' x/bin/python a.py"],
-        ),
-        ("for d in 2 4; do torchrun train.py drafter.depth=$d; done", ["torchrun train.py drafter.depth=$d"]),
-        *(
-            (text, [])
-            for text in ("step  tau", "outputs/<date>/<time>/", "a.py   rules; which is it", "it's")
-        ),
-    ],
-)
-def test_commands_of_a_line(line, found):
-    assert parts(line) == found
-
-
-def test_lines_of_indented_blocks_shell_fences_and_inline_code():
-    text = "# x\n\n    python a.py b=1 \\\n      c=2\n\nx\n    python no.py\n\n```text\npython no.py\n```\n"
-    text += "```bash\npython b.py\n```\n- `python train.py c=1` and `python no.py`\n"
-    assert [line for _, line in lines(text)] == ["python a.py b=1 c=2", "python b.py", "python train.py c=1"]
