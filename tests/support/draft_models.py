@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from faces import V
@@ -23,10 +24,14 @@ KINDS = {
 
 
 def draft_model(folder: Path, kind: str = "tied", vocab: int = V, spread: float = 3.0, **changes) -> str:
-    """A folder with a random model, whose rows heed every token."""
     name, shape = KINDS[kind]
+    return save_random(folder, AutoModelForCausalLM, name, shape | changes, vocab, spread)
+
+
+def save_random(folder: Path, auto: Any, name: str, shape: dict, vocab: int, spread: float) -> str:
+    """A folder with a random model, whose rows heed every token."""
     torch.manual_seed(4)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, vocab_size=vocab, **shape | changes))
+    model = auto.from_config(AutoConfig.for_model(name, vocab_size=vocab, **shape))
     enlarge(model, spread)
     model.save_pretrained(folder)
     return str(folder)
@@ -36,8 +41,13 @@ LORA = {"r": 3, "alpha": 5, "targets": "all-linear"}
 
 
 def adapted(target, folder, kind="tied", **options) -> DraftLM:
-    """With adapters that change something; fresh ones add nothing."""
-    drafter = DraftLM.for_target(target, path=draft_model(folder, kind), lora=LORA | options)
+    return with_random_adapters(
+        DraftLM.for_target(target, path=draft_model(folder, kind), lora=LORA | options)
+    )
+
+
+def with_random_adapters(drafter: Any) -> Any:
+    """Its adapters change something; fresh ones add nothing."""
     for name, weight in drafter.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)

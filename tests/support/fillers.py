@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
+from draft_models import LORA, save_random, with_random_adapters
 from faces import K, V
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
-from workbench import enlarge
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from drafters.models.hf_dllm import Dllm
 
@@ -24,20 +23,14 @@ KINDS = {
     "modernbert": ("modernbert", BASE | NO_ENDS | {"local_attention": 8, "num_hidden_layers": 4}),
 }
 CAUSAL = ("llama", "learned positions", "windows and soft caps")
-LORA = {"r": 3, "alpha": 5, "targets": "all-linear"}
 MASK = V - 1
 
 
 def filler(folder: Path, kind: str = "llama", vocab: int = V, spread: float = 3.0, **changes) -> str:
     """A folder with a random model that heeds every token."""
     name, shape = KINDS[kind]
-    torch.manual_seed(4)
-    config = AutoConfig.for_model(name, vocab_size=vocab, **shape | changes)
-    door = AutoModelForCausalLM if kind in CAUSAL else AutoModelForMaskedLM
-    model = door.from_config(config)
-    enlarge(model, spread)
-    model.save_pretrained(folder)
-    return str(folder)
+    auto = AutoModelForCausalLM if kind in CAUSAL else AutoModelForMaskedLM
+    return save_random(folder, auto, name, shape | changes, vocab, spread)
 
 
 def drafter_for(target, path: str, **options) -> Dllm:
@@ -46,12 +39,7 @@ def drafter_for(target, path: str, **options) -> Dllm:
 
 
 def adapted(target, folder: Path, kind: str, **options) -> Dllm:
-    """With adapters that change something; fresh ones add nothing."""
-    drafter = drafter_for(target, filler(folder, kind), lora=LORA, **options)
-    for name, weight in drafter.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-    return drafter
+    return with_random_adapters(drafter_for(target, filler(folder, kind), lora=LORA, **options))
 
 
 def count_passes(drafter: Dllm) -> list[int]:

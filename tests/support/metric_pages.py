@@ -1,42 +1,33 @@
 """Pages of metrics as vLLM and SGLang write them."""
 
-VLLM = """\
+POSITIONS = "".join(
+    f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="{engine}",model_name="m",'
+    f'position="{position}"}} {accepted}\n'
+    for engine, counts in enumerate(((80.0, 50.0, 20.0), (40.0, 20.0, 0.0)))
+    for position, accepted in enumerate(counts)
+)
+VLLM = f"""\
 # HELP python_gc_objects_collected_total Objects collected during gc
 # TYPE python_gc_objects_collected_total counter
-python_gc_objects_collected_total{generation="0"} 9210.0
-# TYPE process_start_time_seconds gauge
+python_gc_objects_collected_total{{generation="0"}} 9210.0
 process_start_time_seconds 1.79534369213e+09
 # HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{engine="0",model_name="m"} 0.0
-# TYPE vllm:generation_tokens_total counter
-vllm:generation_tokens_total{engine="0",model_name="m"} 300.0
-vllm:generation_tokens_total{engine="1",model_name="m"} 100.0
-# TYPE vllm:request_success_total counter
-vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"} 7.0
-vllm:request_success_total{engine="0",finished_reason="length",model_name="m"} 3.0
-# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
-# TYPE vllm:spec_decode_num_drafts_total counter
-vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 100.0
-vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 50.0
-# HELP vllm:spec_decode_num_drafts_created Number of spec decoding drafts.
-# TYPE vllm:spec_decode_num_drafts_created gauge
-vllm:spec_decode_num_drafts_created{engine="0",model_name="m"} 1.7953436e+09
-# TYPE vllm:spec_decode_num_draft_tokens_total counter
-vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 300.0
-vllm:spec_decode_num_draft_tokens_total{engine="1",model_name="m"} 150.0
-# TYPE vllm:spec_decode_num_accepted_tokens_total counter
-vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 150.0
-vllm:spec_decode_num_accepted_tokens_total{engine="1",model_name="m"} 60.0
-# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 80.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 50.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 20.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="m",position="0"} 40.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="m",position="1"} 20.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="m",position="2"} 0.0
+vllm:num_requests_running{{engine="0",model_name="m"}} 0.0
+vllm:generation_tokens_total{{engine="0",model_name="m"}} 300.0
+vllm:generation_tokens_total{{engine="1",model_name="m"}} 100.0
+vllm:request_success_total{{engine="0",finished_reason="stop",model_name="m"}} 7.0
+vllm:request_success_total{{engine="0",finished_reason="length",model_name="m"}} 3.0
+vllm:spec_decode_num_drafts_total{{engine="0",model_name="m"}} 100.0
+vllm:spec_decode_num_drafts_total{{engine="1",model_name="m"}} 50.0
+vllm:spec_decode_num_drafts_created{{engine="0",model_name="m"}} 1.7953436e+09
+vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="m"}} 300.0
+vllm:spec_decode_num_draft_tokens_total{{engine="1",model_name="m"}} 150.0
+vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="m"}} 150.0
+vllm:spec_decode_num_accepted_tokens_total{{engine="1",model_name="m"}} 60.0
+{POSITIONS}\
 # TYPE vllm:spec_decode_num_accepted_tokens_per_pos_created gauge
-vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",model_name="m",position="0"} 1.7953436e+09
+vllm:spec_decode_num_accepted_tokens_per_pos_created{{engine="0",model_name="m",position="0"}} 1.7953436e+09
 """
 RANK = 'engine_type="unified",model_name="m",moe_ep_rank="0",pp_rank="0",tp_rank='
 SGLANG = f"""\
@@ -44,17 +35,11 @@ SGLANG = f"""\
 # TYPE sglang:spec_accept_length gauge
 sglang:spec_accept_length{{{RANK}"0"}} 2.9
 sglang:spec_accept_length{{{RANK}"1"}} 2.9
-# TYPE sglang:spec_accept_rate gauge
 sglang:spec_accept_rate{{{RANK}"0"}} 0.63
-# TYPE sglang:spec_num_steps gauge
 sglang:spec_num_steps{{{RANK}"0"}} 3.0
-# TYPE sglang:spec_num_draft_tokens gauge
 sglang:spec_num_draft_tokens{{{RANK}"0"}} 4.0
-# TYPE sglang:num_requests_total counter
 sglang:num_requests_total{{is_streaming="false",model_name="m"}} 6.0
 sglang:num_requests_total{{is_streaming="true",model_name="m"}} 4.0
-# TYPE sglang:generation_tokens_total counter
 sglang:generation_tokens_total{{is_streaming="false",model_name="m"}} 410.0
-# TYPE sglang:spec_verify_calls_total counter
 sglang:spec_verify_calls_total{{is_streaming="false",model_name="m"}} 200.0
 """

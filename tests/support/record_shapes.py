@@ -1,6 +1,7 @@
 """Records in the shapes that people bring, with what they mean."""
 
 import json
+from copy import deepcopy
 
 ARGUMENTS = {"city": "Ulm"}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
@@ -190,4 +191,4 @@ _READ = {
         "chosen rejected",
     ),
 }
-READ = {shape: (*entry, "")[:3] for shape, entry in _READ.items()}
+READ = {shape: (deepcopy(record), *rest, "")[:3] for shape, (record, *rest) in _READ.items()}

@@ -158,22 +158,13 @@ class Loaded:
 
     def _attend(self, x: Tensor, at: str) -> Tensor:
         rows, length, _ = x.shape
-        heads = [
+        q, k, v = (
             self._linear(x, f"{at}self_attn.{part}_proj").view(rows, length, -1, self.config["head_dim"])
             for part in "qkv"
-        ]
-        q, k, v = (part.transpose(1, 2) for part in heads)
+        )
         cosine, sine = self.rotary(x, torch.arange(length)[None])
-        q, k = (_turned(part, cosine[:, None], sine[:, None]) for part in (q, k))
-        group = q.shape[1] // k.shape[1]
-        k, v = (part.repeat_interleave(group, 1) for part in (k, v))
-        scores = q @ k.mT / math.sqrt(self.config["head_dim"])
-        seen = torch.ones(length, length).bool().tril()
-        if (window := self.window()) is not None:
-            seen = seen.triu(1 - window)
-        scores = scores.masked_fill(~seen, -torch.inf)
-        attended = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-        return self._linear(attended, f"{at}self_attn.o_proj")
+        attended = attend(q, k, v, cosine[:, None], sine[:, None], self.window())
+        return self._linear(attended.flatten(2), f"{at}self_attn.o_proj")
 
     def window(self) -> int | None:
         """vLLM's is in `layer_types`, counted on from the target's layers; SGLang's in its command."""
@@ -195,9 +186,22 @@ class Loaded:
         return x * scale * self.weights[f"{name}.weight"]
 
 
-def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    one, other = x.chunk(2, -1)
-    return x * cosine + torch.cat([-other, one], -1) * sine
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cosine: Tensor, sine: Tensor, window: int | None = None
+) -> Tensor:
+    """(B, n, heads, dim) queries, keys and values; rotary cosines and sines end with (n, dim)."""
+
+    def turned(x: Tensor) -> Tensor:
+        one, other = x.chunk(2, -1)
+        return x * cosine + torch.cat([-other, one], -1) * sine
+
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (turned(k), v))
+    seen = torch.ones(q.shape[2], q.shape[2]).bool().tril()
+    if window is not None:
+        seen = seen.triu(1 - window)
+    scores = (turned(q) @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
 def captured(model: Any, tokens: Tensor, loaded: Loaded) -> Tensor:
@@ -228,12 +232,16 @@ def captured(model: Any, tokens: Tensor, loaded: Loaded) -> Tensor:
 
 def drafted(loaded: Loaded, model: Any, texts: Tensor, depth: int) -> dict[tuple[int, int], Tensor]:
     """(anchor, depth) -> (B, V) logits, told the text: pair i is what was read at i, and token i + 1."""
-    feature = loaded.combine(captured(model, texts, loaded))
+    return fed_back(loaded.forward, texts, loaded.combine(captured(model, texts, loaded)), depth)
+
+
+def fed_back(forward: Any, texts: Tensor, feature: Tensor, depth: int) -> dict[tuple[int, int], Tensor]:
+    """What a drafter gives that is told the text, and reads what it feeds back from depth 2 on."""
     found = {}
     for anchor in range(texts.shape[1] - 2):
         fed = feature[:, : anchor + 1]
         for ahead in range(1, min(depth, texts.shape[1] - 2 - anchor) + 1):
-            logits, back = loaded.forward(texts[:, 1 : anchor + 1 + ahead], fed)
+            logits, back = forward(texts[:, 1 : anchor + 1 + ahead], fed)
             found[anchor, ahead] = logits[:, -1]
             fed = torch.cat([fed, back[:, -1:]], 1)
     return found

@@ -8,10 +8,10 @@ read here.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
+from served_eagle import attend, fed_back
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig
@@ -57,15 +57,9 @@ class ServedMtp:
             q, gate = q.view(rows, length, count, 2, dim).unbind(3)
         if f"{at}q_norm.weight" in self.weights:
             q, k = self.norm(q, f"{at}q_norm"), self.norm(k, f"{at}k_norm")
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         steps = torch.arange(0, dim, 2, dtype=torch.float64) / dim
         angles = torch.arange(length)[:, None] * self.config.rope_parameters["rope_theta"] ** -steps
-        cosine, sine = (part.repeat(1, 2) for part in (angles.cos(), angles.sin()))
-        q, k = (part * cosine + turned(part) * sine for part in (q, k))
-        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
-        later = torch.ones(length, length).triu(1).bool()
-        scores = (q @ k.mT / math.sqrt(dim)).masked_fill(later, -torch.inf)
-        out = (scores.softmax(-1) @ v).transpose(1, 2)
+        out = attend(q, k, v, *(part.repeat(1, 2) for part in (angles.cos(), angles.sin())))
         out = out if gate is None else out * gate.sigmoid()
         return self.linear(out.flatten(2), f"{at}o_proj")
 
@@ -82,18 +76,6 @@ class ServedMtp:
         return self.weights.get(name)
 
 
-def turned(x: Tensor) -> Tensor:
-    one, other = x.chunk(2, -1)
-    return torch.cat([-other, one], -1)
-
-
 def drafted(served: ServedMtp, texts: Tensor, hidden: Tensor, depth: int) -> dict[tuple[int, int], Tensor]:
-    """(anchor, depth) -> (B, V) logits, told the text: pair i is the target's state at i, and token i + 1."""
-    found = {}
-    for anchor in range(texts.shape[1] - 2):
-        fed = hidden[:, : anchor + 1]
-        for ahead in range(1, min(depth, texts.shape[1] - 2 - anchor) + 1):
-            logits, back = served.forward(texts[:, 1 : anchor + 1 + ahead], fed)
-            found[anchor, ahead] = logits[:, -1]
-            fed = torch.cat([fed, back[:, -1:]], 1)
-    return found
+    """(anchor, depth) -> (B, V) logits."""
+    return fed_back(served.forward, texts, hidden, depth)

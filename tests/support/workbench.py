@@ -116,10 +116,15 @@ def options_of(
 
 def changed(cfg: DictConfig, cls: type[Options] = TrainOptions, **changes: Any) -> Options:
     """The options of a configuration, some of whose values are replaced."""
+    return checked_options(cls, updated(cfg, changes))
+
+
+def updated(cfg: DictConfig, changes: dict[str, Any], force_add: bool = False) -> DictConfig:
+    """A copy with other values; keys have __ for the dot."""
     cfg = copy.deepcopy(cfg)
     for key, value in changes.items():
-        OmegaConf.update(cfg, key.replace("__", "."), value, merge=False)
-    return checked_options(cls, cfg)
+        OmegaConf.update(cfg, key.replace("__", "."), value, merge=False, force_add=force_add)
+    return cfg
 
 
 @dataclass
@@ -175,13 +180,10 @@ class Bench:
 
         `changes` are of the configuration, with __ for the dot.
         """
-        cfg = copy.deepcopy(self.base)
-        for key, value in changes.items():
-            OmegaConf.update(cfg, key.replace("__", "."), value, merge=False, force_add=True)
         folder.mkdir(parents=True, exist_ok=True)
         printed = io.StringIO()
         with redirect_stdout(printed):
-            run(cfg, folder)
+            run(updated(self.base, changes, force_add=True), folder)
         return printed.getvalue()
 
     def fork(self, *more: str, before: Callable[[], Any] = lambda: None) -> int:
