@@ -23,7 +23,6 @@ from workbench import (
     ranks,
     same,
     weights,
-    write_prompts,
 )
 
 from decode.errors import UserError
@@ -122,6 +121,16 @@ def test_training_lowers_the_loss(bench, tmp_path):
 # -- other models, other data --------------------------------------------------------------------
 
 
+def asked(text: str, *answers: str) -> dict:
+    turns = [{"role": "user", "content": text}, *({"role": "assistant", "content": a} for a in answers)]
+    return {"messages": turns}
+
+
+def write_records(path: Path, *records: dict) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
 @pytest.mark.proof
 def test_a_base_model_trains_without_a_template(bench, tmp_path):
     target = make_target(tmp_path / "base", template=None)
@@ -131,21 +140,18 @@ def test_a_base_model_trains_without_a_template(bench, tmp_path):
 
 @pytest.mark.proof
 def test_prompts_longer_than_the_context_are_left_out_and_named(bench, tmp_path):
-    """The default once was 160 tokens, and what was longer went without a word."""
-    file, held = write_prompts(tmp_path / "p.jsonl", 10), write_prompts(tmp_path / "h.jsonl", 4, first=50)
-    long = [{"messages": [{"role": "user", "content": "x" * (195 + i)}]} for i in range(10)]
-    file.write_text("".join(json.dumps(record) + "\n" for record in long) + file.read_text())
-    for path, letter in ((file, "y"), (held, "z")):
-        saga = {"messages": [{"role": "user", "content": letter * 300}]}
-        path.write_text(path.read_text() + json.dumps(saga) + "\n")
+    texts = [*("x" * (195 + i) for i in range(10)), *(f"say {i}" for i in range(10)), "y" * 300]
+    file = write_records(tmp_path / "p.jsonl", *map(asked, texts))
+    texts = [*(f"say {i}" for i in range(50, 54)), "z" * 300]
+    held = write_records(tmp_path / "h.jsonl", *map(asked, texts))
     done = bench.train(f"prompts={file}", f"prompts.heldout={held}", "rollout.max_new_tokens=4").succeeded()
     assert "rollouts: 20 rows" in done.out
     listed = done.folder / "quarantine.jsonl"
-    said = done.out.splitlines()
+    printed = done.out.splitlines()
     counts = "prompts: 1 of 21 prompts and 1 of 5 held-out prompts"
     limit = "255 tokens (as many as the target reads)"
-    first = said.index(f"{counts} have more than {limit} and are left out, listed in {listed}")
-    assert said[first + 1 : first + 3] == [f"  {file}:21: 302 tokens", f"  {held}:5: 302 tokens"]
+    first = printed.index(f"{counts} have more than {limit} and are left out, listed in {listed}")
+    assert printed[first + 1 : first + 3] == [f"  {file}:21: 302 tokens", f"  {held}:5: 302 tokens"]
     rejected = [json.loads(row) for row in listed.read_text().splitlines()]
     assert [(row["file"], row["line"]) for row in rejected] == [(str(file), 21), (str(held), 5)]
     record = json.loads((done.folder / "prompts.json").read_text())
@@ -162,16 +168,13 @@ def test_prompts_longer_than_the_context_are_left_out_and_named(bench, tmp_path)
     ],
 )
 def test_more_than_a_tenth_too_long_is_refused_before_work(bench, tmp_path, options, reason, advice):
-    answer = {"role": "assistant", "content": "hello"}
     texts = [*(f"q {i}" for i in range(15)), *("x" * n for n in (60, 61, 62))]
-    records = [{"messages": [{"role": "user", "content": text}, answer]} for text in texts]
-    file = tmp_path / "p.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    file = write_records(tmp_path / "p.jsonl", *(asked(text, "hello") for text in texts))
     with pytest.raises(UserError, match=r"^prompts: 3 of 18 prompts have more than") as refused:
         bench.run(tmp_path / "stopped", prompts__path=str(file), **options)
     line = str(refused.value)
-    for said in (reason, f"{file}:18: 64 tokens", advice, "prompts.max_left_out=0.17 "):
-        assert said in line
+    parts = (reason, f"{file}:18: 64 tokens", advice, "prompts.max_left_out=0.17 ")
+    assert [part for part in parts if part not in line] == []
     assert "\n" not in line
     if "rollout__answers" in options:
         less = {"prompts__max_left_out": 0.17, "score__enabled": False}
@@ -181,8 +184,7 @@ def test_more_than_a_tenth_too_long_is_refused_before_work(bench, tmp_path, opti
 
 
 def test_too_long_held_out_prompt_is_named(bench, tmp_path):
-    long = tmp_path / "long.jsonl"
-    long.write_text(json.dumps({"id": "saga", "messages": [{"role": "user", "content": "x" * 300}]}) + "\n")
+    long = write_records(tmp_path / "long.jsonl", asked("x" * 300))
     bench.train(f"prompts.heldout={long}").refused(f"{long}:1: 302 tokens")
 
 
@@ -304,11 +306,11 @@ def test_lightning_reads_its_state_with_weights_only(bench, tmp_path, monkeypatc
 
 
 def test_cleaning_removes_files_folders_and_links(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "b.json.1.tmp").write_text("")
-    (tmp_path / "4.tmp" / "trainer").mkdir(parents=True)
+    for folder in ("a", "4.tmp/trainer"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("a/b.json.1.tmp", "keep"):
+        (tmp_path / file).touch()
     (tmp_path / "best.1.tmp").symlink_to("a")
-    (tmp_path / "keep").write_text("")
     clean(tmp_path)
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["a", "keep"]
 

@@ -70,8 +70,8 @@ def test_several_prompts_are_answered_in_one_batch(loaded):
     prompts = ["say 3", [{"role": "user", "content": "count to ten"}]]
     answers = foredraft.generate(model, prompts, drafter, max_new_tokens=8)
     assert answers[0].tokens != answers[1].tokens
-    alone = [foredraft.generate(model, prompt, drafter, max_new_tokens=8) for prompt in prompts]
-    assert [(a.tokens, a.text) for a in answers] == [(a.tokens, a.text) for a in alone]
+    single = [foredraft.generate(model, prompt, drafter, max_new_tokens=8) for prompt in prompts]
+    assert [(a.tokens, a.text) for a in answers] == [(a.tokens, a.text) for a in single]
 
 
 def test_typed_contents_and_single_messages_are_read(loaded):
@@ -134,12 +134,10 @@ def test_wrong_calls_are_refused(folders, loaded):
         foredraft.load_target(str(folders / "target"), "target.dtpye=float32")
     with pytest.raises(UserError):
         foredraft.load_drafter(str(folders / "nowhere"), model)
-    for call in (
-        foredraft.score,
-        lambda model, drafter, prompts: foredraft.generate(model, prompts, drafter),
-    ):
-        with pytest.raises(UserError, match="no prompts"):
-            call(model, drafter, [])
+    with pytest.raises(UserError, match="no prompts"):
+        foredraft.score(model, drafter, [])
+    with pytest.raises(UserError, match="no prompts"):
+        foredraft.generate(model, [], drafter)
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         _ = foredraft.lode
     model.target.tap(())
@@ -193,11 +191,13 @@ def test_one_stop_string_is_not_read_as_its_letters(loaded):
     model, _ = loaded
     free = foredraft.generate(model, "say 3", max_new_tokens=40)
     pair = next(free.text[i : i + 2] for i in range(8, 30) if free.text.find(free.text[i : i + 2]) == i)
-    alone = foredraft.generate(model, "say 3", max_new_tokens=40, stop=pair)
-    assert alone.tokens == foredraft.generate(model, "say 3", max_new_tokens=40, stop=[pair]).tokens
-    assert alone.text.endswith(pair)
-    letters = foredraft.generate(model, "say 3", max_new_tokens=40, stop=list(pair))
-    assert len(letters.tokens) < len(alone.tokens), "the letters alone end it no earlier: choose others"
+    one, listed, letters = (
+        foredraft.generate(model, "say 3", max_new_tokens=40, stop=stop)
+        for stop in (pair, [pair], list(pair))
+    )
+    assert one.tokens == listed.tokens
+    assert one.text.endswith(pair)
+    assert len(letters.tokens) < len(one.tokens), "the letters end it no earlier: choose others"
 
 
 def test_threads_with_and_without_a_drafter_take_turns(loaded, monkeypatch):

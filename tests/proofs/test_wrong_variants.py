@@ -30,7 +30,6 @@ from exact import (
     struck,
 )
 from rule_cases import LOSSY, RULES
-from torch import Tensor
 
 from decode.draft import PAD, Draft
 from decode.errors import UserError
@@ -44,7 +43,6 @@ from decode.verification.target_probs import TargetProbs
 
 V, LENGTH = 3, 3
 VISIBLE = 1e-3
-WARPED = Sampler(0.8, top_p=0.7)
 Law = Sequence[float]
 Path = tuple[int, ...]
 
@@ -56,7 +54,6 @@ class Way(NamedTuple):
     rule: str = "token"
     flags: Mapping[str, bool] = MappingProxyType({})
     judge: Callable[..., VerificationResult] = verify
-    sampler: Sampler = Sampler(1.0)
 
 
 def ways(stories: Sequence[Callable[[Table], Story]], *rules: str, **options) -> list[Way]:
@@ -69,73 +66,9 @@ def errors(way: Way, tables: int) -> Iterator[float]:
     drawn, several = way.rule in ("token", "block", "select"), way.rule == "select"
     plan = Plan(1, proposal="sampled" if drawn else "fixed", drafts=1 + several, rule=way.rule)
     for seed in range(tables):
-        table = Table(seed, way.sampler)
+        table = Table(seed, Sampler(1.0))
         got = table.round(lambda table=table: way.story(table), plan, way.judge, 256, **way.flags)
         yield error(table.complete(got, LENGTH), table.law(LENGTH))
-
-
-# -- chains --------------------------------------------------------------------------------------
-
-
-def chain(
-    draw: Callable[[Table, Path], Law], tell: Callable[[Table, Path], Law] | None = None, depth: int = 2
-):
-    """Drawn from one distribution, and told to be from another."""
-
-    def story(table: Table) -> Story:
-        path: Path = ()
-        nodes = []
-        for parent in range(-1, depth - 1):
-            law = (tell or draw)(table, path)
-            path = (*path, (yield draw(table, path)))
-            nodes.append(Node(path[-1], parent, law))
-        return nodes
-
-    return story
-
-
-def honest(table: Table, path: Path) -> Law:
-    return table.q(path)
-
-
-def cold(table: Table, path: Path) -> Law:
-    """The draft's distribution at temperature 0.5."""
-    return struck([mass**2 for mass in table.q(path)])
-
-
-def argmax(drawn: bool):
-    """The likeliest tokens, told to be drawn or to be chosen."""
-
-    def story(table: Table) -> Story:
-        nodes = []
-        for parent in range(-1, 1):
-            q = table.q([node.token for node in nodes])
-            nodes.append(Node(q.index(max(q)), parent, q if drawn else None))
-        yield from ()
-        return nodes
-
-    return story
-
-
-def after_rejection(wrong: Callable[..., Tensor]) -> Callable[..., VerificationResult]:
-    """The rules with another idea of what is left."""
-
-    def judge(rule, draft, rows, coin):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("decode.verification.descent._residual", lambda *a: wrong(rows, *a))
-            return verify(rule, draft, rows, coin)
-
-    return judge
-
-
-def no_residual(rows, law, q, where):
-    return law
-
-
-def raw_residual(rows, law, q, where):
-    raw = rows._logits[:, 0].softmax(-1)
-    left = (raw - q).clamp_min(0)
-    return torch.where(where[:, None], left / left.sum(-1, keepdim=True), law)
 
 
 # -- several drafts ------------------------------------------------------------------------------
@@ -151,14 +84,15 @@ def two_chains(table: Table) -> Story:
     return nodes
 
 
-def better_of_two(score: Callable[[Table, Path], Law]):
-    """Of two drafts the one of the higher score."""
+def better_of_two(score: str):
+    """Of two drafts the one of the higher score, by the drafter's q or the target's p."""
 
     def story(table: Table) -> Story:
         nodes = yield from two_chains(table)
 
         def value(one: list[Node]) -> float:
-            return score(table, ())[one[0].token] * score(table, (one[0].token,))[one[1].token]
+            first, second = (node.token for node in one)
+            return getattr(table, score)(())[first] * getattr(table, score)((first,))[second]
 
         best = nodes[2:] if value(nodes[2:]) > value(nodes[:2]) else nodes[:2]
         return [node._replace(parent=i - 1) for i, node in enumerate(best)]
@@ -184,15 +118,11 @@ def selected_and_weighed(rule: Rule, draft: Draft, rows: TargetProbs, coin) -> V
     return verify(Recursive(), kept, rows, coin)
 
 
-def target_score(table: Table, path: Path) -> Law:
-    return table.p(path)
-
-
 # -- siblings ------------------------------------------------------------------------------------
 
 
 def siblings(second: str):
-    """Two children of the root."""
+    """Two children of the root, the second chosen, or drawn and replaced where it repeats the first."""
 
     def story(table: Table) -> Story:
         q = table.q(())
@@ -200,9 +130,7 @@ def siblings(second: str):
         nodes = [Node(a, -1, q)]
         others = struck(q, a)
         likeliest = others.index(max(others))
-        if second == "struck":
-            nodes.append(Node((yield others), -1, q))
-        elif second == "patched":
+        if second == "patched":
             b = yield q
             nodes.append(Node(likeliest if b == a else b, -1, q))
         else:
@@ -292,33 +220,17 @@ REPLACED = {"replacement": True}
 EXACT_RULES = ("recursive", "traversal", "match")
 # what goes wrong: the wrong way, and the right ones
 PAIRS: dict[str, tuple[Way, list[Way]]] = {
-    "q of another temperature": (
-        Way(chain(cold, honest)),
-        ways([chain(cold), chain(honest)], "token", "block"),
-    ),
-    "q of another temperature, by block": (Way(chain(cold, honest), "block"), []),
-    "argmax with the whole of q": (Way(argmax(drawn=True)), ways([argmax(drawn=False)], *EXACT_RULES)),
-    "p where the residual belongs": (Way(chain(honest), judge=after_rejection(no_residual)), []),
-    "residual of the distribution before warping": (
-        Way(chain(honest, depth=1), judge=after_rejection(raw_residual), sampler=WARPED),
-        ways([chain(honest), chain(cold)], "token", "block", sampler=WARPED),
-    ),
-    "struck siblings verified with q": (
-        Way(siblings("struck"), "recursive", REPLACED),
-        ways([siblings("struck")], *EXACT_RULES),
-    ),
-    "struck siblings verified with q, by traversal": (Way(siblings("struck"), "traversal", REPLACED), []),
     "a repeated sibling replaced by the next best": (
         Way(siblings("patched"), "recursive", REPLACED),
         [Way(siblings("patched"), "match", REPLACED), *ways([siblings("chosen")], "recursive", "traversal")],
     ),
     "the better of two drafts by the draft's score": (
-        Way(better_of_two(honest)),
-        [Way(better_of_two(honest), "match"), *ways([two_chains], *EXACT_RULES, flags=REPLACED)],
+        Way(better_of_two("q")),
+        [Way(better_of_two("q"), "match"), *ways([two_chains], *EXACT_RULES, flags=REPLACED)],
     ),
     "the better of two drafts by the target's score": (
-        Way(better_of_two(target_score), "block"),
-        [Way(better_of_two(target_score), "match")],
+        Way(better_of_two("p"), "block"),
+        [Way(better_of_two("p"), "match")],
     ),
     "the best of two drafts by what it is expected to keep": (
         Way(drafts_that_share, "select", REPLACED, selected_and_weighed),
