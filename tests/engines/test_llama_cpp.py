@@ -120,9 +120,17 @@ def counted(rounds: Sequence[int]) -> tuple[int, int]:
     return drafted, kept
 
 
-def told(counts: Sequence[tuple[int, int]]) -> str:
+def share(counts: Sequence[tuple[int, int]]) -> str:
     drafted, accepted = map(sum, zip(*counts, strict=True))
     return f"{accepted} of {drafted} drafted tokens"
+
+
+def drafted_answers(llama_cpp: Path, file: Path, kind: str, run: Path, prompts) -> list[Answer]:
+    """The server's answers with the drafter that a run has exported."""
+    draft = next((run / "export").glob("*-gguf")) / "drafter.gguf"
+    spec = ["--spec-type", KINDS[kind][0], "--spec-draft-n-max", str(DEPTH)]
+    with served(llama_cpp, file, "-md", str(draft), *spec, *EXACT_DRAFT) as url:
+        return [ask(url, prompt, TOKENS) for prompt in prompts]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,14 +138,12 @@ def test_server_accepts_what_ours_accepts(kind, folder, file, llama_cpp, engine_
     run = trained(kind, folder, llama_cpp)
     export = next((run / "export").glob("*-gguf"))
     assert sorted(path.name for path in export.iterdir() if path.suffix == ".gguf") == ["drafter.gguf"]
-    spec = ["--spec-type", KINDS[kind][0], "--spec-draft-n-max", str(DEPTH)]
-    with served(llama_cpp, file, "-md", str(export / "drafter.gguf"), *spec, *EXACT_DRAFT) as url:
-        answers = [ask(url, prompt, TOKENS) for prompt in prompts]
+    answers = drafted_answers(llama_cpp, file, kind, run, prompts)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
     here = [counted(one.accepted) for one in ours(folder, run / "checkpoints" / "best", prompts)]
     there = [(answer.drafted, answer.accepted) for answer in answers]
     equal = f"{len(answers)} of {len(answers)} equal"
-    engine_row(f"{kind}, tiny Llama", "gguf", "llama.cpp b11434", equal, told(here), told(there))
+    engine_row(f"{kind}, tiny Llama", "gguf", "llama.cpp b11434", equal, share(here), share(there))
     assert there == here
     assert sum(accepted for _, accepted in there) > 4 * len(prompts)
 
@@ -157,22 +163,18 @@ def test_smollm2_is_drafted_for_there_as_here(llama_cpp, smollm2_run, engine_row
     # The server is told not to end an answer, so where the target does, it writes another text.
     going_on = [pair for pair in answered if chat.tokenizer.eos_token_id not in pair[1].tokens]
     prompts, outputs = map(list, zip(*going_on, strict=True))
-    draft = next((smollm2_run / "export").glob("*-gguf")) / "drafter.gguf"
-    spec = ["--spec-type", KINDS["eagle3"][0], "--spec-draft-n-max", str(DEPTH)]
-    with served(llama_cpp, file, "-md", str(draft), *spec, *EXACT_DRAFT) as url:
-        answers = [ask(url, prompt, TOKENS) for prompt in prompts]
+    answers = drafted_answers(llama_cpp, file, "eagle3", smollm2_run, prompts)
     here = [counted(one.accepted) for one in outputs]
     there = [(answer.drafted, answer.accepted) for answer in answers]
     same = [answer.tokens == one.tokens for answer, one in zip(answers, outputs, strict=True)]
     equal = f"{sum(same)} of {len(same)} are ours"
     row = f"EAGLE-3, SmolLM2-135M in {weights}"
-    engine_row(row, "gguf", "llama.cpp b11434", equal, told(here), told(there))
+    engine_row(row, "gguf", "llama.cpp b11434", equal, share(here), share(there))
     if weights == "fp32":
         assert sum(same) >= len(same) - 1  # near ties
         assert sum(map(tuple.__eq__, here, there)) >= len(here) - 2
-    drafted, accepted = (sum(column) for column in zip(*here, strict=True))
-    share = sum(kept for _, kept in there) / sum(offered for offered, _ in there)
-    assert abs(share - accepted / drafted) < 0.02
+    shares = [sum(kept for _, kept in each) / sum(drafted for drafted, _ in each) for each in (here, there)]
+    assert abs(shares[0] - shares[1]) < 0.02
 
 
 @pytest.mark.parametrize("scaling", ["llama3", "yarn", "linear"])

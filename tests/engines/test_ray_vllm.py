@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,19 +44,16 @@ def pgrep(*words: str) -> set[int]:
     return {int(pid) for pid in found.split()}
 
 
-def gone(before: set[int], seconds: float = 30.0) -> bool:
+def remaining(find: Callable[[], set[int]], seconds: float = 30.0) -> set[int]:
+    """Processes that are still found after so many seconds."""
     end = time.monotonic() + seconds
-    while (more := pgrep("-f", "vllm.entrypoints") - before) and time.monotonic() < end:
+    while (found := find()) and time.monotonic() < end:
         time.sleep(0.2)
-    return not more
+    return found
 
 
-def ends(processes: set[int], seconds: float = 0.0) -> set[int]:
-    """Those that are alive still after so many seconds."""
-    end = time.monotonic() + seconds
-    while (alive := {p for p in processes if running(p)}) and time.monotonic() < end:
-        time.sleep(0.2)
-    return alive
+def alive(processes: set[int]) -> set[int]:
+    return {process for process in processes if running(process)}
 
 
 def running(process: int) -> bool:
@@ -81,12 +78,15 @@ def test_killed_worker_loses_no_row_and_ends_its_engine(bench, options, fleet, t
     assert plan.server.startswith(options.target.name)  # rows of their own: another program draws them
     before, away, log = pgrep("-f", "vllm.entrypoints"), portable(options), tmp_path / "log"
 
+    def new_engines() -> set[int]:
+        return pgrep("-f", "vllm.entrypoints") - before
+
     one = RolloutStore(tmp_path / "one", plan, prompts)
     one.open()
-    alone = EngineWriter(away, plan)
-    one.fill(alone, lambda missing: None)
-    del alone
-    assert gone(before)
+    single = EngineWriter(away, plan)
+    one.fill(single, lambda missing: None)
+    del single
+    assert not remaining(new_engines)
 
     def load():
         writer = EngineWriter(away, plan)
@@ -107,9 +107,9 @@ def test_killed_worker_loses_no_row_and_ends_its_engine(bench, options, fleet, t
             if len(lines) > 4:  # the third shard, while its answers are written
                 time.sleep(0.2)
                 worker = int(lines[4])
-                engines.append(ends(pgrep("-P", str(worker))))
+                engines.append(alive(pgrep("-P", str(worker))))
                 os.kill(worker, signal.SIGKILL)
-                engines.append(ends(engines[0], 30.0))
+                engines.append(remaining(lambda: alive(engines[0])))
                 killed.append(lines[5])
 
     killer = threading.Thread(target=kill, daemon=True)
@@ -122,10 +122,10 @@ def test_killed_worker_loses_no_row_and_ends_its_engine(bench, options, fleet, t
     assert rows_of(many) == rows_of(one)
     made = log.read_text().split()[1::2]
     assert sorted(made) == sorted(["0", "1", "2", "3", *killed])
-    alive, left = engines
-    assert alive, "the worker had an engine"
+    of_worker, left = engines
+    assert of_worker, "the worker had an engine"
     assert not left, "which ends with it"
-    assert gone(before), "as do the others at the end"
+    assert not remaining(new_engines), "as do the others at the end"
 
 
 def test_an_engine_that_cannot_start_says_why(bench, options):
