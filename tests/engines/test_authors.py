@@ -7,8 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from engine_process import ask_script
-from fitting import fit
+from engine_tests import ask_script, fit
 from workbench import ROOT
 
 from decode.evaluation.teacher_forced import Rollout

@@ -10,14 +10,20 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-from collections.abc import Sequence
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from ggufs import F32, converter_factors, tiny_llama, words, write_gguf
-from llama_server import EXACT_DRAFT, Answer, ask, convert, served
 from transformers import LlamaConfig, LlamaForCausalLM
 from workbench import QUICK, ROOT, train, write_prompts
 
@@ -44,6 +50,80 @@ KINDS = {
     "dflash": ("draft-dflash", ["drafter.layers=2", "drafter.taps=[2,5]", "objective=nll"]),
     "lm": ("draft-simple", ["drafter.layers=6"]),
 }
+
+
+# -- llama.cpp's converter and server ------------------------------------------------------------
+
+WAIT = 120.0  # seconds for a server to start
+# Arithmetic as near to ours as it has: keys and values in fp32, one thread, no second request next to it.
+EXACT = ("-np", "1", "-t", "1", "-ctk", "f32", "-ctv", "f32", "-fa", "off", "--no-warmup", "-c", "2048")
+EXACT_DRAFT = ("-td", "1", "-ctkd", "f32", "-ctvd", "f32")
+
+
+class Answer(NamedTuple):
+    """One answer of the server."""
+
+    tokens: list[int]
+    drafted: int
+    accepted: int
+
+
+def convert(llama_cpp: Path, folder: Path, out: Path, outtype: str) -> Path:
+    """A model folder as a GGUF file, by the converter."""
+    script = [sys.executable, str(llama_cpp / "convert_hf_to_gguf.py"), str(folder)]
+    done = subprocess.run(
+        [*script, "--outfile", str(out), "--outtype", outtype], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return out
+
+
+@contextmanager
+def served(llama_cpp: Path, target: Path, *words: str) -> Iterator[str]:
+    """The url of a server of this target, for as long as the block runs; its log is in an error."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    log = target.with_name(f"server-{port}.log")
+    command = [str(llama_cpp / "build" / "bin" / "llama-server"), "-m", str(target), *EXACT, *words]
+    with log.open("w") as out:
+        process = subprocess.Popen([*command, "--port", str(port)], stdout=out, stderr=subprocess.STDOUT)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        end = time.monotonic() + WAIT
+        while not ready(url):
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < end, f"not ready: {log.read_text()[-3000:]}"
+            time.sleep(0.2)
+        yield url
+        assert process.poll() is None, log.read_text()[-3000:]
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health") as answer:
+            return answer.status == 200
+    except urllib.error.URLError:
+        return False
+
+
+def ask(url: str, prompt: Sequence[int], tokens: int) -> Answer:
+    """The likeliest tokens after a prompt, to the limit: no end token ends it."""
+    asked = {"prompt": list(prompt), "n_predict": tokens, "temperature": 0, "ignore_eos": True}
+    asked |= {"cache_prompt": False, "return_tokens": True}
+    request = urllib.request.Request(
+        f"{url}/completion", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as response:
+        answer = json.load(response)
+    timings = answer["timings"]
+    return Answer(answer["tokens"], timings.get("draft_n", 0), timings.get("draft_n_accepted", 0))
+
+
+# -- the tiny Llama and its drafters --------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

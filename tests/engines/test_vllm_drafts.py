@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_process import ask_script
-from fitting import fit
+from engine_tests import ask_script, fit
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from workbench import ROOT
 
