@@ -11,10 +11,9 @@ import pytest
 import torch
 from workbench import Bench, command, make_target
 
-from benchmark import BENCHMARKS, run
+from benchmark import run
 from benchmarks import near_ties
 from benchmarks import vs_transformers as race_module
-from benchmarks.decode import differing_column
 from benchmarks.near_ties import Differences
 from benchmarks.vs_transformers import Contender, Text, hugging_face, ours, race
 from decode.model.load import load_target
@@ -96,13 +95,6 @@ def test_bad_option_is_refused(bench, option, reason):
 @pytest.mark.parametrize("word", ["speed", "checkpoint=x"])
 def test_unknown_benchmark_is_refused(word):
     command(run, ["benchmark.py", word]).refused("benchmark", "choose one of auto, decode")
-
-
-@pytest.mark.parametrize("words", [[], ["--help"]], ids=str)
-def test_help_lists_the_benchmarks(words):
-    done = command(run, ["benchmark.py", *words])
-    assert (done.code, done.err) == (0, "")
-    assert set(BENCHMARKS) <= set(done.out.splitlines())
 
 
 # -- what is counted -----------------------------------------------------------------------------
@@ -363,11 +355,3 @@ def test_differences_of_a_target_too_large_to_cast_are_counted(folder, monkeypat
     monkeypatch.setattr(near_ties, "LARGEST_COPY", 10)
     found = compare(load(folder, "bfloat16"), [*COMMON, TWIN], [*COMMON, ONE, 50])
     assert found == {"differ": 1, "near_ties": None, "largest_gap": None}
-
-
-@pytest.mark.parametrize(
-    ("differ", "ties", "shown"),
-    [(None, None, "-"), (0, 0, "0"), (3, 3, "3 (3 near ties)"), (2, None, "2")],
-)
-def test_the_column_says_how_many_are_near_ties(differ, ties, shown):
-    assert differing_column({"differ": differ, "near_ties": ties}) == shown

@@ -363,14 +363,19 @@ def taught(pair):
     return pair
 
 
+def some_loss(drafter, target, batch: Batch) -> torch.Tensor:
+    """Of a token and all auxiliary rows."""
+    total = torch.zeros((), dtype=batch.last.dtype)
+    for step in drafter.unroll(batch, target):
+        total = total + step.head(step.hidden).log_softmax(-1)[:, 0].sum()
+        total = total + sum(rows.sum() for rows in step.aux.values())
+    return total
+
+
 def test_gradients_reach_every_trainable_weight_and_none_of_the_targets(pair):
     target, drafter = taught(pair)
     drafter.train()
-    loss = torch.zeros(())
-    for step in drafter.unroll(batch_of(target, random_texts()), target):
-        loss = loss + step.head(step.hidden).log_softmax(-1)[:, 0].sum()
-        loss = loss + sum(rows.sum() for rows in step.aux.values())
-    loss.backward()
+    some_loss(drafter, target, batch_of(target, random_texts())).backward()
     for name, weight in drafter.named_parameters():
         if weight.requires_grad:
             assert weight.grad is not None, name
@@ -393,21 +398,14 @@ def test_the_gradient_of_training_is_the_derivative_of_its_loss(pair):
     dice = torch.Generator().manual_seed(2)
     towards = [torch.randn(weight.shape, generator=dice, dtype=weight.dtype) for weight in weights]
 
-    def loss() -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        for step in drafter.unroll(batch, target):
-            total = total + step.head(step.hidden).log_softmax(-1)[:, 0].sum()
-            total = total + sum(rows.sum() for rows in step.aux.values())
-        return total
-
     @torch.no_grad()
     def moved(by: float) -> torch.Tensor:
         torch._foreach_add_(weights, towards, alpha=by)
-        value = loss()
+        value = some_loss(drafter, target, batch)
         torch._foreach_sub_(weights, towards, alpha=by)
         return value
 
-    grads = torch.autograd.grad(loss(), weights)
+    grads = torch.autograd.grad(some_loss(drafter, target, batch), weights)
     want = (moved(length) - moved(-length)) / (2 * length)
     got = sum((grad * way).sum() for grad, way in zip(grads, towards, strict=True))
     torch.testing.assert_close(got, want, rtol=error, atol=error)
