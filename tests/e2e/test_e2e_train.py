@@ -12,18 +12,7 @@ import lightning as L
 import pytest
 import torch
 from safetensors.torch import load_file
-from workbench import (
-    ROOT,
-    Bench,
-    Outcome,
-    final,
-    foredraft,
-    leftovers,
-    make_target,
-    ranks,
-    same,
-    weights,
-)
+from workbench import ROOT, Bench, Outcome, final, foredraft, leftovers, make_target, ranks, same, weights
 
 from decode.errors import UserError
 from decode.generation.generate import generate
