@@ -78,7 +78,7 @@ def drafters() -> list[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs of tests are noted in a folder of theirs."""
+    """Runs of tests are noted in a folder of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
@@ -92,7 +92,7 @@ def _reproducible():
 
 @pytest.fixture(scope="session", autouse=True)
 def _yaml_read_once():
-    """Hydra parses every yaml anew for every configuration, in a fifth of the time that one takes."""
+    """Hydra parses every yaml again for every configuration, in a fifth of the time that one takes."""
     Plugins.instance()  # which registers the readers
     with pytest.MonkeyPatch.context() as patch:
         for source in map(SourcesRegistry.instance().resolve, ("file", "pkg")):
@@ -212,7 +212,7 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
     def make(name: str, target: Target, seed: int = 0, depth: int = 3, **options: Any) -> Drafter:
         if name not in known:
             config = initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3")
-            with config, warnings.catch_warnings(action="ignore"):  # a group's yaml alone has no `_self_`
+            with config, warnings.catch_warnings(action="ignore"):  # a group's yaml has no `_self_`
                 drafter = compose(f"drafter/{name}").drafter  # the whole configuration takes longer
             known[name] = OmegaConf.masked_copy(drafter, [key for key in drafter if key not in OF_ANY])
         settings = _sizes(known[name], target, depth, draft_folder)

@@ -106,7 +106,7 @@ def test_the_authors_loop_accepts_of_an_export_what_we_accept(
     theirs = ask_script(authors_python, RUN, kind, POCKET, tmp_path, prompts, TOKENS, tree)
     plan = Plan(tree=tuple(map(tuple, theirs["tree"])))
     ours = answers(target, drafter, prompts, plan)
-    # Their answers go on behind the end with what the last round accepted, as ours do before the cut.
+    # Their answers continue behind the end with what the last round accepted, as ours do before the cut.
     texts = [found[: len(one.tokens)] for found, one in zip(theirs["answers"], ours, strict=True)]
     # A round writes its root there and the token behind the accepted ones here. So where the last token is
     # the target's own, which is where nothing is cut off, they begin one more round, which writes it.

@@ -182,11 +182,11 @@ def test_arms_are_compared_seed_by_seed():
     base = [result("nll", 8, seed, tau) for seed, tau in enumerate((2.0, 2.2))]
     # The third has no partner.
     mine = [result("streak", 8, seed, tau) for seed, tau in enumerate((2.1, 2.3, 9.0))]
-    alone = [result("decay", 8, 0, 2.5), result("start", 16, 0, 2.0)]
-    lines = differences(grouped([*base, *mine, *alone]), "nll").splitlines()
+    unpaired = [result("decay", 8, 0, 2.5), result("start", 16, 0, 2.0)]
+    lines = differences(grouped([*base, *mine, *unpaired]), "nll").splitlines()
     assert lines[2:] == [lines[2]]
     assert lines[2].startswith("| streak | 8 | +0.100 (+0.100..+0.100) | +0.100 (+0.100..+0.100)")
-    assert differences(grouped(alone), "nll") == ""
+    assert differences(grouped(unpaired), "nll") == ""
 
 
 def test_plan_without_a_score_is_a_dash():

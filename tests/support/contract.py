@@ -39,7 +39,7 @@ from drafters.base import Batch, supervised_anchors
 from drafters.checkpoint import io as checkpoint_io
 from drafters.families.two_drafters import TwoDrafters
 
-# -- one model with two faces ------------------------------------------------------------------
+# -- decoding computes what training computes --------------------------------------------------
 
 
 def lawful(pair):
@@ -50,7 +50,7 @@ def lawful(pair):
 
 
 def unmixed(pair, plan):
-    """A pair whose fixed nodes are those of its laws alone."""
+    """A pair whose fixed nodes follow its own laws, no mixture."""
     if isinstance(pair[1], TwoDrafters) and pair[1].combines(plan):
         pytest.skip("its fixed nodes are those of a mixture, which a test of its own looks at")
     return lawful(pair)
@@ -63,7 +63,7 @@ def frozen(request, pair):
         trained = pair[1].trains
         pair[1].requires_grad_(False)
         if pair[1].trains != trained:
-            pytest.skip("frozen, it has no training face to compare with")
+            pytest.skip("frozen, it has no training to compare with")
     with torch.inference_mode(request.param):
         yield request.param
 
@@ -151,7 +151,7 @@ def test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monk
         follower.advance(counts)
         follower.propose(TREE)
         known = follower.known
-        rows = [(row, path, laws[row]) for names, laws in grown.pop() for row, path in enumerate(names)]
+        rows = [(row, path, found[row]) for names, found in grown.pop() for row, path in enumerate(names)]
         wanted = laws_at(drafter, target, [(known[row], path) for row, path, _ in rows])
         for (*_, law), want in zip(rows, wanted, strict=True):
             torch.testing.assert_close(law, want, rtol=0, atol=ROUNDING)
@@ -192,7 +192,7 @@ def test_a_chosen_chain_holds_the_likeliest_token_of_every_law(pair):
 
 
 def test_a_tree_keeps_the_likeliest_of_all_paths_it_looked_at(pair):
-    """EAGLE-2's rerank (arXiv:2406.16858, section 4.2), scored by the training face."""
+    """EAGLE-2's rerank (arXiv:2406.16858, section 4.2), scored by the unroll of training."""
     target, drafter = unmixed(pair, TREE)
     follower = Follower(drafter, target, random_texts())
     for counts in CHUNKS[:3]:
@@ -202,10 +202,11 @@ def test_a_tree_keeps_the_likeliest_of_all_paths_it_looked_at(pair):
         assert draft.depth == K
         for row, prefix in enumerate(follower.known):
 
-            def laws(found, prefix=prefix):
-                return [law.log() for law in laws_at(drafter, target, [(prefix, path) for path in found])]
+            def log_probs(found, prefix=prefix):
+                places = [(prefix, path) for path in found]
+                return [row.log() for row in laws_at(drafter, target, places)]
 
-            assert set(paths(draft, row)) - {()} == set(best_paths(laws, TREE))
+            assert set(paths(draft, row)) - {()} == set(best_paths(log_probs, TREE))
 
 
 # -- proposing and selecting -------------------------------------------------------------------
@@ -313,23 +314,23 @@ def test_rows_may_be_dropped_before_anything_was_absorbed(pair):
     """A request may end with the token of its prefill."""
     target, drafter = pair
     texts = random_texts(3)
-    part, alone = Follower(drafter, target, texts), Follower(drafter, target, texts[[2, 1]])
+    part, fresh = Follower(drafter, target, texts), Follower(drafter, target, texts[[2, 1]])
     part.select([2, 1])
-    for follower in (part, alone):
+    for follower in (part, fresh):
         follower.advance((3, 5))
     for plan in plans_of(drafter):
-        assert equal(part.propose(plan), alone.propose(plan), atol=ROUNDING)
+        assert equal(part.propose(plan), fresh.propose(plan), atol=ROUNDING)
 
 
 def test_a_row_does_not_depend_on_its_neighbours(pair):
     target, drafter = pair
     texts = random_texts(3)
-    batch, alone = Follower(drafter, target, texts), Follower(drafter, target, texts[1:2])
+    batch, single = Follower(drafter, target, texts), Follower(drafter, target, texts[1:2])
     for counts in [(7, 3, 1), (1, 2, 3), (2, 4, 1)]:
         batch.advance(counts)
-        alone.advance(counts[1:2])
+        single.advance(counts[1:2])
         for plan in plans_of(drafter):
-            assert alike(batch.propose(plan), 1, alone.propose(plan), 0)
+            assert alike(batch.propose(plan), 1, single.propose(plan), 0)
 
 
 @pytest.mark.parametrize("plan", [SAMPLED, Plan(K, 3, 8, proposal="hybrid")], ids=lambda p: p.name)
@@ -357,7 +358,7 @@ def test_nothing_is_kept_on_the_module(pair):
 
 
 def taught(pair):
-    """A pair whose drafter has a training face."""
+    """A pair whose drafter trains."""
     if not pair[1].trains:
         pytest.skip("used as it is")
     return pair

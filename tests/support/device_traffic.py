@@ -23,7 +23,7 @@ UPLOAD, READ, SYNCHRONISATION = "upload", "read", "synchronisation"
 
 _FROM_DATA = {"tensor", "as_tensor", "asarray", "new_tensor"}
 _FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "zeros"}
-# Their size or value is known to the device alone.
+# Only the device knows their size or value.
 _READS = {
     *("item", "tolist", "numpy", "cpu", "__array__", "__contains__", "is_nonzero", "equal", "allclose"),
     *("__bool__", "__int__", "__float__", "__index__", "nonzero", "argwhere", "masked_select", "bincount"),
@@ -71,7 +71,7 @@ class Traffic(TorchFunctionMode):
             self.sites[kind, site] += 1
 
     def take(self) -> Counter[tuple[str, str]]:
-        """Return the counts so far and start anew."""
+        """Return the counts so far and start again."""
         sites, self.sites = self.sites, Counter()
         return sites
 
@@ -102,7 +102,9 @@ class Traffic(TorchFunctionMode):
             else bool(tensors or by_name) and not on_device
         )
         if tensors and result is tensors[0] and host != _on_host(result):
-            result = result.view(result.shape)  # a move that copies nothing on a CPU leaves its input alone
+            result = result.view(
+                result.shape
+            )  # a move that copies nothing on a CPU leaves its input as it is
         for tensor in _flat(result):
             if isinstance(tensor, Tensor):
                 _mark(tensor, host)

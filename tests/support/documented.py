@@ -85,7 +85,7 @@ def lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def parts(line: str) -> list[str]:
-    """The commands of a line: what `&&` and `;` join, without comments and what is shell alone."""
+    """The commands of a line: what `&&` and `;` join, without comments and shell syntax."""
     found: list[list[str]] = [[]]
     lexer = shlex.shlex(line, posix=False)
     lexer.whitespace_split = True

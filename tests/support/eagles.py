@@ -49,7 +49,7 @@ def written(drafter, target, to) -> Layout:
 
 @torch.no_grad()
 def difference(target, drafter, loaded: Loaded, texts=100) -> float:
-    """Largest between logits of the drafter's training face and of what an engine has loaded."""
+    """Largest between logits of the drafter in training and of what an engine has loaded."""
     tokens = random_texts(texts, 9)
     theirs = drafted(loaded, target.model, tokens, K)
     target.tap(drafter.taps)

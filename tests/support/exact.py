@@ -82,7 +82,7 @@ class EnumeratingCoin:
 
     Args:
         tapes: one a row.
-        junk: what a row that is not active is told; nothing may depend on it.
+        junk: answer for a row that is not active; nothing may depend on it.
     """
 
     def __init__(self, tapes: Sequence[Tape], junk: int = 0, position=None, rounds=None) -> None:
@@ -169,7 +169,7 @@ def exact_law(play: Callable[[list[Tape]], Sequence[tuple[int, ...]]], abreast: 
     """Law of what `play` makes of a tape.
 
     Args:
-        play: outcomes of a list of tapes, each a function of its own tape alone.
+        play: outcomes of a list of tapes, each a function of only its own tape.
         abreast: plays at a time; 1 is a depth-first replay.
     """
     law: dict[tuple[int, ...], float] = defaultdict(float)
@@ -225,8 +225,9 @@ def differences(
     tosses=None,
     **more,
 ):
-    """Each row in turn branches on all its decisions, its neighbours following scripts; yields its law
-    and what it should be.
+    """Each row in turn branches on all its decisions, its neighbours following scripts.
+
+    Yields its law, and what it should be.
 
     The row below a draft of depth K first matters for token K + 2: the prefill gives the first.
     """
@@ -252,7 +253,7 @@ def check_lossless(*arguments, **options):
 
 
 def complete(law: Law, p: Callable[[tuple[int, ...]], Sequence[float]], length: int) -> Law:
-    """The law of the first `length` tokens when law p goes on where a text ends."""
+    """The law of the first `length` tokens, continued by p where a text ends."""
     full: dict[tuple[int, ...], float] = defaultdict(float)
     waiting = list(law.items())
     while waiting:
@@ -287,7 +288,7 @@ def draft_of(rows: Sequence[Sequence[Node]], vocab: int, **flags: bool) -> Draft
     """One draft of rows that may differ in all; `flags` are those of `DraftProbs`."""
     size, depth, siblings = max(map(len, rows), default=0), 0, 1
     is_chain = all(node.parent == i - 1 for nodes in rows for i, node in enumerate(nodes))
-    full, told = [], []  # of each row: nodes; level -> slot -> q
+    full, stated = [], []  # of each row: nodes; level -> slot -> q
     for nodes in rows:
         filler = range(len(nodes), size)
         full.append([*nodes, *(Node(PAD, i - 1 if is_chain else -1) for i in filler)])
@@ -297,7 +298,7 @@ def draft_of(rows: Sequence[Sequence[Node]], vocab: int, **flags: bool) -> Draft
             if node.law is not None:
                 laws[level[-1] - 1].setdefault(node.parent + 1, node.law)
                 elders[node.parent] += 1
-        told.append(laws)
+        stated.append(laws)
         depth, siblings = max(depth, *level), max(siblings, *elders.values(), 1)
     if not depth:
         return Draft.empty(len(rows), torch.device("cpu"))
@@ -306,16 +307,16 @@ def draft_of(rows: Sequence[Sequence[Node]], vocab: int, **flags: bool) -> Draft
     sampled = torch.tensor([[node.law is not None for node in nodes] for nodes in full])
     if not sampled.any():
         return Draft(tokens, parents, depth, is_chain=is_chain)
-    levels = tuple(max(len(laws[level]) for laws in told) for level in range(depth))
+    levels = tuple(max(len(laws[level]) for laws in stated) for level in range(depth))
     owner, q = [], []
-    for laws in told:
+    for laws in stated:
         entries = []
         for level, count in enumerate(levels):
             entries += [*laws[level].items(), *[(-1, [0.0] * vocab)] * (count - len(laws[level]))]
         owner.append([slot for slot, _ in entries])
         q.append([law for _, law in entries])
-    stated = torch.tensor(q, dtype=torch.float64), torch.tensor(owner), levels, sampled, siblings
-    return Draft(tokens, parents, depth, DraftProbs(*stated, **flags), is_chain)
+    tensors = torch.tensor(q, dtype=torch.float64), torch.tensor(owner), levels, sampled, siblings
+    return Draft(tokens, parents, depth, DraftProbs(*tensors, **flags), is_chain)
 
 
 def grow(stories: Sequence[Story], coin: EnumeratingCoin, vocab: int, **flags: bool) -> Draft:
@@ -323,7 +324,7 @@ def grow(stories: Sequence[Story], coin: EnumeratingCoin, vocab: int, **flags: b
     done: dict[int, list[Node]] = {}
     asked: dict[int, Sequence[float]] = {}
 
-    def tell(row: int, token: int | None) -> None:
+    def send(row: int, token: int | None) -> None:
         try:
             asked[row] = stories[row].send(token)  # pyright: ignore[reportArgumentType]
         except StopIteration as end:
@@ -331,7 +332,7 @@ def grow(stories: Sequence[Story], coin: EnumeratingCoin, vocab: int, **flags: b
             asked.pop(row, None)
 
     for row in range(len(stories)):
-        tell(row, None)
+        send(row, None)
     turn = 0
     while asked:
         nothing = [0.0] * vocab
@@ -340,7 +341,7 @@ def grow(stories: Sequence[Story], coin: EnumeratingCoin, vocab: int, **flags: b
         law = torch.tensor(weights, dtype=torch.float64)
         drawn = coin.draw(law, Key(Purpose.PROPOSE, turn), active).tolist()
         for row in list(asked):
-            tell(row, drawn[row])
+            send(row, drawn[row])
         turn += 1
     return draft_of([done[row] for row in range(len(stories))], vocab, **flags)
 
@@ -498,8 +499,8 @@ class Trees(Scripted):
             for parent, path in level:
                 dice = self.dice(path)
                 law, taken, children, drawn = self.law(dice), [], [], dice.choice(self.drawn)
-                # Not there, but the law is. At the root there always is one: a batch without any draws
-                # as plain decoding does.
+                # Not there, but its law is. The root always has one: a batch without any draws as
+                # plain decoding does.
                 if dice.random() < 0.15 or (parent < 0 and not drawn):
                     children.append(Node(PAD, parent, law))
                 for _ in range(drawn):
@@ -555,7 +556,7 @@ class Table:
         return complete({(): 1.0}, self.p, length)
 
     def complete(self, law: Law, length: int) -> Law:
-        """A law of texts, gone on with to this length."""
+        """A law of texts, continued to this length."""
         return complete(law, self.p, length)
 
     def rows(self, draft: Draft) -> TargetProbs:
@@ -567,12 +568,12 @@ class Table:
         seen[:, 0] = True
         return TargetProbs(logits, self.sampler, seen)
 
-    def round(self, tell: Callable[[], Story], plan: Plan, judge=verify, abreast: int = 64, **flags) -> Law:
+    def round(self, make: Callable[[], Story], plan: Plan, judge=verify, abreast: int = 64, **flags) -> Law:
         """Exact law of what one round emits: of what is drafted and of how it is verified."""
 
         def play(tapes):
             coin = EnumeratingCoin(tapes, junk=self.vocab)
-            draft = grow([tell() for _ in tapes], coin, self.vocab, **flags)
+            draft = grow([make() for _ in tapes], coin, self.vocab, **flags)
             return emitted(draft, judge(plan.rule, draft, self.rows(draft), coin))
 
         return exact_law(play, abreast)

@@ -63,14 +63,14 @@ def batch_of(target: Target, texts: torch.Tensor, mask=None) -> Batch:
 
 @torch.no_grad()
 def unrolled(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]:
-    """(row, anchor, depth) -> the training face's law; of two drafters, that of drawn nodes, the first's."""
+    """(row, anchor, depth) -> probabilities in training; of two drafters those of the first, which draws."""
     if isinstance(drafter, TwoDrafters):
         drafter = drafter.first
     if not drafter.trains:
         return plainly(drafter, target, texts)
     laws = {}
     for step in drafter.unroll(batch_of(target, texts), target):
-        if not step.depth:  # no draft, but the tuned target's own law
+        if not step.depth:  # no draft, but the tuned target's own row
             continue
         rows = named(step.head.d2t, step.head(step.hidden).softmax(-1), target.vocab_size)
         for flat, law in zip(step.anchor.tolist(), rows, strict=True):
@@ -142,7 +142,7 @@ class Dictate:
 
 
 class Follower:
-    """Feeds known texts to a drafter's decoding face, as the loop would; `counts`: of a first round."""
+    """Feeds known texts to a decoding drafter, as the loop would; `counts`: of a first round."""
 
     def __init__(self, drafter, target, texts, counts=None) -> None:
         self.drafter, self.target, self.texts = drafter, drafter.verifier(target), texts
@@ -157,7 +157,7 @@ class Follower:
             self.advance(counts)
 
     def resume(self) -> None:
-        """Let the target go on with these texts: several followers share it."""
+        """Let the target continue these texts: several followers share it."""
         if self.cache:
             self.target.resume(self.cache)
 
@@ -213,7 +213,7 @@ class Follower:
 
 
 def laws_at(drafter, target, places) -> list[torch.Tensor]:
-    """The training face's law below every (prefix, path); all are read at once, and zeros follow."""
+    """Probabilities in training below every (prefix, path); all are read at once, and zeros follow."""
     size = 1 + max(len(prefix) + len(path) for prefix, path in places)
     texts = [([*prefix, *path] + [0] * size)[:size] for prefix, path in places]
     laws = unrolled(drafter, target, torch.tensor(texts))
@@ -221,14 +221,14 @@ def laws_at(drafter, target, places) -> list[torch.Tensor]:
 
 
 def laws_below(drafter, target, prefix, path) -> list[torch.Tensor]:
-    """The training face's law at the root and below every node of a path."""
+    """Probabilities in training at the root and below every node of a path."""
     text = torch.tensor([[*prefix, *path, 0]])
     laws = unrolled(drafter, target, text)
     return [laws[(0, len(prefix) - 2, depth)] for depth in range(1, len(path) + 2)]
 
 
 def assert_faces_agree(drafter, target, texts, chunks=CHUNKS) -> Follower:
-    """A chain's laws are those of training wherever a round begins; returns the follower, at the end."""
+    """A chain has the laws of training wherever a round begins; returns the follower, at the end."""
     laws, follower = unrolled(drafter, target, texts), Follower(drafter, target, texts)
     for counts in chunks:
         follower.advance(counts)
@@ -259,8 +259,8 @@ def alike(one: Draft, row: int, other: Draft, place: int) -> bool:
     """Whether row `row` of one draft is row `place` of another, but for padding and rounding of q."""
     if (one.q is None) != (other.q is None):
         return False
-    laws = one.q is None or bool((one.q[row] - other.q[place]).abs().max() <= ROUNDING)
-    return laws and paths(one, row) == paths(other, place)
+    close = one.q is None or bool((one.q[row] - other.q[place]).abs().max() <= ROUNDING)
+    return close and paths(one, row) == paths(other, place)
 
 
 def paths(draft: Draft, row: int) -> dict[tuple[int, ...], int]:
@@ -278,13 +278,13 @@ def paths(draft: Draft, row: int) -> dict[tuple[int, ...], int]:
     return found
 
 
-def best_paths(laws, plan: Plan) -> list[tuple[int, ...]]:
-    """EAGLE-2's tree in plain Python: `laws(paths)` gives (V,) log-probabilities below each."""
+def best_paths(log_probs, plan: Plan) -> list[tuple[int, ...]]:
+    """EAGLE-2's tree in plain Python: `log_probs(paths)` gives (V,) rows below each."""
     looked: dict[tuple[int, ...], float] = {}
     beams: dict[tuple[int, ...], float] = {(): 0.0}
     for _ in range(plan.depth):
         level = {}
-        for (path, score), law in zip(beams.items(), laws(list(beams)), strict=True):
+        for (path, score), law in zip(beams.items(), log_probs(list(beams)), strict=True):
             top = law.topk(min(plan.width, len(law)))
             level |= {
                 (*path, t): score + v for t, v in zip(top.indices.tolist(), top.values.tolist(), strict=True)

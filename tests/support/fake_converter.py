@@ -6,7 +6,7 @@ from pathlib import Path
 
 from drafters.export.llama_cpp import SCRIPT
 
-# Writes its arguments and what is in the folders it was given, beside itself, and then the file, or fails.
+# Writes its arguments and what is in the folders it was given next to itself, and then the file, or fails.
 CONVERTER = """
 import json, pathlib, sys
 here, args = pathlib.Path(__file__).parent, sys.argv[1:]

@@ -204,7 +204,7 @@ def write_gguf(
         tokenizer: write one.
         leave_out: a tensor that is missing.
         architecture: as llama.cpp calls it.
-        keys: others, in place of those of the model; None leaves one out.
+        keys: others, instead of the model's; None leaves one out.
         tensors: others, in float32; None leaves one out.
     """
     model = model or tiny_llama()

@@ -48,7 +48,7 @@ class Oracle(Scripted):
         return Draft(tokens, parents, depth=plan.depth)
 
     def nodes(self, text: list[int], depth: int) -> list[tuple[int, int]]:
-        """(token, parent) of each node; a function of the text alone, so proposing twice is safe."""
+        """(token, parent) of each node; a function of only the text, so proposing twice is safe."""
         dice = random.Random(repr(text))
         known = next((t[len(text) :] for t in self.texts if t[: len(text)] == text), [])
         nodes, level, tip = [], [], -1

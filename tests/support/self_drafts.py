@@ -1,4 +1,4 @@
-"""Laws of a target that drafts for itself, written with its modules and a dense mask, without a cache."""
+"""Probabilities of a target that drafts for itself: its modules with a dense mask, without a cache."""
 
 from __future__ import annotations
 

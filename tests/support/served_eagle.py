@@ -1,6 +1,6 @@
 """How vLLM 0.32 and SGLang 0.5.23 load an EAGLE and what they compute, restated from their source.
 
-`Loaded` knows a folder's config.json and tensors alone: names are changed and shapes asked for as the
+`Loaded` knows only a folder's config.json and tensors: names are changed and shapes asked for as the
 loaders do, and what they would pass over in silence is an error here. `captured` is what such an
 engine's target hands to the drafter, taken by hooks of a Hugging Face model.
 """
@@ -105,7 +105,7 @@ class Loaded:
             return
         if name == "d2t":
             if self.engine == "vllm" and self.config["draft_vocab_size"] == self.config["vocab_size"]:
-                raise LoadError("no parameter named 'draft_id_to_target_id'")  # it has one for fewer alone
+                raise LoadError("no parameter named 'draft_id_to_target_id'")  # it has one only for fewer
             if tensor.dtype != torch.long:
                 raise LoadError("d2t is not int64")
             self.ids = tensor + torch.arange(len(tensor))

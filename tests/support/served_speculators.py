@@ -71,7 +71,7 @@ def vllm_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
 
 
 def _places(config: Mapping[str, Any], ids: list[int], anchor: bool) -> dict[str, Any]:
-    """What a DSpark has in place of a `dflash_config`; `anchor`: whether the root predicts."""
+    """What a DSpark has instead of a `dflash_config`; `anchor`: whether the root predicts."""
     return {"mask_token_id": config["mask_token_id"], "target_layer_ids": ids, "anchor": anchor}
 
 

@@ -1,4 +1,4 @@
-"""Tiny random models of every causal class of transformers that can be made from its configuration alone."""
+"""Tiny random models of every causal class of transformers that can be made from only its configuration."""
 
 from __future__ import annotations
 
