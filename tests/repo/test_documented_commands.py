@@ -115,7 +115,6 @@ def test_documented_command_runs(places, text):
 
 def overrides(text: str) -> tuple[str, list[str]]:
     """Name of a command's configuration and its options, the first value where a sweep has several."""
-    text = text.replace("drafter=<...>", "drafter=eagle").replace("objective=<...>", "objective=kl")
     text = re.sub(r"<[^>]*>", "x", text.replace("$depth", "2"))
     name, given = configuration(program(text))
     argv = [word for word in rewrite(given, CONF) if word not in ("-m", "--multirun")]

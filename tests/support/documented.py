@@ -188,8 +188,6 @@ class Places:
             return f"{self.run_of(drafter)}/checkpoints/best"
 
         fillings: list[tuple[str, Callable[[], str]]] = [
-            (r" \[--[^]]*\]", lambda: ""),  # what may be left out
-            (r"outputs/<date>/\*|RUN \.\.\.", lambda: f"{self.run_of('eagle')} {self.run_of('bigram')}"),
             (r"(?<=drafter\.init_from=)(<[^>]*>|\S*<date>\S*)", lambda: best(drafter)),
             (r"outputs/<date>/<time>|\bRUN\b", lambda: self.run_of(trained, options)),
             (r"(?<=checkpoint=)(<[^>]*>|\.\.\.)", lambda: best("eagle")),
@@ -198,14 +196,8 @@ class Places:
             (r"/path/or/hub-id|<its target>", lambda: str(self.target)),
             (r"(/path/to|/a|/data)/(prompts|file)\.jsonl", lambda: str(prompts)),
             (r"/a\.jsonl,/b\.jsonl", lambda: f"{self.prompts},{self.more}"),
-            (r"<the run with ce>", lambda: "bigram"),
-            (r"drafter=<\.\.\.>", lambda: "drafter=eagle"),
-            (r"objective=<\.\.\.>", lambda: "objective=ce"),
-            (r"<its environment>", lambda: "spec"),
             (r"/ckpt/step_\*", lambda: str(self.target)),
             (r"\$depth", lambda: "2"),
-            (r"=(?=scripts/lab/results/\S+\.json)", lambda: f"={ROOT}/"),
-            (r" \.\.\.(?= --)", lambda: ""),  # more of the same kind
             (r"row=gsm8k-17", lambda: "row=p1"),
             (r"http://host:8000", lambda: self.server or "http://127.0.0.1:8000"),
         ]

@@ -28,8 +28,8 @@ TARGET, ACCEPT, RESIDUAL = 0, 2, 3  # purposes of a draw
 Text = tuple[int, ...]
 Shape = list[tuple[int, bool]]  # of each node its parent, -1 for the root, and whether it is left out
 
-# Drafts and the rules that may verify them. "chosen" trees have no laws, "sampled" ones have them at all nodes,
-# "hybrid" slots have one sampled child, "mixed" ones any number of them and then chosen ones.
+# Drafts and the rules that may verify them. "chosen" trees have no laws, "sampled" ones have them at every
+# node, "hybrid" slots have one sampled child, "mixed" ones any number of them and then chosen ones.
 PAIRS = [
     *(("mixed", "traversal"), ("chosen", "match"), ("mixed", "recursive"), ("sampled chain", "token")),
     *(("sampled", "traversal"), ("chosen chain", "match"), ("sampled", "recursive")),

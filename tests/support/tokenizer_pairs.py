@@ -24,12 +24,11 @@ TEXTS = [
 ]
 
 
-def byte_level(model: models.Model, special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Byte-level BPE around a model, with these special tokens."""
+def byte_level(model: models.Model) -> PreTrainedTokenizerFast:
+    """Byte-level BPE around a model."""
     made = Tokenizer(model)
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(list(special))
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
