@@ -173,7 +173,7 @@ def test_bad_input_is_one_line_before_any_work(bench, monkeypatch):
     export = "drafter.families=[bigram,medusa]", "drafter.options={medusa: {token_info: vanilla}}"
     done = search(bench, *export, "export.to=vllm")
     done.refused("no family is left", "no format for drafter 'bigram'", "drafter.token_info=none")
-    monkeypatch.setattr(auto, "build_target", lambda cfg: pytest.fail("work has begun"))
+    monkeypatch.setattr(auto.TargetSource, "load", lambda *_, **__: pytest.fail("work has begun"))
     search(bench, "drafter.families=[medusa2]", "drafter.options=null").refused("medusa2 tunes the target")
     misspelt = "drafter.families=[eagle]", "drafter.options={eagle: {dpth: 2}}"
     search(bench, *misspelt).refused("did you mean depth?")

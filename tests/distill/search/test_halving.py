@@ -157,8 +157,10 @@ def test_save_is_asked_for_once_a_minute(tmp_path):
     budget, saver, asked = Budget(500.0, 1, 0.3, clock), run.callbacks[0], []
     begin(budget, run)
     for second in range(1, 151):
-        clock.now = 100.0 + second
-        asked += [second] * budget.save_now()
+        clock.now, run.global_step = 100.0 + second, second
+        budget.on_train_batch_end(run, None, None, None, 0)
+        asked += [second] * saver.save_early
+        saver.save_early = False
     assert asked == [60, 120]
 
 

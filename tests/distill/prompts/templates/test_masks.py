@@ -230,7 +230,7 @@ def test_every_command_has_template_options():
     ):
         words = ["prompts.template_options={enable_thinking: false}", *more]
         read: Any = options_of(*words, cls=options, name=command)
-        chat = read_chat(read.target, "chat", read.prompts.template_options)
+        chat = TargetSource(read.target).chat("chat", read.prompts.template_options)
         assert chat.options == {"enable_thinking": False}
     with pytest.raises(UserError, match=r"prompts\.template_options=3: write it as"):
         TargetSource(read.target).chat("chat", 3)
