@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 import torch
 from ci_cases import mark_proofs, mark_tiers
-from faces import both, random_rollouts
+from drafter_checks import both, random_rollouts
 from fake_hub import FakeHub
 from hydra import compose, initialize_config_dir
 from hydra._internal.sources_registry import SourcesRegistry

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from drafter_checks import able
 from exact import (
     PROMPTS,
     FixedChains,
@@ -19,7 +20,6 @@ from exact import (
     Trees,
     check_lossless,
 )
-from faces import able
 
 from decode.draft import PAD
 from decode.generation.generate import generate

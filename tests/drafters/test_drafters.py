@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from contract import *  # noqa: F403
-from faces import CHAIN, TREE, K, V, batch_of, random_texts
+from drafter_checks import CHAIN, TREE, K, V, batch_of, random_texts
 
 from decode.errors import UserError
 from decode.generation.generate import generate

@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 from documented import drafter_options, drafters_with
-from faces import (
+from drafter_checks import (
     SAMPLED,
     TREE,
     Follower,
     V,
-    assert_faces_agree,
+    assert_decodes_as_trained,
     batch_of,
     both,
     paths,
@@ -51,7 +51,7 @@ def test_decoding_computes_the_probs_of_training(reduced):
     target, drafter = reduced
     if "sampled" not in drafter.traits.proposals:
         pytest.skip("draws nothing")
-    q = assert_faces_agree(drafter, target, random_texts()).propose(SAMPLED).q
+    q = assert_decodes_as_trained(drafter, target, random_texts()).propose(SAMPLED).q
     outside = torch.ones(V, dtype=torch.bool)
     outside[drafter.d2t] = False
     assert q[..., outside].abs().max() == 0

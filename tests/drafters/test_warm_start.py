@@ -3,7 +3,7 @@
 import pytest
 import torch
 from draft_models import quick
-from faces import V, random_texts
+from drafter_checks import V, random_texts
 from safetensors.torch import load_file, save_file
 from workbench import train, weights
 

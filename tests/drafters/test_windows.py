@@ -11,8 +11,8 @@ from contract import (
     test_a_text_may_come_in_any_pieces,  # noqa: F401
     test_a_tree_keeps_the_likeliest_of_all_paths_it_looked_at,  # noqa: F401
     test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself,  # noqa: F401
-    test_decoding_computes_the_laws_that_training_taught,  # noqa: F401
-    test_every_level_of_a_tree_computes_the_laws_that_training_taught,  # noqa: F401
+    test_decoding_computes_the_probs_of_training,  # noqa: F401
+    test_every_level_of_a_tree_computes_the_probs_of_training,  # noqa: F401
     test_gradients_reach_every_trainable_weight_and_none_of_the_targets,  # noqa: F401
     test_proposing_changes_nothing_for_later_rounds,  # noqa: F401
     test_proposing_twice_gives_the_same_draft,  # noqa: F401
@@ -20,11 +20,11 @@ from contract import (
     test_select_keeps_these_rows_in_this_order,  # noqa: F401
 )
 from documented import drafters_with
-from faces import (
+from drafter_checks import (
     SAMPLED,
     Follower,
     K,
-    assert_faces_agree,
+    assert_decodes_as_trained,
     batch_of,
     both,
     equal,
@@ -120,7 +120,7 @@ def test_a_window_shorter_than_a_draft_and_a_causal_block_are_decoded_as_trained
     tiny_target, make_drafter, name, options
 ):
     target, drafter = both(tiny_target, make_drafter, name, **options)
-    assert_faces_agree(drafter, target, random_texts())
+    assert_decodes_as_trained(drafter, target, random_texts())
 
 
 @pytest.mark.parametrize("name", ["eagle", "dflash"])
@@ -196,4 +196,4 @@ def test_a_target_with_a_window_has_drafters_that_see_the_whole_text(tiny_target
     target = tiny_target(vocab=40, layers=4, hidden=16, window=4, dtype=torch.float32)
     assert LayerShape.of(target).window is None
     drafter = make_drafter("eagle", target)
-    assert_faces_agree(drafter, target, random_texts())
+    assert_decodes_as_trained(drafter, target, random_texts())

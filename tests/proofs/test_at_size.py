@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from exact import target_law
+from exact import target_probs
 from scripted import Oracle
 from workbench import ROOT, train
 
@@ -103,9 +103,9 @@ def test_samples_of_the_keyed_coin_have_the_targets_distribution(tiny_target, pl
         out = generate(target, eagle, [[1, 2]] * 2000, max_new_tokens=3, sampler=sampler, plan=plan, **keys)
         counts.update(tuple(output.tokens) for output in out.outputs)
     total = counts.total()
-    law = target_law(target.model, [1, 2], 3, sampler)
-    assert set(counts) <= set(law)
-    likely = {text: p for text, p in law.items() if p * total >= 5}
+    probs = target_probs(target.model, [1, 2], 3, sampler)
+    assert set(counts) <= set(probs)
+    likely = {text: p for text, p in probs.items() if p * total >= 5}
     rest = total - sum(counts[text] for text in likely)
     expected_rest = total * (1 - sum(likely.values()))
     statistic = sum((counts[t] - total * p) ** 2 / (total * p) for t, p in likely.items())

@@ -43,7 +43,7 @@ from decode.verification.target_probs import TargetProbs
 
 V, LENGTH = 3, 3
 VISIBLE = 1e-3
-Law = Sequence[float]
+Probs = Sequence[float]
 Path = tuple[int, ...]
 
 
@@ -68,7 +68,7 @@ def errors(way: Way, tables: int) -> Iterator[float]:
     for seed in range(tables):
         table = Table(seed, Sampler(1.0))
         got = table.round(lambda table=table: way.story(table), plan, way.judge, 256, **way.flags)
-        yield error(table.complete(got, LENGTH), table.law(LENGTH))
+        yield error(table.complete(got, LENGTH), table.probs(LENGTH))
 
 
 # -- several drafts ------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def reranked(drawn: bool):
     """EAGLE-2: two children a node, two levels, the best three of all by draft probability."""
 
     def story(table: Table) -> Story:
-        found: list[tuple[float, Path, Law | None]] = []
+        found: list[tuple[float, Path, Probs | None]] = []
 
         def children(path: Path, score: float):
             q = table.q(path)
@@ -197,12 +197,12 @@ def reranked(drawn: bool):
                 yield from ()
             return [(score * q[t], (*path, t), q if drawn else None) for t in (a, b)]
 
-        for score, path, law in (yield from children((), 1.0)):
-            found += [(score, path, law), *(yield from children(path, score))]
+        for score, path, probs in (yield from children((), 1.0)):
+            found += [(score, path, probs), *(yield from children(path, score))]
         kept = sorted(found, key=lambda node: (-node[0], len(node[1])))[:3]
         kept = sorted((node for node in found if node in kept), key=lambda node: len(node[1]))
         paths = [path for _, path, _ in kept]
-        return [Node(p[-1], paths.index(p[:-1]) if len(p) > 1 else -1, law) for _, p, law in kept]
+        return [Node(p[-1], paths.index(p[:-1]) if len(p) > 1 else -1, probs) for _, p, probs in kept]
 
     return story
 
@@ -274,8 +274,8 @@ def test_lossy_rules_change_the_distribution(tiny_target, rule, temperature):
     plan = Plan(2, **shape, rule=rule, lossy=True)
     drafter = Grown(V) if drawn else FixedTrees(V)
     size = {"length": 4, "rows": [0]} if temperature else {"length": 8}  # at 0 each row is one text
-    laws = differences(tiny_target(), drafter, plan, Sampler(temperature), **size)
-    found = max(error(*law) for law in laws)
+    all_probs = differences(tiny_target(), drafter, plan, Sampler(temperature), **size)
+    found = max(error(*probs) for probs in all_probs)
     assert found < EXACT if not temperature and not RULES[rule].changes_greedy else found > 0.01
 
 
@@ -309,7 +309,7 @@ def test_traversal_refuses_nodes_ranked_by_their_tokens(tiny_target):
 class Text(list):
     """A row's tokens, and what its first round drafted."""
 
-    past: tuple[int, int, int, Law] | None = None
+    past: tuple[int, int, int, Probs] | None = None
 
 
 class Leftover(Scripted):

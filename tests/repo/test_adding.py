@@ -21,7 +21,7 @@ import contract
 import pytest
 import torch
 import yaml
-from faces import both
+from drafter_checks import both
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from torch import nn

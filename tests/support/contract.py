@@ -6,8 +6,7 @@ import importlib
 
 import pytest
 import torch
-from exact import EnumeratingCoin, Script, paths_of
-from faces import (
+from drafter_checks import (
     CHAIN,
     CHUNKS,
     ROUNDING,
@@ -17,17 +16,18 @@ from faces import (
     K,
     V,
     alike,
-    assert_faces_agree,
+    assert_decodes_as_trained,
     batch_of,
     best_paths,
     equal,
-    laws_at,
     named,
     paths,
     plans_of,
+    probs_at,
     random_texts,
     unrolled,
 )
+from exact import EnumeratingCoin, Script, paths_of
 
 from decode.draft import Draft
 from decode.errors import UserError
@@ -42,18 +42,18 @@ from drafters.families.two_drafters import TwoDrafters
 # -- decoding computes what training computes --------------------------------------------------
 
 
-def lawful(pair):
-    """A pair whose drafter has laws to draw from."""
+def with_probs(pair):
+    """A pair whose drafter has distributions to draw from."""
     if "sampled" not in pair[1].traits.proposals:
-        pytest.skip("has no law")
+        pytest.skip("has no distribution")
     return pair
 
 
 def unmixed(pair, plan):
-    """A pair whose fixed nodes follow its own laws, no mixture."""
+    """A pair whose fixed nodes follow its own distributions, no mixture."""
     if isinstance(pair[1], TwoDrafters) and pair[1].combines(plan):
         pytest.skip("its fixed nodes are those of a mixture, which a test of its own looks at")
-    return lawful(pair)
+    return with_probs(pair)
 
 
 @pytest.fixture(params=[False, True], ids=["trainable", "frozen"])
@@ -69,29 +69,29 @@ def frozen(request, pair):
 
 
 @pytest.mark.usefixtures("frozen")
-def test_decoding_computes_the_laws_that_training_taught(pair):
-    target, drafter = lawful(pair)
-    assert_faces_agree(drafter, target, random_texts())
+def test_decoding_computes_the_probs_of_training(pair):
+    target, drafter = with_probs(pair)
+    assert_decodes_as_trained(drafter, target, random_texts())
 
 
-def test_the_laws_depend_on_the_context_and_the_depth(pair):
+def test_probs_depend_on_the_context_and_the_depth(pair):
     """Else the test above could not fail."""
-    target, drafter = lawful(pair)
+    target, drafter = with_probs(pair)
     texts = random_texts()
-    laws = unrolled(drafter, target, texts)
+    all_probs = unrolled(drafter, target, texts)
     compared = 0
-    for (row, anchor, depth), law in laws.items():
-        assert law.max() < 0.6  # else there is little left to differ in
+    for (row, anchor, depth), probs in all_probs.items():
+        assert probs.max() < 0.6  # else there is little left to differ in
         for other in [(1 - row, anchor, depth), (row, anchor - 1, depth), (row, anchor, depth - 1)]:
             newest = texts[other[0], other[1] + other[2]]  # a drafter may look at no other token
-            if other in laws and newest != texts[row, anchor + depth]:
-                assert (laws[other] - law).abs().max() > 100 * ROUNDING
+            if other in all_probs and newest != texts[row, anchor + depth]:
+                assert (all_probs[other] - probs).abs().max() > 100 * ROUNDING
                 compared += 1
-    assert compared > len(laws)
+    assert compared > len(all_probs)
 
 
-def test_a_sampled_chains_laws_are_warped_as_the_sampler_says(pair):
-    target, drafter = lawful(pair)
+def test_a_sampled_chains_probs_are_warped_as_the_sampler_says(pair):
+    target, drafter = with_probs(pair)
     follower = Follower(drafter, target, random_texts(), (6, 4))
     plain = follower.propose(SAMPLED).q
     for sampler in [Sampler(0.5), Sampler(1.0, top_k=3), Sampler(0.0), Sampler(0.7, top_p=0.8, min_p=0.05)]:
@@ -99,8 +99,8 @@ def test_a_sampled_chains_laws_are_warped_as_the_sampler_says(pair):
         torch.testing.assert_close(follower.propose(SAMPLED, sampler).q, want, rtol=0, atol=ROUNDING)
 
 
-def test_a_sampled_chain_is_drawn_from_the_laws_it_carries(pair):
-    target, drafter = lawful(pair)
+def test_a_sampled_chain_is_drawn_from_the_probs_it_carries(pair):
+    target, drafter = with_probs(pair)
     follower = Follower(drafter, target, random_texts(), (6, 4))
     coin, drawn = EnumeratingCoin([Script(0), Script(1)]), []
     draw = coin.draw
@@ -119,9 +119,9 @@ def test_a_sampled_chain_is_drawn_from_the_laws_it_carries(pair):
 
 
 @pytest.mark.usefixtures("frozen")
-def test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monkeypatch):
+def test_every_level_of_a_tree_computes_the_probs_of_training(pair, monkeypatch):
     """Drive the step of `expand` along arbitrary beams, which scores would seldom choose."""
-    target, drafter = lawful(pair)
+    target, drafter = with_probs(pair)
     follower = Follower(drafter, target, random_texts())
     dice = torch.Generator().manual_seed(3)
     grown = []
@@ -152,14 +152,14 @@ def test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monk
         follower.propose(TREE)
         known = follower.known
         rows = [(row, path, found[row]) for names, found in grown.pop() for row, path in enumerate(names)]
-        wanted = laws_at(drafter, target, [(known[row], path) for row, path, _ in rows])
-        for (*_, law), want in zip(rows, wanted, strict=True):
-            torch.testing.assert_close(law, want, rtol=0, atol=ROUNDING)
+        wanted = probs_at(drafter, target, [(known[row], path) for row, path, _ in rows])
+        for (*_, probs), want in zip(rows, wanted, strict=True):
+            torch.testing.assert_close(probs, want, rtol=0, atol=ROUNDING)
 
 
-def test_drafts_side_by_side_carry_the_laws_that_training_taught(pair):
+def test_parallel_drafts_carry_the_probs_of_training(pair):
     plan = Plan(depth=K, proposal="sampled", drafts=5)
-    target, drafter = lawful(pair)
+    target, drafter = with_probs(pair)
     follower, places, got = Follower(drafter, target, random_texts()), [], []
     for counts in CHUNKS[:3]:
         follower.advance(counts)
@@ -172,12 +172,12 @@ def test_drafts_side_by_side_carry_the_laws_that_training_taught(pair):
                 if slot >= 0:
                     places.append((prefix, known[slot]))
                     got.append(draft.q[row, entry])
-    want = Sampler(0.3).probs(torch.stack(laws_at(drafter, target, places)).log())
+    want = Sampler(0.3).probs(torch.stack(probs_at(drafter, target, places)).log())
     torch.testing.assert_close(torch.stack(got), want, rtol=0, atol=10 * ROUNDING)
 
 
 @pytest.mark.usefixtures("frozen")
-def test_a_chosen_chain_holds_the_likeliest_token_of_every_law(pair):
+def test_a_chosen_chain_holds_the_likeliest_tokens(pair):
     target, drafter = unmixed(pair, CHAIN)
     follower, places, chosen = Follower(drafter, target, random_texts()), [], []
     for counts in CHUNKS:
@@ -188,7 +188,7 @@ def test_a_chosen_chain_holds_the_likeliest_token_of_every_law(pair):
         for prefix, chain in zip(follower.known, draft.tokens.tolist(), strict=True):
             places += [(prefix, chain[:depth]) for depth in range(K)]
             chosen += chain
-    assert [int(law.argmax()) for law in laws_at(drafter, target, places)] == chosen
+    assert [int(probs.argmax()) for probs in probs_at(drafter, target, places)] == chosen
 
 
 def test_a_tree_keeps_the_likeliest_of_all_paths_it_looked_at(pair):
@@ -204,7 +204,7 @@ def test_a_tree_keeps_the_likeliest_of_all_paths_it_looked_at(pair):
 
             def log_probs(found, prefix=prefix):
                 places = [(prefix, path) for path in found]
-                return [row.log() for row in laws_at(drafter, target, places)]
+                return [row.log() for row in probs_at(drafter, target, places)]
 
             assert set(paths(draft, row)) - {()} == set(best_paths(log_probs, TREE))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from faces import V
+from drafter_checks import V
 from transformers import AutoConfig, AutoModelForCausalLM
 from workbench import Bench, enlarge
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from faces import K, V, random_texts
+from drafter_checks import K, V, random_texts
 from served_eagle import Loaded, drafted
 
 from drafters.base import Batch

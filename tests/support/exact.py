@@ -28,7 +28,7 @@ from decode.verification.rule import verify
 from decode.verification.target_probs import TargetProbs
 from drafters.drafting.tree import expand
 
-Law = dict[tuple[int, ...], float]
+Probs = dict[tuple[int, ...], float]
 EXACT = 1e-12
 NOISE = 1e-14  # a chance that is there or not as rounding will have it, and with it the batch
 
@@ -118,7 +118,7 @@ class EnumeratingCoin:
         out = torch.full((len(self.tapes),), bool(self.junk))
         for row in active.nonzero()[:, 0].tolist():
             p, q = float(accept[row]), float(proposal[row])
-            assert q > 0, "a token that its own law cannot draw"
+            assert q > 0, "a token that its own distribution cannot draw"
             yes = min(1.0, p / q)
             out[row] = self._choose(row, [yes, 1.0 - yes], key) == 0
         return out
@@ -128,8 +128,8 @@ class EnumeratingCoin:
         assert weights.shape[0] == len(self.tapes)
         assert weights.shape[:-1] == active.shape
         out = torch.full(active.shape, self.junk % weights.shape[-1])
-        laws, places = weights[active].double().tolist(), active.nonzero().tolist()
-        for mass, (row, *more) in zip(laws, places, strict=True):
+        all_probs, places = weights[active].double().tolist(), active.nonzero().tolist()
+        for mass, (row, *more) in zip(all_probs, places, strict=True):
             total = sum(mass)
             assert min(mass) >= 0, "negative mass"
             assert total > 0, "nothing to draw from"
@@ -165,30 +165,32 @@ class RealKeys(EnumeratingCoin):
         return pick
 
 
-def exact_law(play: Callable[[list[Tape]], Sequence[tuple[int, ...]]], abreast: int = 1) -> Law:
-    """Law of what `play` makes of a tape.
+def exact_probs(play: Callable[[list[Tape]], Sequence[tuple[int, ...]]], abreast: int = 1) -> Probs:
+    """Distribution of what `play` makes of a tape.
 
     Args:
         play: outcomes of a list of tapes, each a function of only its own tape.
         abreast: plays at a time; 1 is a depth-first replay.
     """
-    law: dict[tuple[int, ...], float] = defaultdict(float)
+    probs: dict[tuple[int, ...], float] = defaultdict(float)
     waiting: list[list[int]] = [[]]
     while waiting:
         tapes = [Tape(waiting.pop()) for _ in range(min(abreast, len(waiting)))]
         for tape, outcome in zip(tapes, play(tapes), strict=True):
-            law[outcome] += tape.probability
+            probs[outcome] += tape.probability
             waiting += tape.untried()
-    assert abs(sum(law.values()) - 1) < EXACT, "some branch was missed or played twice"
-    return dict(law)
+    assert abs(sum(probs.values()) - 1) < EXACT, "some branch was missed or played twice"
+    return dict(probs)
 
 
 @torch.no_grad()
-def target_law(model, prompt: Sequence[int], length: int, sampler: Sampler, stop: Sequence[int] = ()) -> Law:
-    """Law of the first `length` tokens, up to an end token, from full forwards without a cache."""
-    law: Law = {(): 1.0}
+def target_probs(
+    model, prompt: Sequence[int], length: int, sampler: Sampler, stop: Sequence[int] = ()
+) -> Probs:
+    """Distribution of the first `length` tokens, up to an end token, from full forwards without a cache."""
+    probs: Probs = {(): 1.0}
     for _ in range(length):
-        open_ = [text for text in law if not (text and text[-1] in stop)]
+        open_ = [text for text in probs if not (text and text[-1] in stop)]
         if not open_:
             break
         ids = torch.tensor([[*prompt, *text] for text in open_])
@@ -197,12 +199,12 @@ def target_law(model, prompt: Sequence[int], length: int, sampler: Sampler, stop
         for row, text in enumerate(ids.tolist()):
             seen[row, text] = True
         for text, row in zip(open_, sampler.probs(logits, seen).tolist(), strict=True):
-            mass = law.pop(text)
-            law |= {(*text, token): mass * p for token, p in enumerate(row) if p > 0}
-    return law
+            mass = probs.pop(text)
+            probs |= {(*text, token): mass * p for token, p in enumerate(row) if p > 0}
+    return probs
 
 
-def assert_same_law(got: Law, want: Law) -> None:
+def assert_same_probs(got: Probs, want: Probs) -> None:
     """To 1e-12 at every outcome."""
     worst = max(set(got) | set(want), key=lambda y: abs(got.get(y, 0) - want.get(y, 0)))
     error = abs(got.get(worst, 0) - want.get(worst, 0))
@@ -227,7 +229,7 @@ def differences(
 ):
     """Each row in turn branches on all its decisions, its neighbours following scripts.
 
-    Yields its law, and what it should be.
+    Yields its distribution, and what it should be.
 
     The row below a draft of depth K first matters for token K + 2: the prefill gives the first.
     """
@@ -243,19 +245,19 @@ def differences(
             texts = [tuple(output.tokens) for output in run.outputs]
             return [texts[row], *texts[len(prompts) :]]
 
-        yield exact_law(play, abreast), target_law(target.model, prompts[row], length, sampler, stop)
+        yield exact_probs(play, abreast), target_probs(target.model, prompts[row], length, sampler, stop)
 
 
 def check_lossless(*arguments, **options):
     """`differences` has none."""
     for got, want in differences(*arguments, **options):
-        assert_same_law(got, want)
+        assert_same_probs(got, want)
 
 
-def complete(law: Law, p: Callable[[tuple[int, ...]], Sequence[float]], length: int) -> Law:
-    """The law of the first `length` tokens, continued by p where a text ends."""
+def complete(probs: Probs, p: Callable[[tuple[int, ...]], Sequence[float]], length: int) -> Probs:
+    """The distribution of the first `length` tokens, continued by p where a text ends."""
     full: dict[tuple[int, ...], float] = defaultdict(float)
-    waiting = list(law.items())
+    waiting = list(probs.items())
     while waiting:
         text, mass = waiting.pop()
         if len(text) >= length:
@@ -265,7 +267,7 @@ def complete(law: Law, p: Callable[[tuple[int, ...]], Sequence[float]], length: 
     return dict(full)
 
 
-def error(got: Law, want: Law) -> float:
+def error(got: Probs, want: Probs) -> float:
     """The largest difference at an outcome."""
     return max(abs(got.get(y, 0.0) - want.get(y, 0.0)) for y in {*got, *want})
 
@@ -278,7 +280,7 @@ class Node(NamedTuple):
 
     token: int
     parent: int = -1  # index among the row's nodes
-    law: Sequence[float] | None = None  # q of a drawn node, or of its first drawn sibling; None: chosen
+    probs: Sequence[float] | None = None  # q of a drawn node, or of its first drawn sibling; None: chosen
 
 
 Story = Generator[Sequence[float], int, list[Node]]
@@ -292,29 +294,29 @@ def draft_of(rows: Sequence[Sequence[Node]], vocab: int, **flags: bool) -> Draft
     for nodes in rows:
         filler = range(len(nodes), size)
         full.append([*nodes, *(Node(PAD, i - 1 if is_chain else -1) for i in filler)])
-        level, laws, elders = [0], defaultdict(dict), defaultdict(int)
+        level, all_probs, elders = [0], defaultdict(dict), defaultdict(int)
         for node in nodes:
             level.append(level[node.parent + 1] + 1)
-            if node.law is not None:
-                laws[level[-1] - 1].setdefault(node.parent + 1, node.law)
+            if node.probs is not None:
+                all_probs[level[-1] - 1].setdefault(node.parent + 1, node.probs)
                 elders[node.parent] += 1
-        stated.append(laws)
+        stated.append(all_probs)
         depth, siblings = max(depth, *level), max(siblings, *elders.values(), 1)
     if not depth:
         return Draft.empty(len(rows), torch.device("cpu"))
     tokens = torch.tensor([[node.token for node in nodes] for nodes in full])
     parents = torch.tensor([[node.parent for node in nodes] for nodes in full])
-    sampled = torch.tensor([[node.law is not None for node in nodes] for nodes in full])
+    sampled = torch.tensor([[node.probs is not None for node in nodes] for nodes in full])
     if not sampled.any():
         return Draft(tokens, parents, depth, is_chain=is_chain)
-    levels = tuple(max(len(laws[level]) for laws in stated) for level in range(depth))
+    levels = tuple(max(len(all_probs[level]) for all_probs in stated) for level in range(depth))
     owner, q = [], []
-    for laws in stated:
+    for all_probs in stated:
         entries = []
         for level, count in enumerate(levels):
-            entries += [*laws[level].items(), *[(-1, [0.0] * vocab)] * (count - len(laws[level]))]
+            entries += [*all_probs[level].items(), *[(-1, [0.0] * vocab)] * (count - len(all_probs[level]))]
         owner.append([slot for slot, _ in entries])
-        q.append([law for _, law in entries])
+        q.append([probs for _, probs in entries])
     tensors = torch.tensor(q, dtype=torch.float64), torch.tensor(owner), levels, sampled, siblings
     return Draft(tokens, parents, depth, DraftProbs(*tensors, **flags), is_chain)
 
@@ -338,17 +340,17 @@ def grow(stories: Sequence[Story], coin: EnumeratingCoin, vocab: int, **flags: b
         nothing = [0.0] * vocab
         weights = [asked.get(row, nothing) for row in range(len(stories))]
         active = torch.tensor([row in asked for row in range(len(stories))])
-        law = torch.tensor(weights, dtype=torch.float64)
-        drawn = coin.draw(law, Key(Purpose.PROPOSE, turn), active).tolist()
+        probs = torch.tensor(weights, dtype=torch.float64)
+        drawn = coin.draw(probs, Key(Purpose.PROPOSE, turn), active).tolist()
         for row in list(asked):
             send(row, drawn[row])
         turn += 1
     return draft_of([done[row] for row in range(len(stories))], vocab, **flags)
 
 
-def struck(law: Sequence[float], *taken: int) -> list[float]:
-    """The law given that it is none of these; all zeros where nothing is left."""
-    left = [0.0 if token in taken else mass for token, mass in enumerate(law)]
+def struck(probs: Sequence[float], *taken: int) -> list[float]:
+    """The distribution given that it is none of these; all zeros where nothing is left."""
+    left = [0.0 if token in taken else mass for token, mass in enumerate(probs)]
     return [mass / (sum(left) or 1.0) for mass in left]
 
 
@@ -422,9 +424,9 @@ class FixedTrees(Scripted):
 
 
 class SampledChains(Scripted):
-    """Chains drawn from arbitrary laws of its own, with zeros; some rows' are cut beforehand."""
+    """Chains drawn from arbitrary distributions of its own, with zeros; some rows' are cut beforehand."""
 
-    def law(self, text: Sequence[int]) -> list[float]:
+    def probs(self, text: Sequence[int]) -> list[float]:
         dice = self.dice(text)
         mass = [dice.choice([0.0, *[dice.random() ** 3 + 0.01] * 4]) for _ in range(self.vocab)]
         mass[dice.randrange(self.vocab)] += 0.1
@@ -433,19 +435,19 @@ class SampledChains(Scripted):
     def propose(self, state, target, sampler, coin, plan):
         texts = [list(text) for text in state]
         length = torch.tensor([self.dice(t).choice([plan.depth] * 3 + [0, 1]) for t in texts])
-        tokens, laws = [], []
+        tokens, all_probs = [], []
         for depth in range(plan.depth):
-            laws.append(torch.tensor([self.law(text) for text in texts], dtype=torch.float64))
+            all_probs.append(torch.tensor([self.probs(text) for text in texts], dtype=torch.float64))
             real = depth < length
-            drawn = coin.draw(laws[-1], Key(Purpose.PROPOSE, depth), real)
+            drawn = coin.draw(all_probs[-1], Key(Purpose.PROPOSE, depth), real)
             tokens.append(torch.where(real, drawn, PAD))
             for text, token in zip(texts, tokens[-1].tolist(), strict=True):
                 text.append(token)
-        return Draft.chain(torch.stack(tokens, 1), torch.stack(laws, 1))
+        return Draft.chain(torch.stack(tokens, 1), torch.stack(all_probs, 1))
 
 
 class Grown(Scripted):
-    """Whatever the plan says, grown by the production `expand` over a table of laws."""
+    """Whatever the plan says, grown by the production `expand` over a table of distributions."""
 
     def logits(self, text: Sequence[int]) -> Tensor:
         dice = self.dice(text)
@@ -471,7 +473,7 @@ class Grown(Scripted):
 class Trees(Scripted):
     """Trees of no plan's form: drawn and chosen children in any number, holes, rows that are unlike.
 
-    The laws know nothing of the target, and some leave too little to draw from. What hangs below a
+    The distributions know nothing of the target, and some leave too little to draw from. What hangs below a
     node depends on the path to it. `drawn` and `chosen` are how many such children a node may have.
     """
 
@@ -479,7 +481,7 @@ class Trees(Scripted):
         super().__init__(vocab, seed, rounds)
         self.depth, self.drawn, self.chosen, self.replacement = depth, drawn, chosen, replacement
 
-    def law(self, dice: random.Random) -> list[float]:
+    def probs(self, dice: random.Random) -> list[float]:
         """With zeros; now and then nothing but zeros."""
         mass = [dice.choice([0.0, dice.random() ** 2, dice.random()]) for _ in range(self.vocab)]
         return struck(mass) if sum(mass) else mass
@@ -498,15 +500,15 @@ class Trees(Scripted):
             below = []
             for parent, path in level:
                 dice = self.dice(path)
-                law, taken, children, drawn = self.law(dice), [], [], dice.choice(self.drawn)
-                # Not there, but its law is. The root always has one: a batch without any draws as
+                probs, taken, children, drawn = self.probs(dice), [], [], dice.choice(self.drawn)
+                # Not there, but its distribution is. The root always has one: a batch without any draws as
                 # plain decoding does.
                 if dice.random() < 0.15 or (parent < 0 and not drawn):
-                    children.append(Node(PAD, parent, law))
+                    children.append(Node(PAD, parent, probs))
                 for _ in range(drawn):
-                    left = law if self.replacement else struck(law, *taken)
+                    left = probs if self.replacement else struck(probs, *taken)
                     taken.append((yield left) if sum(left) else PAD)
-                    children.append(Node(taken[-1], parent, law))
+                    children.append(Node(taken[-1], parent, probs))
                 free = [token for token in range(self.vocab) if token not in taken] + [PAD]
                 children += [
                     Node(t, parent) for t in dice.sample(free, min(dice.choice(self.chosen), len(free)))
@@ -520,7 +522,7 @@ class Trees(Scripted):
 
 
 class Table:
-    """A random row of logits, and a random law of a drafter, for every path below root 0."""
+    """A random row of logits, and a random distribution of a drafter, for every path below root 0."""
 
     def __init__(self, seed: int, sampler: Sampler, vocab: int = 3) -> None:
         self.seed, self.sampler, self.vocab = seed, sampler, vocab
@@ -535,7 +537,7 @@ class Table:
         return self._known["logits", *path]
 
     def p(self, path: Sequence[int]) -> list[float]:
-        """The target's warped law."""
+        """The target's warped distribution."""
         if ("p", *path) not in self._known:
             seen = torch.zeros(1, self.vocab, dtype=torch.bool)
             seen[0, [0, *path]] = True
@@ -543,7 +545,7 @@ class Table:
         return self._known["p", *path]
 
     def q(self, path: Sequence[int], zeros: float = 0.0) -> list[float]:
-        """The drafter's law."""
+        """The drafter's distribution."""
         if ("q", zeros, *path) not in self._known:
             dice = random.Random(f"q {self.seed} {list(path)}")
             mass = [dice.random() ** 2 * (dice.random() >= zeros) for _ in range(self.vocab)]
@@ -551,13 +553,13 @@ class Table:
             self._known["q", zeros, *path] = struck(mass)
         return self._known["q", zeros, *path]
 
-    def law(self, length: int) -> Law:
-        """The target's law of the first tokens."""
+    def probs(self, length: int) -> Probs:
+        """The target's distribution of the first tokens."""
         return complete({(): 1.0}, self.p, length)
 
-    def complete(self, law: Law, length: int) -> Law:
-        """A law of texts, continued to this length."""
-        return complete(law, self.p, length)
+    def complete(self, probs: Probs, length: int) -> Probs:
+        """A distribution of texts, continued to this length."""
+        return complete(probs, self.p, length)
 
     def rows(self, draft: Draft) -> TargetProbs:
         """Of every slot of a draft, as a target pass would give them."""
@@ -568,15 +570,15 @@ class Table:
         seen[:, 0] = True
         return TargetProbs(logits, self.sampler, seen)
 
-    def round(self, make: Callable[[], Story], plan: Plan, judge=verify, abreast: int = 64, **flags) -> Law:
-        """Exact law of what one round emits: of what is drafted and of how it is verified."""
+    def round(self, make: Callable[[], Story], plan: Plan, judge=verify, abreast: int = 64, **flags) -> Probs:
+        """Exact distribution of what one round emits: of what is drafted and of how it is verified."""
 
         def play(tapes):
             coin = EnumeratingCoin(tapes, junk=self.vocab)
             draft = grow([make() for _ in tapes], coin, self.vocab, **flags)
             return emitted(draft, judge(plan.rule, draft, self.rows(draft), coin))
 
-        return exact_law(play, abreast)
+        return exact_probs(play, abreast)
 
 
 def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:

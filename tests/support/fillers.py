@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from draft_models import LORA, save_random, with_random_adapters
-from faces import K, V
+from drafter_checks import K, V
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from drafters.models.hf_dllm import Dllm

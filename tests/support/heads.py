@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from faces import K, V
+from drafter_checks import K, V
 from torch import nn
 
 from decode.model.target import LAST, Target
@@ -26,6 +26,6 @@ def trained(tiny_target, kind: Any, **options) -> tuple[Target, Drafter]:
     target, drafter = fresh(tiny_target, kind, **options)
     for weight in drafter.parameters():
         nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.5)
-    if kind.__name__ in ("Medusa", "Hydra"):  # a law of visible masses
+    if kind.__name__ in ("Medusa", "Hydra"):  # a distribution of visible masses
         target.model.lm_head.weight.data.mul_(0.3)
     return target, drafter

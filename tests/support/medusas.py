@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from faces import K, V
+from drafter_checks import K, V
 from torch import nn
 
 from decode.model.target import LAST

@@ -24,34 +24,34 @@ class Toss:
         chance = min(max(chance, 0.0), 1.0)
         return self.tape.choose([chance, 1 - chance]) == 0
 
-    def draw(self, law: Row) -> int:
+    def draw(self, probs: Row) -> int:
         """An index."""
-        return self.tape.choose([mass / sum(law) for mass in law])
+        return self.tape.choose([mass / sum(probs) for mass in probs])
 
 
 class Tree(NamedTuple):
-    """A slot: the target's law there, and its children in the order they were drawn."""
+    """A slot: the target's distribution there, and its children in the order they were drawn."""
 
     p: Row
-    children: list[tuple[int, list[float], Tree]]  # token, the law it was drawn from, what is below
+    children: list[tuple[int, list[float], Tree]]  # token, the distribution it was drawn from, what is below
 
 
 def tree_of(
     nodes: Sequence[Node], p: Callable[[tuple[int, ...]], Row], vocab: int, replacement: bool = False
 ) -> Tree:
-    """Of one row's draft; drawn siblings without replacement carry their conditional laws."""
+    """Of one row's draft; drawn siblings without replacement carry their conditional distributions."""
 
     def below(parent: int, path: tuple[int, ...]) -> Tree:
         tree, taken, first = Tree(p(path), []), [], None
         for i, node in enumerate(nodes):
             if node.parent != parent or node.token < 0:
                 continue
-            law = [float(token == node.token) for token in range(vocab)]
-            if node.law is not None:
-                first = node.law if first is None else first
-                law = list(first) if replacement else struck(first, *taken)
+            probs = [float(token == node.token) for token in range(vocab)]
+            if node.probs is not None:
+                first = node.probs if first is None else first
+                probs = list(first) if replacement else struck(first, *taken)
                 taken.append(node.token)
-            tree.children.append((node.token, law, below(i, (*path, node.token))))
+            tree.children.append((node.token, probs, below(i, (*path, node.token))))
         return tree
 
     return below(-1, ())
@@ -120,11 +120,11 @@ def block(toss: Toss, tokens: Sequence[int], q: Sequence[Row], p: Sequence[Row])
             h = s / (s + (1 - w)) if s + (1 - w) else 1.0
         if toss.flip(h):
             kept, w_kept = i, w
-    law = p[kept]
+    probs = p[kept]
     if kept < len(tokens):
         left, mass = positive(w_kept * a - b for a, b in zip(p[kept], q[kept], strict=True))
-        law = left if mass else law
-    return (*tokens[:kept], toss.draw(law))
+        probs = left if mass else probs
+    return (*tokens[:kept], toss.draw(probs))
 
 
 RULES = {"match": match, "recursive": recursive, "traversal": traversal}

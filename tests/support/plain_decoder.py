@@ -28,8 +28,8 @@ TARGET, ACCEPT, RESIDUAL = 0, 2, 3  # purposes of a draw
 Text = tuple[int, ...]
 Shape = list[tuple[int, bool]]  # of each node its parent, -1 for the root, and whether it is left out
 
-# Drafts and the rules that may verify them. "chosen" trees have no laws, "sampled" ones have them at every
-# node, "hybrid" slots have one sampled child, "mixed" ones any number of them and then chosen ones.
+# Drafts and the rules that may verify them. "chosen" trees have no distributions, "sampled" ones have them
+# at every node, "hybrid" slots have one sampled child, "mixed" ones any number of them and then chosen ones.
 PAIRS = [
     *(("mixed", "traversal"), ("chosen", "match"), ("mixed", "recursive"), ("sampled chain", "token")),
     *(("sampled", "traversal"), ("chosen chain", "match"), ("sampled", "recursive")),
@@ -167,7 +167,7 @@ class Model:
 
 
 class Tree(NamedTuple):
-    """One row's draft; `q` is the law of a slot's first sampled child."""
+    """One row's draft; `q` is the distribution of a slot's first sampled child."""
 
     parents: list[int]
     tokens: list[int]
@@ -199,7 +199,7 @@ class Script(Scripted):
         parents = tensor([tree.parents for tree in trees], -1)
         if chain:
             slots = [list(range(nodes))] * len(trees)
-            return Draft.chain(tokens, None if chosen else self.laws(trees, slots))
+            return Draft.chain(tokens, None if chosen else self.all_probs(trees, slots))
         if chosen:
             return Draft(tokens, parents, self.depth)
         owners, sizes = [[] for _ in trees], []
@@ -210,10 +210,10 @@ class Script(Scripted):
                 own += [*slots, *[-1] * (sizes[-1] - len(slots))]
         siblings = max([1, *(len(t.children(s, sampled=True)) for t in trees for s in t.q)])
         sampled = tensor([tree.sampled for tree in trees], False)
-        laws = self.laws(trees, owners), torch.tensor(owners), tuple(sizes), sampled, siblings
-        return Draft(tokens, parents, self.depth, DraftProbs(*laws, self.case.replacement))
+        all_probs = self.all_probs(trees, owners), torch.tensor(owners), tuple(sizes), sampled, siblings
+        return Draft(tokens, parents, self.depth, DraftProbs(*all_probs, self.case.replacement))
 
-    def laws(self, trees: list[Tree], owners: list[list[int]]) -> torch.Tensor:
+    def all_probs(self, trees: list[Tree], owners: list[list[int]]) -> torch.Tensor:
         """(B, Q, V), flat where no node is."""
         flat = np.full(self.vocab, 1 / self.vocab)
         rows = zip(trees, owners, strict=True)
@@ -245,7 +245,7 @@ class Reference:
     def __init__(self, case: Case, model: Model) -> None:
         self.case, self.model, self.vocab = case, model, range(case.vocab)
         self.prompts, self.seed, self.names = case.prompts, case.seed, case.names
-        self.law, self.tree = lru_cache(None)(self._law), lru_cache(None)(self._tree)
+        self.probs, self.tree = lru_cache(None)(self._probs), lru_cache(None)(self._tree)
         self.shapes = [case.shape(*shape) for shape in case.shapes]
         self.depth = max(max(levels([parent for parent, _ in shape])) for shape in self.shapes)
         self.rule = case.rule if self.depth and "chosen" not in case.drafts else "match"
@@ -276,7 +276,7 @@ class Reference:
         emitted, slot = [], 0
         while True:
             here = *text, *emitted
-            y = self.pick(self.law(here), self.uniform(row, TARGET, len(here)))
+            y = self.pick(self.probs(here), self.uniform(row, TARGET, len(here)))
             emitted.append(y)
             below = sorted(tree.children(slot, sampled=True) + tree.children(slot, sampled=False))
             slot = next((child for child, token in below if token == y), 0)
@@ -287,17 +287,17 @@ class Reference:
         """Rejection, sampled child by sampled child (docs/lossless.md)."""
         emitted, slot = [], 0
         while True:
-            depth, law, q = len(emitted), self.law((*text, *emitted)), tree.q.get(slot)
+            depth, probs, q = len(emitted), self.probs((*text, *emitted)), tree.q.get(slot)
             for rank, (below, token) in enumerate(tree.children(slot, sampled=True)):
-                margin = law[token] - self.uniform(row, ACCEPT, turn, depth, rank) * q[token]
+                margin = probs[token] - self.uniform(row, ACCEPT, turn, depth, rank) * q[token]
                 clear(abs(margin) > NEAR)
                 if margin > 0:
                     slot = below
                     break
-                law = normal(np.maximum(law - q, 0), law)
+                probs = normal(np.maximum(probs - q, 0), probs)
                 q = q if self.case.replacement else strike(q, token)
             else:
-                token = self.pick(law, self.uniform(row, RESIDUAL, turn, depth))
+                token = self.pick(probs, self.uniform(row, RESIDUAL, turn, depth))
                 fixed = tree.children(slot, sampled=False)
                 slot = next((child for child, other in fixed if other == token), 0)
             emitted.append(token)
@@ -306,33 +306,33 @@ class Reference:
 
     def traversal(self, row: int, turn: int, text: Text, tree: Tree) -> list[int]:
         """One coin says which slot is the first to stand."""
-        paths, chances, laws, fails = [], [], [], 1.0
-        for path, chance, law in self.visit(tree, 0, text, 1.0):
+        paths, chances, all_probs, fails = [], [], [], 1.0
+        for path, chance, probs in self.visit(tree, 0, text, 1.0):
             paths.append(path)
             chances.append(fails * chance)
-            laws.append(law)
+            all_probs.append(probs)
             fails *= 1 - chance
         end = self.pick(chances, self.uniform(row, ACCEPT, turn))
-        return [*paths[end][len(text) :], self.pick(laws[end], self.uniform(row, RESIDUAL, turn))]
+        return [*paths[end][len(text) :], self.pick(all_probs[end], self.uniform(row, RESIDUAL, turn))]
 
     def visit(self, tree: Tree, slot: int, text: Text, w: float) -> Iterator[tuple[Text, float, np.ndarray]]:
         """Theorem 2 (docs/lossless.md): the slots below and then this one, in the order of the visit,
-        each with its chance to stand once those before have not, and the law that then follows."""
-        law, q = self.law(text), tree.q.get(slot)
+        each with its chance to stand once those before have not, and the distribution that then follows."""
+        probs, q = self.probs(text), tree.q.get(slot)
         for sampled in (True, False):
             for child, token in tree.children(slot, sampled):
                 if not sampled:
-                    q = np.eye(len(law))[token]
-                yield from self.visit(tree, child, (*text, token), min(1.0, w * law[token] / q[token]))
-                rest = np.maximum(w * law - q, 0)
-                law, mass = normal(rest, law), rest.sum()
+                    q = np.eye(len(probs))[token]
+                yield from self.visit(tree, child, (*text, token), min(1.0, w * probs[token] / q[token]))
+                rest = np.maximum(w * probs - q, 0)
+                probs, mass = normal(rest, probs), rest.sum()
                 w = mass / (mass + (1 - w)) if mass else 0.0
                 q = q if self.case.replacement else strike(q, token)
-        yield text, w if slot else 1.0, law
+        yield text, w if slot else 1.0, probs
 
     token, block = recursive, traversal
 
-    # -- coins and laws
+    # -- coins and distributions
 
     def uniform(self, row: int, purpose: int, counter: int, slot: int = 0, number: int = 0) -> float:
         """Philox-4x32-10."""
@@ -354,7 +354,7 @@ class Reference:
         clear(index in (low, 0) and high in (index, len(sums)))
         return int(index)
 
-    def _law(self, text: Text) -> np.ndarray:
+    def _probs(self, text: Text) -> np.ndarray:
         sampler, z = self.case.sampler, self.model.next(text).copy()
         for token in set(text):
             penalty = sampler.repetition_penalty
@@ -381,7 +381,7 @@ class Reference:
         known = self.known[row]
         while len(known) <= place:
             text = *self.prompts[row], *known
-            known.append(self.pick(self.law(text), self.uniform(row, TARGET, len(text))))
+            known.append(self.pick(self.probs(text), self.uniform(row, TARGET, len(text))))
         return known[place]
 
     # -- drafts
@@ -392,7 +392,7 @@ class Reference:
         tree = Tree([parent for parent, _ in shape], [], [], {})
         texts: list[Text | None] = [text]  # of each slot, None where there is no node
         fans = [self.fan(dice) for _ in range(len(shape) + 1)]
-        left: dict[int, np.ndarray] = {}  # of the laws, for the next child
+        left: dict[int, np.ndarray] = {}  # of the distributions, for the next child
         for parent, gap in shape:
             slot, above = parent + 1, texts[parent + 1]
             elders = [t for t, p in zip(tree.tokens, tree.parents, strict=False) if p == parent]
@@ -418,16 +418,16 @@ class Reference:
         return some.get(self.case.drafts, 9)
 
     def q(self, text: Text, dice: Random) -> np.ndarray:
-        """A drafter's law: the target's own, near it, or nothing like it, and with zeros."""
+        """A drafter's distribution: the target's own, near it, or nothing like it, and with zeros."""
         noise = np.array([dice.choice([0, 1, 1, 1]) * (0.01 + dice.random() ** 3) for _ in self.vocab])
         noise[dice.choice(self.vocab)] += 0.01
         share = dice.choice([0, 0.2, 0.5, 1])
-        return (1 - share) * self.law(text) + share * noise / noise.sum()
+        return (1 - share) * self.probs(text) + share * noise / noise.sum()
 
     def chosen(self, text: Text, elders: list[int], dice: Random) -> int:
         """What is to come or likely to, or any token; seldom one that an elder sibling has."""
         free = [t for t in self.vocab if t not in elders or dice.random() < 0.05]
-        token = self.foreseen(text) if self.rule == "match" else dice.choices(self.vocab, self.law(text))[0]
+        token = self.foreseen(text) if self.rule == "match" else dice.choices(self.vocab, self.probs(text))[0]
         if token in free and dice.random() < 0.8:
             return token
         return dice.choice(free) if free else PAD
@@ -452,8 +452,8 @@ def normal(mass: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
     return mass / mass.sum() if mass.any() else otherwise
 
 
-def strike(law: np.ndarray, token: int) -> np.ndarray:
-    rest = np.where(np.arange(len(law)) == token, 0, law)
+def strike(probs: np.ndarray, token: int) -> np.ndarray:
+    rest = np.where(np.arange(len(probs)) == token, 0, probs)
     return normal(rest, rest)
 
 

@@ -41,7 +41,7 @@ def sampled_chain(table: Table, depth: int, zeros: float = 0.3) -> Story:
     path: tuple[int, ...] = ()
     nodes = []
     for parent in range(-1, depth - 1):
-        law = table.q(path, zeros)
-        path = (*path, (yield law))
-        nodes.append(Node(path[-1], parent, law))
+        probs = table.q(path, zeros)
+        path = (*path, (yield probs))
+        nodes.append(Node(path[-1], parent, probs))
     return nodes

@@ -12,7 +12,7 @@ from drafters.drafting.sublayer_search import parts_of
 
 @torch.no_grad()
 def self_drafted(drafter, target, texts, depths) -> dict[tuple[int, int, int], torch.Tensor]:
-    """(row, anchor, depth) -> the law of token anchor + 1 + depth, of `SelfDrafter`s."""
+    """(row, anchor, depth) -> the distribution of token anchor + 1 + depth, of `SelfDrafter`s."""
     word = drafter.settings.get("sublayers")
     parts = [WHOLE] * len(target.layers) if word is None else parts_of(word)
     rows, length = texts.shape
@@ -45,9 +45,9 @@ def self_drafted(drafter, target, texts, depths) -> dict[tuple[int, int, int], t
     last = model.norm(x)
     if getattr(drafter, "exit", None) is not None:
         last = last + last @ drafter.exit.weight.T
-    laws = target.head(last).softmax(-1)
+    all_probs = target.head(last).softmax(-1)
     return {
-        (row, t, depth): laws[row, t, depth - 1]
+        (row, t, depth): all_probs[row, t, depth - 1]
         for row in range(rows)
         for t in range(length)
         for depth in range(1, depths + 1)

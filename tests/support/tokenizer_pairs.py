@@ -9,7 +9,7 @@ from string import ascii_letters
 
 import torch
 from draft_models import draft_model
-from faces import V
+from drafter_checks import V
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 

@@ -101,7 +101,7 @@ def _draft_model(cfg: DictConfig, target: Target) -> DraftLM | None:
     return draft.to(target.device, target.dtype).eval().requires_grad_(False)
 
 
-def _law(cfg: DictConfig, target: Target) -> dict[str, Any]:
+def _sampling(cfg: DictConfig, target: Target) -> dict[str, Any]:
     """What all contenders have to obey."""
     return {"sampler": Sampler(cfg.temperature), "stop": stop_tokens(target) if cfg.ends else []}
 
@@ -110,20 +110,22 @@ def _contenders(cfg: DictConfig, target: Target, draft: DraftLM | None) -> list[
     """Plain decoding first: the others are compared with it."""
     chain = Plan(depth=cfg.depth, proposal="sampled" if cfg.temperature else "fixed")
     plans = {str(name): plan_of(shape) for name, shape in cfg.plans.items()}
-    law = _law(cfg, target)
+    options = _sampling(cfg, target)
     contenders = [
-        Contender("ours-plain", ours(target, None, Plan(), **law, seed=cfg.seed)),
-        Contender("hf-generate", hugging_face(target, **law)),
-        Contender("hf-prompt-lookup", hugging_face(target, **law, depth=cfg.depth)),
+        Contender("ours-plain", ours(target, None, Plan(), **options, seed=cfg.seed)),
+        Contender("hf-generate", hugging_face(target, **options)),
+        Contender("hf-prompt-lookup", hugging_face(target, **options, depth=cfg.depth)),
     ]
     if draft:
-        assisted = hugging_face(target, **law, assistant=draft.model, depth=cfg.depth)
+        assisted = hugging_face(target, **options, assistant=draft.model, depth=cfg.depth)
         contenders.insert(2, Contender("hf-assisted", assisted))
-        contenders.append(Contender("ours-lm-chain", ours(target, draft, chain, **law, seed=cfg.seed)))
+        contenders.append(Contender("ours-lm-chain", ours(target, draft, chain, **options, seed=cfg.seed)))
     if cfg.checkpoint:
         trained = load_drafter(cfg.checkpoint, target)
         for name, plan in plans.items():
-            decode = ours(trained.verifier(target), trained, plan, **law, taps=trained.taps, seed=cfg.seed)
+            decode = ours(
+                trained.verifier(target), trained, plan, **options, taps=trained.taps, seed=cfg.seed
+            )
             contenders.append(Contender(f"ours-{short_name(trained)}-{name}", decode))
     return contenders
 
@@ -134,7 +136,7 @@ def _compiled(cfg: DictConfig, target: Target, prompts: Sequence[Sequence[int]])
     To be called with as many threads as are timed, for which the compiler writes its code.
     """
     room = min(max(map(len, prompts)) + cfg.score.max_new_tokens, target.max_positions or sys.maxsize)
-    decode, begin = hugging_face(target, **_law(cfg, target), static=room), time.perf_counter()
+    decode, begin = hugging_face(target, **_sampling(cfg, target), static=room), time.perf_counter()
     try:
         for prompt in prompts:  # all, since a sliding window that fills up compiles again
             decode(prompt, cfg.score.max_new_tokens)

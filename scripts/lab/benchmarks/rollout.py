@@ -41,7 +41,7 @@ def rollouts(cfg: DictConfig, folder: Path) -> float:
     target, chat, train, _ = load_inputs(cfg)
     chosen = train[:: max(1, len(train) // cfg.count)][: cfg.count]
     requests = [Request(p.id, 0, ids) for p, ids in zip(chosen, encode(chat, chosen), strict=True)]
-    law = SamplingParams({"temperature": cfg.temperature}, cfg.score.max_new_tokens, stop_tokens(target))
+    sampling = SamplingParams({"temperature": cfg.temperature}, cfg.score.max_new_tokens, stop_tokens(target))
     engines = _engines(cfg, target)
     turns: dict[Setting, list[Turn]] = {setting: [] for setting in engines}
     with (
@@ -51,7 +51,7 @@ def rollouts(cfg: DictConfig, folder: Path) -> float:
         for _ in range(cfg.score.repeats):
             for setting, engine in engines.items():
                 whole = len(requests) if setting.join else setting.batch_size
-                turns[setting].append(_turn(engine, requests, law, whole))
+                turns[setting].append(_turn(engine, requests, sampling, whole))
                 shown.update()
     rows = _rows(turns)
     card = {"what": "rollout", "rows": rows, **found}
@@ -94,13 +94,13 @@ def _engines(cfg: DictConfig, target: Target) -> dict[Setting, InProcess]:
     return engines
 
 
-def _turn(engine: InProcess, requests: Sequence[Request], law: SamplingParams, whole: int) -> Turn:
+def _turn(engine: InProcess, requests: Sequence[Request], sampling: SamplingParams, whole: int) -> Turn:
     """Answer all requests, `whole` of them in a call, the shortest first."""
     requests = sorted(requests, key=lambda request: len(request.tokens))
     calls = [requests[first : first + whole] for first in range(0, len(requests), whole)]
     with mock.patch.object(engine.target, "extend", wraps=engine.target.extend) as extend:
         start = time.perf_counter()
-        answers = [answer.tokens for part in calls for answer in engine(part, law)]
+        answers = [answer.tokens for part in calls for answer in engine(part, sampling)]
         seconds = time.perf_counter() - start
     return Turn(sum(map(len, answers)) / seconds, extend.call_count, answers)
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from exact import EXACT, FixedTrees, Grown, exact_law, target_law
+from exact import EXACT, FixedTrees, Grown, exact_probs, target_probs
 from exact import EnumeratingCoin as Coin
 
 from decode.evaluation.quality import DeviationMeter, mean_log_likelihood
@@ -57,10 +57,10 @@ def test_divergence_is_that_of_whole_texts(tiny_target, rule, shape):
         return [(*output.tokens, round(divergence, 13)) for output, divergence in pairs]
 
     measured, texts = 0.0, defaultdict(float)
-    for (*text, divergence), mass in exact_law(play, abreast=256).items():
+    for (*text, divergence), mass in exact_probs(play, abreast=256).items():
         texts[tuple(text)] += mass
         measured += mass * divergence
-    plain = target_law(target.model, PROMPT, LENGTH, sampler)
+    plain = target_probs(target.model, PROMPT, LENGTH, sampler)
     whole = sum(mass * math.log(mass / plain[text]) for text, mass in texts.items() if mass > 0)
     assert whole > 1e-5
     assert abs(measured - whole) < EXACT

@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from exact import EXACT, EnumeratingCoin, Grown, exact_law, target_law
-from faces import able
+from drafter_checks import able
+from exact import EXACT, EnumeratingCoin, Grown, exact_probs, target_probs
 
 from decode.evaluation.replay import Counts, Rollout, RoundStarts, agreement, by_context, replay, why_inexact
 from decode.evaluation.survival import decoded_counts, kaplan_meier
@@ -56,12 +56,12 @@ def test_replayed_rounds_and_survival_are_those_of_the_enumerated_decoder(tiny_t
 
     assert not why_inexact(plan, sampler)
     rounds, kept, tried = 0.0, np.zeros(plan.depth), np.zeros(plan.depth)
-    for (_, emitted, accepted), chance in exact_law(play, abreast=64).items():
+    for (_, emitted, accepted), chance in exact_probs(play, abreast=64).items():
         rounds += chance * len(emitted)
         for e, a in zip(emitted, accepted, strict=True):
             kept[: min(a, e)] += chance  # what is accepted behind the end of the text is not of it
             tried[:e] += chance
-    texts = target_law(target.model, PROMPT, length, sampler, stop)
+    texts = target_probs(target.model, PROMPT, length, sampler, stop)
     rollouts = [Rollout(PROMPT, list(text)) for text in texts]
     expected, counts = 0.0, np.zeros((2, plan.depth))
     for rollout, chance in zip(rollouts, texts.values(), strict=True):

@@ -4,7 +4,15 @@ import random
 from collections import defaultdict
 
 import pytest
-from exact import EnumeratingCoin, FixedTrees, SampledChains, Script, assert_same_law, exact_law, target_law
+from exact import (
+    EnumeratingCoin,
+    FixedTrees,
+    SampledChains,
+    Script,
+    assert_same_probs,
+    exact_probs,
+    target_probs,
+)
 from letters import FALLBACK, MIXED, byte_fallback, ended, pieces, whole
 from scripted import Oracle, Watch
 from workbench import make_tokenizer
@@ -166,10 +174,10 @@ def test_stopped_texts_have_the_targets_exact_distribution(tiny_target, drafter,
         return [tuple(output.tokens) for output in outputs[:-1]]
 
     want = defaultdict(float)
-    for text, mass in target_law(target.model, prompts[0], length, Sampler(0.5)).items():
+    for text, mass in target_probs(target.model, prompts[0], length, Sampler(0.5)).items():
         want[tuple(cut(text, strings, SMALL))] += mass
     assert {len(text) for text in want} > {length}, "some texts stop early"
-    assert_same_law(exact_law(play, abreast=48), want)
+    assert_same_probs(exact_probs(play, abreast=48), want)
 
 
 # -- text of a stream --------------------------------------------------------------------------------

@@ -9,14 +9,14 @@ import pytest
 import torch
 from exact import (
     EnumeratingCoin,
-    Law,
     Node,
+    Probs,
     Table,
     Trees,
-    assert_same_law,
+    assert_same_probs,
     draft_of,
     emitted,
-    exact_law,
+    exact_probs,
     paths_of,
     struck,
 )
@@ -32,7 +32,7 @@ from decode.verification.target_probs import TargetProbs
 Path = tuple[int, ...]
 
 
-def emitted_by(plan: Plan, nodes: list[Node], table: Table, inside: bool = False, **flags) -> Law:
+def emitted_by(plan: Plan, nodes: list[Node], table: Table, inside: bool = False, **flags) -> Probs:
     """Distribution of what a rule emits of one draft; `inside` tags or not."""
     draft = draft_of([nodes], V, **flags)
 
@@ -43,14 +43,14 @@ def emitted_by(plan: Plan, nodes: list[Node], table: Table, inside: bool = False
             rows = TargetProbs(rows._logits.expand(len(tapes), -1, -1), ONE, None, tagged)
         return emitted(draft, verify(plan.rule, draft, rows, EnumeratingCoin(tapes)))
 
-    return exact_law(play)
+    return exact_probs(play)
 
 
 def some_sampler(seed: int) -> Sampler:
     return list(SAMPLERS.values())[seed % len(SAMPLERS)]
 
 
-def longest_path_probs(plan: Plan, table: Table, nodes: list[Node]) -> Law:
+def longest_path_probs(plan: Plan, table: Table, nodes: list[Node]) -> Probs:
     """Of the first of the deepest paths of acceptable tokens, and a token of the target's behind it."""
     best: tuple[int, ...] = ()
     for path in paths_of([n.token for n in nodes], [n.parent for n in nodes]):
@@ -68,7 +68,7 @@ def test_longest_acceptable_path_is_kept(rule):
         table = Table(seed, some_sampler(seed))
         nodes = told(Trees(V, seed, chosen=(1, 2)).story([0]), seed)
         plan = lossy(rule, threshold=0.5)
-        assert_same_law(emitted_by(plan, nodes, table), longest_path_probs(plan, table, nodes))
+        assert_same_probs(emitted_by(plan, nodes, table), longest_path_probs(plan, table, nodes))
 
 
 def lenient(toss: oracle.Toss, nodes: list[Node], table: Table, factor: float, replacement: bool) -> Path:
@@ -80,8 +80,8 @@ def lenient(toss: oracle.Toss, nodes: list[Node], table: Table, factor: float, r
             if node.parent != at or node.token == PAD:
                 continue
             q, weight = [float(t == node.token) for t in range(V)], 1.0
-            if node.law is not None:
-                drawn = list(node.law) if drawn is None else drawn
+            if node.probs is not None:
+                drawn = list(node.probs) if drawn is None else drawn
                 q, weight = drawn, factor
                 drawn = drawn if replacement else struck(drawn, node.token)
             if toss.flip(left[node.token] / (weight * q[node.token])):
@@ -104,7 +104,7 @@ def test_lenience_accepts_drawn_tokens_more_often(factor, replacement):
         def play(tapes, nodes=nodes, table=table):
             return [lenient(oracle.Toss(tape), nodes, table, factor, replacement) for tape in tapes]
 
-        assert_same_law(emitted_by(plan, nodes, table, replacement=replacement), exact_law(play))
+        assert_same_probs(emitted_by(plan, nodes, table, replacement=replacement), exact_probs(play))
 
 
 RELAXED = [rule for rule in RULES if RULES[rule].changes_greedy]
@@ -135,14 +135,14 @@ def accepts(rule, p: list[float], token: int) -> bool:
     }[rule.name]()
 
 
-def relaxed_probs(plan: Plan, table: Table, nodes: list[Node], inside: bool = True) -> Law:
+def relaxed_probs(plan: Plan, table: Table, nodes: list[Node], inside: bool = True) -> Probs:
     """Of the child with the target's token, else of the likeliest acceptable child, else of that token.
 
     With tags, 0 opens and 1 closes; outside of them no child is acceptable.
     """
     soft = Table(table.seed, replace(table.sampler, temperature=table.sampler.temperature or 1.0))
 
-    def probs_below(path: Path, parent: int, inside: bool) -> Law:
+    def probs_below(path: Path, parent: int, inside: bool) -> Probs:
         children: dict[int, int] = {}
         for i, node in enumerate(nodes):
             if node.parent == parent and node.token != PAD:
@@ -150,7 +150,7 @@ def relaxed_probs(plan: Plan, table: Table, nodes: list[Node], inside: bool = Tr
         judged = soft.p(path)
         accepted = [t for t in children if inside and accepts(plan.rule, judged, t)]
         best = max(accepted, key=lambda t: (judged[t], -children[t]), default=None)
-        found: Law = {}
+        found: Probs = {}
         for y, mass in enumerate(table.p(path)):
             token = y if y in children or best is None else best
             now = token == 0 if getattr(plan.rule, "within", ()) and token in (0, 1) else inside
@@ -168,7 +168,7 @@ def test_acceptable_child_is_taken_where_no_child_has_the_targets_token(rule, sa
     for seed in range(8):
         table = Table(seed, SAMPLERS[sampler])
         nodes = told(Trees(V, seed, chosen=(1, 2)).story([0]), seed)
-        assert_same_law(emitted_by(lossy(rule), nodes, table), relaxed_probs(lossy(rule), table, nodes))
+        assert_same_probs(emitted_by(lossy(rule), nodes, table), relaxed_probs(lossy(rule), table, nodes))
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -179,7 +179,7 @@ def test_acceptable_child_is_taken_between_tags_only(inside):
         table = Table(seed, ONE)
         nodes = told(Trees(V, seed, chosen=(1, 2)).story([0]), seed)
         got = emitted_by(plan, nodes, table, inside)
-        assert_same_law(got, relaxed_probs(plan, table, nodes, inside))
+        assert_same_probs(got, relaxed_probs(plan, table, nodes, inside))
 
 
 @pytest.mark.parametrize("rule", LOSSY)
@@ -188,11 +188,11 @@ def test_stated_distribution_behind_one_drawn_token(rule):
     plan = lossy(rule, proposal="sampled")
     for seed in range(10):
         table = Table(seed, list(SAMPLERS.values())[seed % 3])
-        got: Law = defaultdict(float)
+        got: Probs = defaultdict(float)
         for text, mass in table.round(lambda table=table: sampled_chain(table, 1), plan).items():
             got[text[:1]] += mass
         p, q = (torch.tensor([probs], dtype=torch.float64) for probs in (table.p(()), table.q((), 0.3)))
-        assert_same_law(got, stated(plan.rule.emitted(p, q)))
+        assert_same_probs(got, stated(plan.rule.emitted(p, q)))
 
 
 @pytest.mark.parametrize("rule", RELAXED)
@@ -200,12 +200,12 @@ def test_stated_distribution_behind_fixed_children(rule):
     for seed in range(10):
         table, plan = Table(seed, list(SAMPLERS.values())[seed % 3]), lossy(rule)
         children = [seed % V, (seed + 1) % V][: 1 + seed % 2]
-        got: Law = defaultdict(float)
+        got: Probs = defaultdict(float)
         for text, mass in emitted_by(plan, [Node(token) for token in children], table).items():
             got[text[:1]] += mass
         p, tokens = torch.tensor([table.p(())], dtype=torch.float64), torch.tensor([[*children, PAD]])
-        assert_same_law(got, stated(plan.rule.emitted_among(p, tokens)))
+        assert_same_probs(got, stated(plan.rule.emitted_among(p, tokens)))
 
 
-def stated(probs: torch.Tensor) -> Law:
+def stated(probs: torch.Tensor) -> Probs:
     return {(token,): mass for token, mass in enumerate(probs[0].tolist()) if mass > 0}

@@ -19,16 +19,16 @@ import yaml
 from exact import (
     EXACT,
     EnumeratingCoin,
-    Law,
     Node,
+    Probs,
     Script,
     Story,
     Table,
     Trees,
-    assert_same_law,
+    assert_same_probs,
     draft_of,
     emitted,
-    exact_law,
+    exact_probs,
     paths_of,
     struck,
 )
@@ -47,7 +47,7 @@ from decode.verification.target_probs import TargetProbs
 from drafters.drafting.tree import expand
 
 
-def emitted_by(rule: str, nodes: list[Node], table: Table, **flags) -> Law:
+def emitted_by(rule: str, nodes: list[Node], table: Table, **flags) -> Probs:
     """Distribution of what a rule emits of one draft, in a batch with a row of another form."""
     other = [Node(1, -1, table.q(())), Node(2, 0, table.q((1,))), Node(0, 1, table.q((1, 2)))]
     if rule not in CHAINS:
@@ -58,13 +58,13 @@ def emitted_by(rule: str, nodes: list[Node], table: Table, **flags) -> Law:
         coin = EnumeratingCoin([*tapes, Script(0)], junk=table.vocab)
         return emitted(draft, verify(plan_of(rule).rule, draft, table.rows(draft), coin))[:-1]
 
-    return exact_law(play, abreast=64)
+    return exact_probs(play, abreast=64)
 
 
 # -- closed forms --------------------------------------------------------------------------------
 
 
-def token_probs(table: Table, depth: int) -> Law:
+def token_probs(table: Table, depth: int) -> Probs:
     """Closed form of the module's docstring."""
     probs = {}
     for n in range(depth + 1):
@@ -83,7 +83,7 @@ def test_token_has_its_closed_form(sampler):
     for seed in range(3):
         table = Table(seed, SAMPLERS[sampler])
         got = table.round(lambda table=table: sampled_chain(table, 2), plan_of("token"))
-        assert_same_law(got, token_probs(table, 2))
+        assert_same_probs(got, token_probs(table, 2))
 
 
 TREES = {
@@ -99,7 +99,7 @@ TREES = {
 }
 
 
-def match_probs(table: Table, tokens, parents) -> Law:
+def match_probs(table: Table, tokens, parents) -> Probs:
     """Closed form of the module's docstring."""
     probs = {}
     inner = {path for path in paths_of(tokens, parents) if PAD not in path}
@@ -130,7 +130,7 @@ def test_select_is_match_on_the_path_with_most_expected_tokens(sampler):
 
         chain = max(chains, key=kept)  # of equals the first
         want = match_probs(table, [n.token for n in chain], range(-1, len(chain) - 1))
-        assert_same_law(emitted_by("select", nodes, table), want)
+        assert_same_probs(emitted_by("select", nodes, table), want)
         best.add((len(chain), chains.index(chain)))
     assert len(best) > 3
 
@@ -151,7 +151,7 @@ def test_chosen_nodes_are_matched_by_every_rule(rule, tree):
             coin = EnumeratingCoin(tapes)
             return emitted(chosen, RULES[rule]().verify(chosen, table.rows(chosen), coin))
 
-        assert_same_law(exact_law(play), match_probs(table, tokens, parents))
+        assert_same_probs(exact_probs(play), match_probs(table, tokens, parents))
 
 
 # -- the oracle ----------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_every_draft_is_verified_as_by_the_oracle(rule, form):
             return [BY_ORACLE[rule](oracle.Toss(tape), tree) for tape in tapes]
 
         got = emitted_by(rule, nodes, table, **flags)
-        assert_same_law(got, exact_law(play))
+        assert_same_probs(got, exact_probs(play))
         seen |= {len(text) for text in got}
     assert len(seen) > 2
 
@@ -232,18 +232,18 @@ def test_block_verifies_every_chain_as_its_paper_does(sampler):
     for seed in range(6):
         table = Table(seed, SAMPLERS[sampler])
         nodes = told(sampled_chain(table, 3), seed)
-        tokens, q = [n.token for n in nodes], [n.law for n in nodes]
+        tokens, q = [n.token for n in nodes], [n.probs for n in nodes]
         p = [table.p(tokens[:j]) for j in range(4)]
 
         def play(tapes, tokens=tokens, q=q, p=p):
             return [oracle.block(oracle.Toss(tape), tokens, q, p) for tape in tapes]
 
-        want = exact_law(play)
+        want = exact_probs(play)
         for rule in ("block", "traversal"):
-            assert_same_law(emitted_by(rule, nodes, table), want)
+            assert_same_probs(emitted_by(rule, nodes, table), want)
 
 
-def accepted(probs: Law) -> float:
+def accepted(probs: Probs) -> float:
     """Draft tokens accepted, in expectation."""
     return sum(mass * (len(text) - 1) for text, mass in probs.items())
 
@@ -265,7 +265,7 @@ def test_traversal_accepts_no_less_than_recursive(form):
             for rule in ("match", "recursive", "traversal")
         ]
         for probs in emitted_probs:
-            assert_same_law(table.complete(probs, 3), table.law(3))
+            assert_same_probs(table.complete(probs, 3), table.probs(3))
         match, recursive, traversal = map(accepted, emitted_probs)
         assert traversal > recursive - EXACT
         assert form != "chain" or recursive > match - EXACT  # several siblings may be better matched
@@ -274,7 +274,7 @@ def test_traversal_accepts_no_less_than_recursive(form):
     assert max(g for _, g in gains) > 0.003
 
 
-def transport(p: list[float], candidates: Law) -> float:
+def transport(p: list[float], candidates: Probs) -> float:
     """The most that any rule can accept of one token: 1 + min over H of p(H) - Q(all candidates in H)
     (arXiv:2502.18779)."""
     least = 0.0
@@ -305,7 +305,7 @@ def test_hybrid_node_reaches_the_optimal_transport_bound(width, rule):
             pairs = zip(draft.tokens.tolist(), result.accepted.tolist(), strict=True)
             return [(*tokens, count) for tokens, count in pairs]
 
-        for (*tokens, count), mass in exact_law(play, abreast=64).items():
+        for (*tokens, count), mass in exact_probs(play, abreast=64).items():
             drafts[tuple(tokens)] += mass
             kept[count] += mass
         best = transport(p, drafts)
@@ -400,7 +400,7 @@ def test_residual_of_zero_falls_back_to_p(rule):
         result = verify(plan_of(rule).rule, draft, rows_of(p, [1, 0, 0]), Contrary(tapes))
         return [(int(result.tokens[0, 0]),)]
 
-    assert_same_law(exact_law(play), {(1,): 0.3, (2,): 0.7})
+    assert_same_probs(exact_probs(play), {(1,): 0.3, (2,): 0.7})
 
 
 class Last(EnumeratingCoin):
@@ -423,7 +423,7 @@ def test_root_with_nothing_left_draws_from_p():
             assert result.accepted[0] == 0
             return [(int(result.tokens[0, 0]),)]
 
-        assert set(exact_law(play)) <= {(1,), (2,)}
+        assert set(exact_probs(play)) <= {(1,), (2,)}
 
 
 def test_no_chance_is_negative():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from faces import V
+from drafter_checks import V
 from workbench import options_of, same
 
 from decode.errors import UserError

@@ -13,8 +13,8 @@ import cards
 import pytest
 import torch
 from browser import browser
+from drafter_checks import V
 from exact import Grown
-from faces import V
 from omegaconf import OmegaConf
 from workbench import foredraft
 

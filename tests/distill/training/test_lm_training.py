@@ -8,7 +8,7 @@ import contract
 import pytest
 import torch
 from draft_models import KINDS, adapted, draft_model, logits, quick
-from faces import V, batch_of, random_texts, unrolled
+from drafter_checks import V, batch_of, random_texts, unrolled
 from transformers import AutoConfig, AutoModelForCausalLM
 from workbench import leftovers, same, train, weights
 
@@ -101,7 +101,7 @@ def test_only_adapters_train_and_gradients_reach_them(target, tmp_path, kind):
 def test_contract_holds_with_adapters_where_the_yaml_puts_them(target, tmp_path):
     pair = target, adapted(target, tmp_path / "draft", targets=["q_proj"])
     assert {n.split(".")[-4] for n, w in pair[1].named_parameters() if w.requires_grad} == {"q_proj"}
-    contract.test_decoding_computes_the_laws_that_training_taught(pair)
+    contract.test_decoding_computes_the_probs_of_training(pair)
     contract.test_anchors_depths_and_teacher_rows_are_where_the_conventions_say(pair, "turns")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faces import V, both, random_texts
+from drafter_checks import V, both, random_texts
 from safetensors.torch import load_file, save_file
 
 from decode.errors import UserError

@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 from cards import audit, card_of, row, scorecard
-from faces import V
+from drafter_checks import V
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from workbench import CONF, command, fork, make_target, same

@@ -11,19 +11,19 @@ from itertools import accumulate
 
 import pytest
 import torch
+from drafter_checks import ONE, best_paths, paths
 from exact import (
     EnumeratingCoin,
     Node,
     Script,
     Table,
-    assert_same_law,
+    assert_same_probs,
     emitted,
-    exact_law,
+    exact_probs,
     grow,
     paths_of,
     struck,
 )
-from faces import ONE, best_paths, paths
 
 from decode.draft import PAD, Draft, DraftProbs
 from decode.plan import Plan
@@ -446,10 +446,10 @@ def outputs_of_a_round(table):
         draft = merge_trees(fresh, old, 1, 3)
         return emitted(draft, verify(Plan(2, 2, 3, proposal="hybrid").rule, draft, table.rows(draft), coin))
 
-    return exact_law(play, 64)
+    return exact_probs(play, 64)
 
 
 def test_a_drawn_node_is_not_kept_because_the_other_tree_has_its_token():
     tables = [Table(seed, Sampler(1.0)) for seed in range(5)]
     for table in tables:
-        assert_same_law(table.complete(outputs_of_a_round(table), 3), table.law(3))
+        assert_same_probs(table.complete(outputs_of_a_round(table), 3), table.probs(3))

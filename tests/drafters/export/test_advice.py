@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from faces import V
+from drafter_checks import V
 from fake_converter import write_converter
 from transformers import GPT2Config, GPT2LMHeadModel
 from workbench import make_target

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 import torch
+from drafter_checks import K, V, random_texts
 from eagles import CASES, EAGLE3, SERVED, build, difference, written
-from faces import K, V, random_texts
 from served_authors import Authored
 from served_eagle import IDS, Loaded
 from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM

@@ -11,7 +11,7 @@ import served_authors
 import served_heads
 import torch
 from draft_models import draft_model
-from faces import Follower, K, V, batch_of, equal, plans_of, random_texts
+from drafter_checks import Follower, K, V, batch_of, equal, plans_of, random_texts
 from fillers import drafter_for, filler
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer

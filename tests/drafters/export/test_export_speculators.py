@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 import torch
-from faces import batch_of, random_texts
+from drafter_checks import batch_of, random_texts
 from served_speculators import draft, load
 
 from decode.errors import UserError

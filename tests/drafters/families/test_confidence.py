@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exact import check_lossless
-from faces import (
+from drafter_checks import (
     CHAIN,
     CHUNKS,
     SAMPLED,
@@ -22,6 +21,7 @@ from faces import (
     random_texts,
     unrolled,
 )
+from exact import check_lossless
 from workbench import same, weights
 
 from decode.draft import PAD

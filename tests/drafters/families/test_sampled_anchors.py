@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from faces import V, batch_of, both, random_texts
+from drafter_checks import V, batch_of, both, random_texts
 
 # The EAGLE family and diffusion train their first depth, or root, on every place.
 OPTIONS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from draft_models import LORA, adapted, draft_model, logits, quick
-from faces import V, batch_of, random_texts
+from drafter_checks import V, batch_of, random_texts
 from fillers import adapted as adapted_filler
 from medusas import moved
 from safetensors.torch import load_file, save_file

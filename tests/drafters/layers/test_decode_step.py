@@ -8,7 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from faces import CHUNKS, SAMPLED, TREE, Follower, K, assert_faces_agree, both, random_texts, unrolled
+from drafter_checks import (
+    CHUNKS,
+    SAMPLED,
+    TREE,
+    Follower,
+    K,
+    assert_decodes_as_trained,
+    both,
+    random_texts,
+    unrolled,
+)
 from torch import nn
 
 from decode.errors import UserError
@@ -32,7 +42,7 @@ def made(drafter):
 @torch.inference_mode()
 def agree(drafter, target):
     """Decode, and compare with the unroll."""
-    assert_faces_agree(drafter, target, random_texts(), CHUNKS[:3])
+    assert_decodes_as_trained(drafter, target, random_texts(), CHUNKS[:3])
     return made(drafter)
 
 
@@ -123,7 +133,7 @@ def test_replay_and_decoding_are_of_the_rounded_model(kind, fast, monkeypatch, t
         before = Follower(drafter, target, texts, CHUNKS[0]).propose(SAMPLED).q
     drafter.round_to_int8()
     with torch.inference_mode():
-        assert_faces_agree(drafter, target, texts, CHUNKS[:3])
+        assert_decodes_as_trained(drafter, target, texts, CHUNKS[:3])
         after = Follower(drafter, target, texts, CHUNKS[0]).propose(SAMPLED).q
     assert 0 < (after - before).abs().max() < 0.2, "rounded, and much the same"
     assert target.head.weight.equal(heads)

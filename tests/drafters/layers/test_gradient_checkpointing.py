@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from faces import batch_of
+from drafter_checks import batch_of
 from torch import Tensor
 
 from decode.errors import UserError

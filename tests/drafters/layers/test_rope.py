@@ -5,7 +5,7 @@ from typing import Any
 import contract
 import pytest
 import torch
-from faces import K, both, random_texts, unrolled
+from drafter_checks import K, both, random_texts, unrolled
 from transformers import LlamaConfig, PhiConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
@@ -103,7 +103,7 @@ def test_a_drafter_has_the_targets_positions(name, tiny_target, make_drafter, tm
     texts = random_texts()
     before, after = (unrolled(one, target, texts) for one in (plain, drafter))
     assert max((before[place] - probs).abs().max() for place, probs in after.items()) > 1e-3
-    contract.test_decoding_computes_the_laws_that_training_taught((target, drafter))
+    contract.test_decoding_computes_the_probs_of_training((target, drafter))
     checkpoint_io.save(drafter, target, tmp_path)
     loaded: Any = checkpoint_io.load(tmp_path, target)
     assert loaded.rotary.table(8, texts.float()).equal(drafter.rotary.table(8, texts.float()))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from faces import (
+from drafter_checks import (
     CHAIN,
     CHUNKS,
     V,
-    assert_faces_agree,
+    assert_decodes_as_trained,
     both,
-    laws_below,
+    probs_below,
     random_rollouts,
     random_texts,
 )
@@ -38,9 +38,9 @@ def test_decoding_computes_the_probs_of_training(tiny_target, make_drafter, name
     target, drafter = informed(tiny_target, make_drafter, name, kind, hot)
     texts = random_texts()
     for rounds in range(1, 5):
-        follower = assert_faces_agree(drafter, target, texts, CHUNKS[:rounds])
+        follower = assert_decodes_as_trained(drafter, target, texts, CHUNKS[:rounds])
         for prefix, chain in zip(follower.known, follower.propose(CHAIN).tokens.tolist(), strict=True):
-            below = laws_below(drafter, target, prefix, chain[:-1])
+            below = probs_below(drafter, target, prefix, chain[:-1])
             assert [int(probs.argmax()) for probs in below] == chain
 
 

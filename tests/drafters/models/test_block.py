@@ -6,7 +6,18 @@ import itertools
 
 import pytest
 import torch
-from faces import CHAIN, Follower, K, V, assert_faces_agree, batch_of, both, laws_at, random_texts, unrolled
+from drafter_checks import (
+    CHAIN,
+    Follower,
+    K,
+    V,
+    assert_decodes_as_trained,
+    batch_of,
+    both,
+    probs_at,
+    random_texts,
+    unrolled,
+)
 from served_speculators import confidence, load
 
 from decode.errors import UserError
@@ -51,7 +62,7 @@ def test_block_of_one_token_decodes_as_trained(tiny_target, make_drafter, name):
     texts = random_texts()
     follower = Follower(drafter, target, texts, (5, 3))
     got = follower.propose(Plan(depth=1, proposal="sampled")).q[:, 0]
-    want = laws_at(drafter, target, [(prefix, ()) for prefix in follower.known])
+    want = probs_at(drafter, target, [(prefix, ()) for prefix in follower.known])
     torch.testing.assert_close(got, torch.stack(want), rtol=0, atol=1e-5)
 
 
@@ -302,7 +313,7 @@ def test_block_is_shorter_where_the_root_predicts(tiny_target, make_drafter, anc
     target, drafter = both(tiny_target, make_drafter, "dspark", sample_from_anchor=anchor)
     root = torch.zeros(2, target.hidden_size)
     assert drafter.inputs(root, root).shape == (2, K + (not anchor), target.hidden_size)
-    assert_faces_agree(drafter, target, random_texts())
+    assert_decodes_as_trained(drafter, target, random_texts())
 
 
 def test_block_of_the_root_only(target, make_drafter):

@@ -10,7 +10,7 @@ from pathlib import Path
 import contract
 import pytest
 import torch
-from faces import (
+from drafter_checks import (
     CHAIN,
     CHUNKS,
     ROUNDING,
@@ -85,11 +85,11 @@ def test_probs_are_those_of_one_plain_pass(target, tmp_path, kind, shift):
 @pytest.mark.ci("llama-0", "llama-1", "bert-0", "learned positions-1")
 def test_every_kind_of_model_keeps_the_contract(target, tmp_path, monkeypatch, kind, shift):
     pair = target, drafter_for(target, filler(tmp_path / "model", kind), shift=shift)
-    contract.test_decoding_computes_the_laws_that_training_taught(pair)
+    contract.test_decoding_computes_the_probs_of_training(pair)
     contract.test_a_row_does_not_depend_on_its_neighbours(pair)
     contract.test_a_text_may_come_in_any_pieces(pair)
     contract.test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair)
-    contract.test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monkeypatch)
+    contract.test_every_level_of_a_tree_computes_the_probs_of_training(pair, monkeypatch)
     contract.test_anchors_depths_and_teacher_rows_are_where_the_conventions_say(pair, "turns")
 
 
@@ -172,7 +172,7 @@ def test_only_adapters_train_and_loading_merges_them(target, tmp_path, kind):
     assert trained == {name for name, _ in drafter.named_parameters() if "lora_" in name}
     assert trained
     contract.test_gradients_reach_every_trainable_weight_and_none_of_the_targets((target, drafter))
-    contract.test_decoding_computes_the_laws_that_training_taught((target, drafter.eval()))
+    contract.test_decoding_computes_the_probs_of_training((target, drafter.eval()))
     (tmp_path / "saved").mkdir()
     checkpoint_io.save(drafter, target, tmp_path / "saved")
     assert weights(tmp_path / "saved").keys() == trained
@@ -219,7 +219,7 @@ def test_long_text_is_cut_to_the_context(target, tmp_path, kind):
         rows = drafter.masked.head(drafter.masked.read(window)).softmax(-1)[0]
         for depth in range(1, K + 1):
             torch.testing.assert_close(probs[(0, t, depth)], rows[depth - 1], rtol=0, atol=ROUNDING)
-    contract.test_decoding_computes_the_laws_that_training_taught((target, drafter))
+    contract.test_decoding_computes_the_probs_of_training((target, drafter))
 
 
 def test_context_without_room_for_text_is_refused(target, tmp_path):
@@ -240,7 +240,7 @@ def test_head_of_another_size_is_cut_or_padded(target, tmp_path, kind, vocab, ma
     for one in (drafter, drafter_for(target, folder, mask_token=mask, steps=2)):
         follower = Follower(one, target, texts, (5, 3))
         assert follower.propose(CHAIN).tokens.max() < min(vocab, V)
-    contract.test_decoding_computes_the_laws_that_training_taught((target, drafter))
+    contract.test_decoding_computes_the_probs_of_training((target, drafter))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import contract
 import pytest
 import torch
 from contract import *  # noqa: F403
-from faces import (
+from drafter_checks import (
     CHAIN,
     CHUNKS,
     ROUNDING,
@@ -116,7 +116,7 @@ def test_prompt_may_be_read_in_chunks(target, tmp_path, monkeypatch, kind):
 def test_adapters_keep_the_contract(target, tmp_path, kind):
     pair = target, adapted(target, tmp_path / "model", kind, shift=1, prefix="causal")
     contract.test_gradients_reach_every_trainable_weight_and_none_of_the_targets(pair)
-    contract.test_decoding_computes_the_laws_that_training_taught((target, pair[1].eval()))
+    contract.test_decoding_computes_the_probs_of_training((target, pair[1].eval()))
     contract.test_proposing_changes_nothing_for_later_rounds(pair)
 
 

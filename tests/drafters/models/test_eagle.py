@@ -6,8 +6,7 @@ import contract
 import pytest
 import torch
 from dense import dense, layer_step, norm
-from exact import EnumeratingCoin, Script
-from faces import (
+from drafter_checks import (
     CHAIN,
     CHUNKS,
     SAMPLED,
@@ -15,12 +14,13 @@ from faces import (
     Follower,
     K,
     V,
-    assert_faces_agree,
+    assert_decodes_as_trained,
     batch_of,
     both,
     equal,
     random_texts,
 )
+from exact import EnumeratingCoin, Script
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -103,7 +103,7 @@ def optioned(request, tiny_target, make_drafter):
 
 @pytest.mark.ci("plain", "three layers, all norms", "speculators", "last only")
 def test_tree_levels_equal_training_with_every_option(optioned, monkeypatch):
-    contract.test_every_level_of_a_tree_computes_the_laws_that_training_taught(optioned, monkeypatch)
+    contract.test_every_level_of_a_tree_computes_the_probs_of_training(optioned, monkeypatch)
 
 
 def test_saved_and_loaded_with_every_option(optioned, tmp_path):
@@ -442,7 +442,7 @@ ORDERS = [[0, 1], [0, 0, 1], [0, 1, 2], [0, 1, 0, 2]]
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_decoding_equals_training_with_modules(tiny_target, make_drafter, order):
     target, drafter = both(tiny_target, make_drafter, "prism", modules=order[:K])
-    assert_faces_agree(drafter, target, random_texts())
+    assert_decodes_as_trained(drafter, target, random_texts())
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -8,8 +8,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from drafter_checks import (
+    CHAIN,
+    SAMPLED,
+    TREE,
+    Follower,
+    K,
+    V,
+    assert_decodes_as_trained,
+    batch_of,
+    random_texts,
+    unrolled,
+)
 from exact import EnumeratingCoin, Script
-from faces import CHAIN, SAMPLED, TREE, Follower, K, V, assert_faces_agree, batch_of, random_texts, unrolled
 from heads import fresh, trained
 from safetensors.torch import load_file
 from workbench import final
@@ -35,7 +46,7 @@ SPECULATORS = [
 @pytest.mark.parametrize(("kind", "form"), [*BY_FEATURE, *SPECULATORS], ids=str)
 def test_decoding_computes_the_probs_of_training_in_every_form(tiny_target, kind, form):
     target, drafter = trained(tiny_target, kind, **form)
-    assert_faces_agree(drafter, target, random_texts())
+    assert_decodes_as_trained(drafter, target, random_texts())
 
 
 @pytest.mark.parametrize(("kind", "form"), BY_FEATURE, ids=str)

@@ -10,7 +10,7 @@ import contract
 import pytest
 import torch
 from draft_models import KINDS, draft_model, quick
-from faces import CHAIN, SAMPLED, TREE, Follower, K, V, random_texts
+from drafter_checks import CHAIN, SAMPLED, TREE, Follower, K, V, random_texts
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 from workbench import ROOT, Bench, leftovers, make_target, make_tokenizer, train
@@ -37,9 +37,9 @@ def drafter_for(target, path: str) -> DraftLM:
 def test_every_kind_of_model_keeps_the_contract(target, tmp_path, monkeypatch, kind):
     """Windows and additive masks over scratch slots above all."""
     pair = target, drafter_for(target, draft_model(tmp_path / "draft", kind))
-    contract.test_decoding_computes_the_laws_that_training_taught(pair)
+    contract.test_decoding_computes_the_probs_of_training(pair)
     contract.test_proposing_changes_nothing_for_later_rounds(pair)
-    contract.test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monkeypatch)
+    contract.test_every_level_of_a_tree_computes_the_probs_of_training(pair, monkeypatch)
 
 
 @pytest.fixture(scope="module")

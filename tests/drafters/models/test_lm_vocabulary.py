@@ -10,8 +10,8 @@ import pytest
 import torch
 from contract import *  # noqa: F403
 from draft_models import LORA, draft_model, quick
+from drafter_checks import CHAIN, ROUNDING, SAMPLED, TREE, Follower, V, batch_of, random_texts
 from exact import check_lossless
-from faces import CHAIN, ROUNDING, SAMPLED, TREE, Follower, V, batch_of, random_texts
 from tokenizer_pairs import (
     LETTERS,
     fresh_logits,

@@ -9,7 +9,7 @@ from math import prod
 import pytest
 import torch
 from datastores import store_of
-from faces import feed, paths, propose
+from drafter_checks import feed, paths, propose
 from hypothesis import assume, given
 from hypothesis import strategies as st
 

@@ -8,8 +8,8 @@ import contract
 import numpy as np
 import pytest
 import torch
+from drafter_checks import ONE, SAMPLED, TREE, Follower, K, V, batch_of, both, random_texts
 from exact import check_lossless
-from faces import ONE, SAMPLED, TREE, Follower, K, V, batch_of, both, random_texts
 
 from benchmarks.lyanna_ablation import head_products, reuse_ablation, reuse_mode
 from decode.draft import PAD
@@ -306,7 +306,7 @@ def test_state_loss_has_its_schedule(lyanna):
 def test_every_form_keeps_the_contract(lyanna, root_token, drafted_states):
     """Training's distributions are decoding's, and its gradient is its loss's."""
     for promise in (
-        contract.test_decoding_computes_the_laws_that_training_taught,
+        contract.test_decoding_computes_the_probs_of_training,
         contract.test_gradients_reach_every_trainable_weight_and_none_of_the_targets,
         contract.test_the_gradient_of_training_is_the_derivative_of_its_loss,
     ):

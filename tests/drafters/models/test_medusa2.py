@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from faces import K, batch_of, random_texts
+from drafter_checks import K, batch_of, random_texts
 from medusas import LORA, fresh, moved
 from torch import nn
 from workbench import changed, final, same

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from faces import K, V, batch_of, random_texts
+from drafter_checks import K, V, batch_of, random_texts
 from safetensors.torch import save_file
 from served_mtp import ServedMtp, drafted
 from workbench import same

@@ -7,7 +7,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from faces import Follower, V, assert_faces_agree, batch_of, both, random_rollouts, random_texts
+from drafter_checks import (
+    Follower,
+    V,
+    assert_decodes_as_trained,
+    batch_of,
+    both,
+    random_rollouts,
+    random_texts,
+)
 from self_drafts import self_drafted
 
 from decode.errors import UserError
@@ -150,7 +158,7 @@ def test_exit_decodes_as_trained(exiting, frozen):
     assert drafter.taps == (2,)
     drafter.requires_grad_(not frozen)
     with torch.inference_mode(frozen):
-        assert_faces_agree(drafter, target, random_texts())
+        assert_decodes_as_trained(drafter, target, random_texts())
 
 
 def test_exit_trains_the_dense_computation(exiting):
@@ -204,7 +212,7 @@ def test_kept_places_depend_on_the_text_only(tiny_target, make_drafter, options)
     """The dense computation looks at every place again, whatever was settled in one round."""
     target, drafter = both(tiny_target, make_drafter, "sparse", **options)
     chunks = [(5, 1), (1, 4), (7, 3), (2, 9), (1, 1), (4, 3)]
-    assert_faces_agree(drafter, target, random_texts(length=28), chunks)
+    assert_decodes_as_trained(drafter, target, random_texts(length=28), chunks)
 
 
 def test_kept_places_are_few_and_hold_the_newest(tiny_target, make_drafter):

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from draft_models import adapted, quick
-from faces import (
+from drafter_checks import (
     CHAIN,
     ROUNDING,
     SAMPLED,

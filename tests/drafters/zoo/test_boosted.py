@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from draft_models import quick
-from faces import (
+from drafter_checks import (
     CHAIN,
     CHUNKS,
     SAMPLED,

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 from draft_models import KINDS, draft_model, quick
+from drafter_checks import CHAIN, SAMPLED, TREE, Follower, K, V, both
 from exact import PROMPTS as READ
 from exact import check_lossless
-from faces import CHAIN, SAMPLED, TREE, Follower, K, V, both
 from workbench import same, train, weights
 
 from decode.draft import PAD

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from faces import Follower, assert_faces_agree, both, equal, random_rollouts
+from drafter_checks import Follower, assert_decodes_as_trained, both, equal, random_rollouts
 
 from decode.evaluation.replay import why_inexact
 from decode.generation.generate import generate
@@ -106,7 +106,7 @@ def test_newest_places_of_a_token_count_most(made):
     target, drafter = made
     texts = torch.randint(3, (2, 60), generator=torch.Generator().manual_seed(0))
     assert all(texts[0].eq(token).sum() > RECENT for token in range(3))
-    assert_faces_agree(drafter, target, texts, [(40, 12), (3, 20), (1, 4), (4, 1)])
+    assert_decodes_as_trained(drafter, target, texts, [(40, 12), (3, 20), (1, 4), (4, 1)])
 
 
 def test_long_prompt_is_scored_in_pieces(made, monkeypatch):

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 import torch
+from drafter_checks import V, assert_decodes_as_trained, batch_of, both, random_texts
 from exact import EXACT
-from faces import V, assert_faces_agree, batch_of, both, random_texts
 from workbench import final
 
 from decode.draft import Draft
@@ -119,7 +119,7 @@ def test_ensemble_is_the_mean_of_separate_members(tiny_target, make_drafter, sha
 
 def test_ensembles_decode_as_trained(tiny_target, make_drafter):
     target, drafter = both(tiny_target, make_drafter, "prompt", ensemble=2)
-    assert_faces_agree(drafter, target, random_texts())
+    assert_decodes_as_trained(drafter, target, random_texts())
 
 
 def read_sizes(target, monkeypatch) -> list[int]:

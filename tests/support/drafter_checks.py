@@ -68,26 +68,26 @@ def unrolled(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]
         drafter = drafter.first
     if not drafter.trains:
         return plainly(drafter, target, texts)
-    laws = {}
+    all_probs = {}
     for step in drafter.unroll(batch_of(target, texts), target):
         if not step.depth:  # no draft, but the tuned target's own row
             continue
         rows = named(step.head.d2t, step.head(step.hidden).softmax(-1), target.vocab_size)
-        for flat, law in zip(step.anchor.tolist(), rows, strict=True):
-            laws[(flat // texts.shape[1], flat % texts.shape[1], step.depth)] = law
+        for flat, probs in zip(step.anchor.tolist(), rows, strict=True):
+            all_probs[(flat // texts.shape[1], flat % texts.shape[1], step.depth)] = probs
     if drafter.traits.depth_invariant:
-        for (row, t, _), law in list(laws.items()):
-            laws |= {(row, t - ahead, 1 + ahead): law for ahead in range(1, K) if t >= ahead}
-    return laws
+        for (row, t, _), probs in list(all_probs.items()):
+            all_probs |= {(row, t - ahead, 1 + ahead): probs for ahead in range(1, K) if t >= ahead}
+    return all_probs
 
 
-def named(ids: torch.Tensor | None, law: torch.Tensor, size: int) -> torch.Tensor:
-    """A law over a draft vocabulary -> (..., V) over the target's."""
-    return law if ids is None else law.new_zeros(*law.shape[:-1], size).index_copy_(-1, ids, law)
+def named(ids: torch.Tensor | None, probs: torch.Tensor, size: int) -> torch.Tensor:
+    """A distribution over a draft vocabulary -> (..., V) over the target's."""
+    return probs if ids is None else probs.new_zeros(*probs.shape[:-1], size).index_copy_(-1, ids, probs)
 
 
 def plainly(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]:
-    """(row, anchor, depth) -> the law of token anchor + 1 + depth, from one pass without a cache."""
+    """(row, anchor, depth) -> the distribution of token anchor + 1 + depth, from one pass without a cache."""
     if isinstance(drafter, Recycle):
         return recycled(drafter, target, texts)
     if drafter.traits.reads_cache:
@@ -109,7 +109,7 @@ def recycled(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]
     """`Recycle`, place by place: a token's newest places in the text up to the anchor, and the table."""
     table = drafter.logits(texts, torch.float32).softmax(-1)  # (B, T, V)
     expected = target.head(target.read(texts).last).softmax(-1)
-    laws = {}
+    all_probs = {}
     for row, text in enumerate(texts.tolist()):
         for t in range(len(text) - 2):
             for depth in range(1, min(K, len(text) - t - 2) + 1):
@@ -120,14 +120,14 @@ def recycled(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]
                     for w, i in zip(weights, places, strict=True)
                 )
                 share = drafter.own_weight if places else 0.0
-                law = (1 - share) * table[row, t + depth] + share * own / max(sum(weights), 1)
-                laws[(row, t, depth)] = law / law.sum()
-    return laws
+                probs = (1 - share) * table[row, t + depth] + share * own / max(sum(weights), 1)
+                all_probs[(row, t, depth)] = probs / probs.sum()
+    return all_probs
 
 
-def only_best(law: torch.Tensor, count: int) -> torch.Tensor:
-    """A law without all but its most probable tokens, not renormalised."""
-    return torch.where(law >= law.topk(count).values[-1], law, 0.0)
+def only_best(probs: torch.Tensor, count: int) -> torch.Tensor:
+    """A distribution without all but its most probable tokens, not renormalised."""
+    return torch.where(probs >= probs.topk(count).values[-1], probs, 0.0)
 
 
 class Dictate:
@@ -212,24 +212,24 @@ class Follower:
         return self.drafter.propose(self.state, self.target, sampler, coin, plan)
 
 
-def laws_at(drafter, target, places) -> list[torch.Tensor]:
+def probs_at(drafter, target, places) -> list[torch.Tensor]:
     """Probabilities in training below every (prefix, path); all are read at once, and zeros follow."""
     size = 1 + max(len(prefix) + len(path) for prefix, path in places)
     texts = [([*prefix, *path] + [0] * size)[:size] for prefix, path in places]
-    laws = unrolled(drafter, target, torch.tensor(texts))
-    return [laws[row, len(prefix) - 2, len(path) + 1] for row, (prefix, path) in enumerate(places)]
+    all_probs = unrolled(drafter, target, torch.tensor(texts))
+    return [all_probs[row, len(prefix) - 2, len(path) + 1] for row, (prefix, path) in enumerate(places)]
 
 
-def laws_below(drafter, target, prefix, path) -> list[torch.Tensor]:
+def probs_below(drafter, target, prefix, path) -> list[torch.Tensor]:
     """Probabilities in training at the root and below every node of a path."""
     text = torch.tensor([[*prefix, *path, 0]])
-    laws = unrolled(drafter, target, text)
-    return [laws[(0, len(prefix) - 2, depth)] for depth in range(1, len(path) + 2)]
+    all_probs = unrolled(drafter, target, text)
+    return [all_probs[(0, len(prefix) - 2, depth)] for depth in range(1, len(path) + 2)]
 
 
-def assert_faces_agree(drafter, target, texts, chunks=CHUNKS) -> Follower:
-    """A chain has the laws of training wherever a round begins; returns the follower, at the end."""
-    laws, follower = unrolled(drafter, target, texts), Follower(drafter, target, texts)
+def assert_decodes_as_trained(drafter, target, texts, chunks=CHUNKS) -> Follower:
+    """A chain has the distributions of training wherever a round begins; returns the follower, at the end."""
+    all_probs, follower = unrolled(drafter, target, texts), Follower(drafter, target, texts)
     for counts in chunks:
         follower.advance(counts)
         draft = follower.propose(SAMPLED)
@@ -238,7 +238,7 @@ def assert_faces_agree(drafter, target, texts, chunks=CHUNKS) -> Follower:
         assert draft.is_chain
         for row, anchor in enumerate(follower.anchors):
             for depth in range(1, K + 1):
-                want = laws[(row, anchor, depth)]
+                want = all_probs[(row, anchor, depth)]
                 torch.testing.assert_close(draft.q[row, depth - 1], want, rtol=0, atol=ROUNDING)
     return follower
 
@@ -284,8 +284,8 @@ def best_paths(log_probs, plan: Plan) -> list[tuple[int, ...]]:
     beams: dict[tuple[int, ...], float] = {(): 0.0}
     for _ in range(plan.depth):
         level = {}
-        for (path, score), law in zip(beams.items(), log_probs(list(beams)), strict=True):
-            top = law.topk(min(plan.width, len(law)))
+        for (path, score), probs in zip(beams.items(), log_probs(list(beams)), strict=True):
+            top = probs.topk(min(plan.width, len(probs)))
             level |= {
                 (*path, t): score + v for t, v in zip(top.indices.tolist(), top.values.tolist(), strict=True)
             }
