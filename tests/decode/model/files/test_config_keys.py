@@ -13,7 +13,7 @@ from decode.model.files.account import say_once
 from decode.model.files.config_keys import SHARE
 from decode.model.files.generation import account_of_generation
 from decode.model.load import load_config, load_model, load_target, load_tokenizer, stop_tokens
-from distill.config.build import read_chat
+from distill.config.build import TargetSource
 from distill.options import GenerateOptions
 
 SMALL = BASE | {"num_hidden_layers": 1}
@@ -250,10 +250,10 @@ def test_ids_without_a_row_are_refused_before_work_starts(missing, fits, folder)
     write(folder, "config.json", {"vocab_size": rows})
     options = options_of(f"target={folder}", "prompt=hi", cls=GenerateOptions, name="generate").target
     if fits:  # rows without a token are only padding
-        read_chat(options, "chat")
+        TargetSource(options).chat("chat")
         return
     with pytest.raises(UserError, match=f"{missing} ids beyond the {rows} rows of its embedding, {rows} "):
-        read_chat(options, "chat")
+        TargetSource(options).chat("chat")
 
 
 def test_dropout_is_not_applied_and_named(folder, capsys):
