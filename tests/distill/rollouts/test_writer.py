@@ -138,6 +138,11 @@ def test_self_written_prompt_has_its_own_sampler_and_room(longest, context):
     ]
 
 
+def test_empty_self_written_prompt_is_left_out():
+    chat = Chat(make_tokenizer())
+    assert Writer(Parrot(chat, ""), chat, PLAN)(0, [], 2) == []
+
+
 def test_turn_without_room_is_left_out():
     chat = Chat(make_tokenizer())
     short = replace(TALK, max_prompt_tokens=5, max_new_tokens=4)  # later turns: 14, 23, ...
