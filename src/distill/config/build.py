@@ -102,7 +102,7 @@ class TargetSource:
                 offload_folder=options.offload_folder,
             )
         if reason := target.abilities.decode:
-            say(f"target: drafts for {type(target.model).__name__} are verified only by an engine: {reason}")
+            say(f"target: only an engine can verify drafts for {type(target.model).__name__}: {reason}")
         if packing:
             check_packing(target)
         if chat:
@@ -188,11 +188,13 @@ class PromptReader:
     def read_for_run(
         self, folder: Path, moment: str | None = None
     ) -> tuple[Chat, list[Prompt], list[Prompt]]:
-        """`read`, with the prompts and the moment at which the run began recorded in its folder.
+        """`read` for a training run, which records the prompts in its folder.
+
+        A resumed run keeps the moment at which it began.
 
         Args:
-            folder: of the run.
-            moment: of a new run, where the options name none; None: the present.
+            folder: folder of the run.
+            moment: moment of a new run unless the options set it; None: now.
         """
         prompts, target = self.prompts, TargetSource(self.target)
         moment = clock.kept(folder) or prompts.moment or moment

@@ -389,7 +389,7 @@ def test_help_lists_groups_and_explains_named_ones():
         assert re.search(r"\(\w.*\)$", line), line
         assert {p.stem for p in group.glob("*.yaml")} <= set(re.findall(r"\w+", text))
     assert "drafter.depth=2" in text
-    explained = r"drafter\.depth=3 +forward passes"
+    explained = r"drafter\.depth=3 +depths unrolled"
     assert not re.search(explained, text)
     text = shown("drafter=hass", "--help")
     assert re.search(explained, text)

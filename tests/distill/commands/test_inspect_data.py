@@ -107,7 +107,7 @@ def test_coverage_is_measured_on_the_other_half():
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        ({"loss_mask": [0, 1]}, "not as long"),
+        ({"loss_mask": [0, 1]}, "differ in length"),
         ({"tokens": [1, 2, 3, 4, 4, 5, 16]}, r"4\.\.16|1\.\.16 in a vocabulary of 16"),
         ({"tokens": [1, 2, 3, 4, 4, 5, -1]}, r"-1\.\.5"),
     ],

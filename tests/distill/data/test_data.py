@@ -395,7 +395,7 @@ DAMAGE = {
 def test_damaged_copy_is_made_again_with_a_line(name, made, capsys):
     open_rows(made)
     DAMAGE[name](copy_of(made))
-    for said in (f"{copy_of(made)}: does not have the sha256", ""):
+    for said in (f"{copy_of(made)}: sha256 differs", ""):
         assert list(open_rows(made)) == rows_in(made)
         out = capsys.readouterr().out
         assert out.startswith(said)

@@ -356,7 +356,7 @@ def test_options_that_an_engine_excludes_are_refused():
         (["engine.python=p", "target.compile=true"], "target.compile"),
         (["engine.python=p", "rollout=ray"], "its workers load the target"),
         (["engine.python=p", "trainer=ddp", "trainer.devices=2"], "every process would start an engine"),
-        (["engine.python=p", "taps=cache"], "set taps=engine, too"),
+        (["engine.python=p", "taps=cache"], "need taps=engine"),
     ):
         with pytest.raises(UserError, match=said):
             check_engine(options_of("taps=engine", "score.enabled=false", *settings))

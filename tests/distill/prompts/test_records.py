@@ -142,7 +142,7 @@ REFUSED = {
         talk(user(), answer([*TEXT, *parts(("thinking", "why"))])),
         "'thinking' part follows text",
     ),
-    "text after a call": (said([typed("tool_use", name="w", input={}), *TEXT]), "behind a 'tool_use'"),
+    "text after a call": (said([typed("tool_use", name="w", input={}), *TEXT]), "follows a 'tool_use'"),
     "a result after text": (
         talk(user([*TEXT, typed("tool_result", content="x")])),
         "'tool_result' part follows text",

@@ -275,7 +275,7 @@ REFUSED = {
     "columns.json": (b'{"a": {"0": "q"}, "b": {"0": "a"}}', "an object with a, b, and no single list"),
     "two.json": (b'{"train": [{"prompt": "q"}], "test": [{"prompt": "q"}]}', "object with train, test"),
     "names.csv": (b"first question,first answer\nq,a\n", r"first question, first .*prompts\.columns"),
-    "empty.csv": (b"", "no column that says what is asked"),
+    "empty.csv": (b"", "no column with a question"),
     "old-mac.csv": (b"prompt\rq\rr\r", "its first line has no names of columns"),
     "twice.csv": (b"prompt,prompt\nq,r\n", "two columns have one name"),
     "long.csv": (b"prompt\n" + b"x" * 2_000_000, r":2: .* 1,000,000 bytes \(prompts\.max_bytes\)"),
@@ -354,7 +354,7 @@ def test_list_that_breaks_off_keeps_what_comes_before(tmp_path):
     reading = Source(path=str(path)).read(strict=False)
     assert [p.messages[0]["content"] for p in reading.prompts] == ["a", "b"]
     assert [r.line for r in reading.rejected] == [3, 5]
-    assert "nothing behind it was read" in reading.rejected[1].reason
+    assert "nothing after it was read" in reading.rejected[1].reason
 
 
 def test_record_that_is_not_utf8_is_set_aside(tmp_path):

@@ -343,7 +343,7 @@ def test_only_the_text_between_the_comments_is_replaced(scored, tmp_path):
 def test_document_without_a_place_is_left_alone(scored, tmp_path, text):
     document = tmp_path / "R.md"
     document.write_text(text)
-    with pytest.raises(UserError, match="put <!-- results -->"):
+    with pytest.raises(UserError, match="add <!-- results -->"):
         insert(document, results(scored, BOTH))
     assert document.read_text() == text
     with pytest.raises(UserError, match="name a Markdown file"):

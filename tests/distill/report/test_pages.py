@@ -242,7 +242,7 @@ def test_command_writes_the_page_of_one_target(runs, tmp_path):
     foredraft("compare", *runs, "--field", str(tmp_path / "field.md")).succeeded()
     assert (tmp_path / "field.md").read_text() == field_page(read(runs), Choice([0.0]))
     other = card(tmp_path / "d", [row(FAST)], "lyanna", target="user/other")
-    with pytest.raises(UserError, match="--field is a page of one target"):
+    with pytest.raises(UserError, match="--field needs runs of one target"):
         field_page(read([*runs, other]), COLD)
 
 

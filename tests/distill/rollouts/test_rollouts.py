@@ -138,7 +138,7 @@ def test_impossible_plans_are_refused(parts):
     plain = Chat(chat.tokenizer, "none")
     chat.tokenizer.bos_token, start = None, chat.tokenizer.bos_token
     try:
-        with pytest.raises(UserError, match="nothing to begin a prompt with"):
+        with pytest.raises(UserError, match="no token to begin a prompt with"):
             make_writer(target, plain, PLAN)
     finally:
         chat.tokenizer.bos_token = start

@@ -102,7 +102,7 @@ SAME, LOWER, HIGHER = (0.8, 0.56, 0.336), (0.68, 0.4, 0.2), (0.95, 0.9, 0.8)
         ((0.8, 0.1, 0.05), {"trained": 1}, ["", "position 2 is past"]),
         (LOWER, {}, [""]),
         (LOWER, {"written": None}, ["", "held-out prompts"]),
-        (LOWER, {"sampled": True}, ["", "draw its drafts"]),
+        (LOWER, {"sampled": True}, ["", "sample drafts"]),
         (HIGHER, {}, ["", "at the temperature"]),
         (HIGHER, {"written": None, "sampled": True}, ["", "a lower temperature"]),
     ],

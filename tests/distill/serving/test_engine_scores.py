@@ -108,7 +108,7 @@ def test_engine_without_a_drafter_stops_no_run(measured, chat, capsys):
 def test_options_that_contradict_are_refused():
     url = "score.engine_url=http://h:1"
     for words, said, training in (
-        (["score.engine=none", "score.engine_python=/a"], "set without an engine", False),
+        (["score.engine=none", "score.engine_python=/a"], "needs an engine", False),
         ([], "give score.engine_python", False),
         (["score.engine_python=/a", url], "give score.engine_python", False),
         ([url, "score.engine_args=[--a]"], "leave out score.engine_url", False),

@@ -274,7 +274,7 @@ def test_exit_codes(place, start, tmp_path, monkeypatch):
 def test_bad_options_are_refused_before_any_request(base):
     for option, value, said in (
         ("url", "localhost:8000", "url: not an address"),
-        ("url", "http://me:secret@host", "^url: has a secret in it"),
+        ("url", "http://me:secret@host", "^url: contains a secret"),
         ("api_key_env", "sk-123", "^api_key_env: is the name of"),
         ("checkpoint", "nowhere", "no score.json there"),
         ("timeout", 0.0, "timeout=0.0"),

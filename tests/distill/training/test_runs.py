@@ -121,7 +121,7 @@ def test_folder_given_by_hydra_run_dir_is_claimed_like_any_other(tmp_path):
 def test_folder_with_checkpoints_of_no_known_run_is_refused(tmp_path):
     (tmp_path / "mine" / "checkpoints" / "4").mkdir(parents=True)
     (tmp_path / "file").write_text("")
-    for name, said in (("mine", "a run that is not known"), ("file", r"hydra\.run\.dir=.*/file: ")):
+    for name, said in (("mine", "an unknown run"), ("file", r"hydra\.run\.dir=.*/file: ")):
         with pytest.raises(UserError, match=said):
             claim_at(tmp_path / name, tmp_path, CONFIG, "auto")
 

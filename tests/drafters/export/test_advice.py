@@ -250,7 +250,7 @@ def test_the_converter_is_given_drafter_and_target_and_leaves_one_file(
     layout = formats.write_layout(checkpoint_io.as_saved(drafter), target, "gguf")
     out = tmp_path / "out"
     out.mkdir()
-    llama_cpp.converting(layout, target, script).write(out)
+    llama_cpp.convert_on_write(layout, target, script).write(out)
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "drafter.gguf"]
     seen = json.loads((folder / "seen.json").read_text())
     args = ["--outfile", str(out / "drafter.gguf"), "--model-name", "drafter", "--outtype", "f32"]

@@ -184,7 +184,7 @@ def test_verifier_shares_the_targets_weights(tiny_target, make_drafter):
 
 def test_original_target_as_verifier_is_refused(pair):
     target, drafter = pair
-    with pytest.raises(UserError, match=r"decode with that"):
+    with pytest.raises(UserError, match=r"decode with drafter"):
         generate(target, drafter, [[1, 2]], max_new_tokens=4, sampler=GREEDY, plan=Plan(depth=2))
 
 

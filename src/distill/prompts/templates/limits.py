@@ -221,7 +221,7 @@ _LOCK = RLock()  # the environment is shared, its budget is per rendering
 
 @cache
 def _environment() -> _Counted:
-    # private API: transformers' environment of chat templates has no public name
+    # private API: transformers has no public name for the environment of chat templates
     base = chat_template_utils._compile_jinja_template("").environment
     counted: Any = base.overlay()
     counted.__class__ = _Counted

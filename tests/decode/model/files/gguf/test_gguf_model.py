@@ -271,7 +271,7 @@ def test_bytes_behind_the_last_tensor_are_named(tmp_path, capsys):
     path = write_gguf(tmp_path / "m.gguf")
     path.write_bytes(path.read_bytes() + bytes(5000))
     load_config(str(path))
-    assert "bytes behind the last tensor" in capsys.readouterr().err
+    assert "bytes after the last tensor" in capsys.readouterr().err
 
 
 # -- positions ---------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ def test_llama3_factors_give_back_their_angles(tmp_path, factor, low, high, leng
         ({"scaling__type": "longrope", "scaling__factor": 4.0}, None, "of type 'longrope' is not read"),
         ({"scaling__factor": 4.0}, [8.0] * 32, "at once"),
         ({"scaling__attn_factor": 1.5}, None, "attn_factor with scaling of type 'linear'"),
-        ({"dimension_count": 32}, None, "rotates positions otherwise"),
+        ({"dimension_count": 32}, None, "rotates positions differently"),
         ({"dimension_count": 1 << 31}, None, "dimension_count is 2147483648, of 64 dimensions"),
         ({"freq_base": float("nan")}, None, "freq_base is nan"),
         ({"freq_base_swa": 1e4}, None, "positions of layers with windows"),
