@@ -105,7 +105,9 @@ def test_command_prints_and_writes_the_plan(small, tmp_path):
     assert card["hours"] == pytest.approx(sum(part["hours"] for part in card["parts"]))
     foredraft("plan", str(small), "--prompts", "0").refused("1 or more")
     foredraft("plan", str(small), "--prompts", "5", "--faster", "0").refused("above 0")
-    foredraft("plan", str(small), "--prompts", "5", "--out", "/nowhere/plan.json").refused("cannot be written")
+    foredraft("plan", str(small), "--prompts", "5", "--out", "/nowhere/plan.json").refused(
+        "cannot be written"
+    )
 
 
 def test_run_that_has_not_ended_is_one_line(tmp_path):

@@ -281,7 +281,7 @@ REFUSED = {
     "long.csv": (b"prompt\n" + b"x" * 2_000_000, r":2: .* 1,000,000 bytes \(prompts\.max_bytes\)"),
     "twice.json": (b'{"data": [{"prompt": "q", "prompt": "r"}]}', "the key 'prompt' stands twice"),
     "rows.json": (ROWS, r"row_idx, row; prompts\.columns"),
-    "malformed.jsonl": (b"{}\n3\n", "malformed.jsonl:1: needs .*; .*no prompts in it that can be used"),
+    "malformed.jsonl": (b"{}\n3\n", "malformed.jsonl:1: needs .*; .*no usable prompts"),
     **dict.fromkeys(("blank.jsonl", "blank.txt"), (b" \n", "no prompts in it")),
     "none.json": (b"[]", "no prompts in it"),
     "empty.json": (b"", "no prompts in it"),

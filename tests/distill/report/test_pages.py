@@ -289,7 +289,7 @@ def test_no_draft_is_advised_where_plain_is_fastest(rows, tmp_path):
     assert not one.pays
     said = bottleneck(one)
     assert said.startswith("do not draft: ")
-    assert "chain-3, is 0.80x (0.80..0.80): a round writes 2.50 tokens for the time of 3.12 plain" in said
+    assert "chain-3, is 0.80x (0.80..0.80): a round writes 2.50 tokens in the time of 3.12 plain" in said
     page = str(panels.headline(one))
     assert ">none<" in page
     assert "0.80×" in page

@@ -166,7 +166,7 @@ def test_command_writes_the_page_again(run, tmp_path):
     done = foredraft("report", str(run), "--out", str(out)).succeeded()
     assert done.out.strip() == str(out)
     assert headings(out.read_text()) == headings((run / "report.html").read_text())
-    foredraft("report", str(run), "--out", str(tmp_path / "no" / "page.html")).refused("make its folder")
+    foredraft("report", str(run), "--out", str(tmp_path / "no" / "page.html")).refused("create its folder")
     foredraft("report", str(tmp_path)).refused(f"{tmp_path}: no run there")
 
 
