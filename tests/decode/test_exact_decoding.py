@@ -5,6 +5,8 @@ float64 model.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -20,8 +22,10 @@ from exact import (
     Trees,
     check_lossless,
 )
+from rule_cases import LOSSY, RULES
 
 from decode.draft import PAD
+from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
@@ -66,6 +70,18 @@ DRAWN = {  # every rule on every kind of draft that is drawn, in whole or in par
     "two drafts, matched": replace(SEVERAL, rule="match"),
     "two drafts, selected": replace(SEVERAL, rule="select"),
 }
+
+
+def for_every_rule(kind: str, plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """The plan with each lossless rule that suits it, where DRAWN has not named it."""
+    for rule in sorted(set(RULES) - set(LOSSY)):
+        with suppress(UserError):
+            if (changed := replace(plan, rule=rule)) not in DRAWN.values():
+                yield f"{kind}, {rule}", changed
+
+
+for kind, plan in {"chain": SAMPLED, "hybrid": HYBRID, "two drafts": SEVERAL}.items():
+    DRAWN |= dict(for_every_rule(kind, plan))
 WARPERS = {
     "top_p": Sampler(0.5, top_p=0.9),
     "top_k": Sampler(0.5, top_k=2),

@@ -7,13 +7,16 @@ from itertools import cycle, product
 
 import pytest
 import torch
+import yaml
 from dense import steps
+from hydra.utils import instantiate
 from torch.utils._python_dispatch import TorchDispatchMode
 from workbench import CONF
 
 from decode.model.head import Head
 from distill.losses import reference
-from distill.losses.divergences import JSD, NLLTV, LKHybrid, ReverseKL, TopK, ce, hit, kl, lk, nll, tv
+from distill.losses.chunked_logits import Student, TargetProbs, Teacher
+from distill.losses.divergences import TopK, kl
 from distill.losses.objective import Objective
 from distill.losses.row_scores import Kernels
 from distill.losses.weights import DPace, Streak, constant, decay
@@ -23,20 +26,22 @@ V = 11
 REDUCED = [7, 2, 9, 4, 0]  # the target's ids of a draft vocabulary
 FLOOR, BETA, K, FADE = 1e-10, 0.3, 3, 3.0
 TEXT = torch.randint(V, (2, 7), generator=torch.Generator().manual_seed(4))
-# Name -> what trains, and the same in the reference.
-PAIRS = {
-    "kl": (kl, reference.kl),
-    "ce": (ce, reference.ce),
-    "nll": (nll, reference.nll),
-    "hit": (hit, reference.hit),
-    "topk": (TopK(K), partial(reference.topk, k=K)),
-    "reverse_kl": (ReverseKL(FLOOR), partial(reference.reverse_kl, floor=FLOOR)),
-    "jsd": (JSD(BETA), partial(reference.jsd, beta=BETA)),
-    "tv": (tv, reference.tv),
-    "nll_tv": (NLLTV(0.1, 1.8), partial(reference.nll_tv, of_nll=0.1, of_tv=1.8)),
-    "lk": (lk, reference.lk),
-    "lk_hybrid": (LKHybrid(FADE), partial(reference.lk_hybrid, decay=FADE)),
-}
+NUMBERS = {"topk": {"k": K}, "reverse_kl": {"floor": FLOOR}, "jsd": {"beta": BETA}}  # other than conf's
+
+
+def objectives() -> dict[str, tuple]:
+    """Name -> the divergence of its yaml, and the function of this name in the reference, if it has one."""
+    found = {}
+    for path in sorted((CONF / "objective").glob("*.yaml")):
+        settings = yaml.safe_load(path.read_text()) | NUMBERS.get(path.stem, {})
+        numbers = [value for key, value in settings.items() if not key.startswith("_")]
+        plain = getattr(reference, path.stem, None)
+        found[path.stem] = instantiate(settings), plain and (lambda r, f=plain, n=numbers: f(r, *n))
+    return found
+
+
+OBJECTIVES = objectives()
+PAIRS = {name: pair for name, pair in OBJECTIVES.items() if pair[1]}
 WEIGHT_PAIRS = {
     "constant": (constant, reference.constant),
     "decay": (partial(decay, rate=0.7), partial(reference.decay, rate=0.7)),
@@ -53,8 +58,33 @@ WEIGHTS = {name: pair[0] for name, pair in WEIGHT_PAIRS.items()}
 
 
 def test_every_objective_is_compared():
-    """One that is not in PAIRS yet needs its formula in `distill.losses.reference`, written plainly."""
-    assert set(PAIRS) == {path.stem for path in (CONF / "objective").glob("*.yaml")}
+    """Write its formula plainly, as a function of its yaml's name in `distill.losses.reference`."""
+    assert set(PAIRS) == set(OBJECTIVES)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_gradient_is_the_slope_of_the_value(name):
+    generator = torch.Generator().manual_seed(1)
+    p, q, direction = torch.randn(3, 20, V, generator=generator, dtype=torch.float64)
+    text = torch.randint(V, (20,), generator=generator)
+
+    def given(logits):
+        target = TargetProbs(p, p.softmax(-1), p.logsumexp(-1), p.argmax(-1), None, text)
+        draft = logits.softmax(-1)
+        alpha = torch.minimum(target.p, draft).sum(-1)
+        student = Student(logits.clone(), draft, logits.logsumexp(-1), logits.argmax(-1), alpha)
+        return student, Teacher(target, slice(None))
+
+    def slope(name):
+        ahead, behind = (OBJECTIVES[name][0](*given(q + sign * direction))[0] for sign in (1e-6, -1e-6))
+        return (ahead - behind) / 2e-6
+
+    want = slope(name)
+    if name == "lk_hybrid":  # its weight takes no gradient
+        weight = torch.exp(-FADE * given(q)[0].alpha)
+        want = weight * slope("kl") + (1 - weight) * slope("tv")
+    got = (OBJECTIVES[name][0](*given(q))[1] * direction).sum(-1)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
 
 
 def drafted(head, vocabulary: str):
