@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FunctionType
 
 import pytest
-from rule_cases import RULES
+from rule_cases import LOSSY, RULES
 from workbench import ROOT
 
 pytestmark = [pytest.mark.proof, pytest.mark.long]
@@ -24,7 +24,11 @@ pytestmark = [pytest.mark.proof, pytest.mark.long]
 PER_FUNCTION = 4  # changes tried, spread over the function
 OPTIONS = ["-x", "-q", "-p", "no:cacheprovider"]
 LIMIT = 20  # a changed loop that takes so many times longer than the tests without a change never ends
-# module -> tests that have to notice a change of it; the quickest first
+RULE_MODULES = {  # most rules are too short to be judged each by itself
+    f"{kind} rules": [rule.__module__ for name, rule in RULES.items() if (name in LOSSY) == (kind == "lossy")]
+    for kind in ("lossless", "lossy")
+}
+# A module, or a kind of rules -> tests that have to notice a change of it; the quickest first.
 TESTS = {
     "decode.sampling": ["tests/decode/test_sampling.py", "tests/decode/generation/test_generate.py"],
     "decode.verification.descent": ["tests/decode/verification"],
@@ -32,7 +36,8 @@ TESTS = {
     "decode.verification.result": ["tests/decode/verification"],
     "decode.verification.rule": ["tests/decode/verification"],
     "decode.verification.target_probs": ["tests/decode/verification"],
-    **{rule.__module__: ["tests/decode/verification"] for rule in RULES.values()},
+    "lossless rules": ["tests/decode/verification"],
+    "lossy rules": ["tests/decode/lossy/test_lossy_rules.py", "tests/decode/verification"],
     "decode.generation.loop": ["tests/decode/generation"],
     "decode.draft": ["tests/decode/verification/test_rules.py", "tests/drafters/drafting"],
     "drafters.drafting.chain": ["tests/drafters/drafting"],
@@ -138,22 +143,23 @@ def outcome(make: Callable[[], None], tests: list[str], seconds: int) -> str:
 
 
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("module", TESTS)
-def test_most_changes_of_one_operator_are_noticed(module, monkeypatch):
+@pytest.mark.parametrize("part", TESTS)
+def test_most_changes_of_one_operator_are_noticed(part, monkeypatch):
     """What survives is printed: an equal program, or a test that is missing."""
     monkeypatch.chdir(ROOT)
     begin = time.monotonic()
-    assert outcome(lambda: None, TESTS[module], 300) == "passed"
+    assert outcome(lambda: None, TESTS[part], 300) == "passed"
     seconds = 10 + LIMIT * int(time.monotonic() - begin)
     outcomes = {
-        f"{name}: {what}": outcome(make, TESTS[module], seconds)
+        f"{name}: {what}": outcome(make, TESTS[part], seconds)
+        for module in RULE_MODULES.get(part, [part])
         for name, function in functions(module)
         for what, make in mutants(function)
     }
     survivors = [change for change, result in outcomes.items() if result == "passed"]
     endless = sum(result == "endless" for result in outcomes.values())
     noticed = len(outcomes) - len(survivors)
-    print(f"{module}: {noticed} of {len(outcomes)} noticed, {endless} of them by a loop that did not end")
+    print(f"{part}: {noticed} of {len(outcomes)} noticed, {endless} of them by a loop that did not end")
     print(*survivors, sep="\n")
     assert len(outcomes) >= 10
     assert endless <= 0.15 * len(outcomes), outcomes
