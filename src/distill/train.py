@@ -51,7 +51,7 @@ from drafters import optional
 from drafters.base import Drafter
 from drafters.registry import short_name
 
-COMPILED_STEPS = 1200  # of a run, from which the first compilation is paid for (docs/training_speed.md)
+COMPILED_STEPS = 1200  # shortest run in which compilation saves time (docs/training_speed.md)
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Shared:
     """Objects shared by several runs in one process.
 
     Attributes:
-        target: loaded.
-        taps: its hidden states of training rows; see `TapStorage`.
+        target: the loaded target.
+        taps: its stored hidden states; see `TapStorage`.
     """
 
     target: Target
@@ -89,14 +89,14 @@ def train(
     """Generate or read rollouts, train the drafter on them, and score its checkpoints.
 
     Args:
-        options: of the run.
+        options: settings.
         folder: run folder.
-        reports: of the run.
-        shared: with other runs of this process; None: nothing is.
+        reports: report writers.
+        shared: objects shared with other runs of this process.
         extend: called with the new trainer and the step that it resumes from, to add callbacks.
 
     Returns:
-        See `run`, also for the errors raised.
+        Acceptance length of the best checkpoint; 0 without a score, or on other ranks than 0.
     """
     chat, prompts, held = _inputs(options, folder, phases := PhaseLog(folder))
     options = with_length(options, len(prompts))
@@ -117,7 +117,7 @@ def train(
     has_counts = WarmStart(options.drafter.init_from).load(drafter, target)
     stores = cache(partial(produce, options, target, chat, prompts, drafter, folder))
     if drafter.trains or drafter.needs_fit:
-        target.tap(drafter.taps)  # an engine's answers come with their hidden states
+        target.tap(drafter.taps)  # before `stores`: engines return taps with answers
         fit_counts(drafter, stores(0), target, has_counts)
     else:
         say(f"drafter={short_name(drafter)}: nothing is trained; checkpoints/0 is the drafter as it is")
@@ -139,7 +139,7 @@ def train(
 
 
 def _inputs(options: TrainOptions, folder: Path, phases: PhaseLog) -> tuple[Chat, list[Prompt], list[Prompt]]:
-    """See `PromptReader`; what is printed from here on is the run's own."""
+    """Check settings; read the chat template, the prompts and the held-out prompts."""
     check_engine(options)
     quiet()
     engine_scores.check(options.score, training=True)
@@ -155,7 +155,7 @@ def _parts(
     options: TrainOptions, trainer: L.Trainer, target: Target, chat: Chat, held: list[Prompt], folder: Path
 ) -> Parts:
     with refused():
-        # First weights depend only on the seed, not on how the target was loaded.
+        # Initial weights depend only on the seed, not on how the target was loaded.
         L.seed_everything(options.seed, verbose=False)
         drafter = build_drafter(options.drafter, target)
         RunExport(options.export).check(drafter, target)
@@ -219,7 +219,7 @@ def _saver(
 
 
 def _watch(trainer: L.Trainer, options: TrainOptions, saver: ScoreCheckpoint) -> MemoryWatch:
-    """Add the callbacks that measure and save, in their order."""
+    """Add the callbacks that measure and save; order matters."""
     meter = Throughput(memory := MemoryWatch(options.try_largest), saver.phases)
     trainer.callbacks += [memory, meter, saver, meter.resume]  # pyright: ignore[reportAttributeAccessIssue]
     return memory
@@ -228,7 +228,7 @@ def _watch(trainer: L.Trainer, options: TrainOptions, saver: ScoreCheckpoint) ->
 def _scorer(
     options: TrainOptions, target: Target, chat: Chat, held: list[Prompt], drafter: Drafter, folder: Path
 ) -> Scorer:
-    """The scorer of checkpoints, after a check that the drafter supports its plans."""
+    """Build the checkpoint scorer; check that the drafter supports its plans."""
     answers = Path(options.output_dir) / "heldout"
     score, served_plan = engine_scores.as_served(options.score, options.export.to, drafter, target)
     scorer = Scorer(
@@ -248,7 +248,7 @@ def _scorer(
 
 
 def _kernels(options: TrainOptions, trainer: L.Trainer) -> Kernels | None:
-    """Compiled passes of the objective where they are asked for, or pay; see conf/config.yaml."""
+    """Compiled passes of the objective, or None; `auto` compiles long runs on a CPU."""
     on_cpu = trainer.strategy.root_device.type == "cpu"
     pays = on_cpu and trainer.max_steps >= COMPILED_STEPS
     return Kernels() if {"auto": pays, "always": True, "never": False}[options.compile_objective] else None
@@ -273,7 +273,7 @@ def _on_policy(options: TrainOptions, target: Target, drafter: Drafter) -> OnPol
 
 
 def _keep(trainer: L.Trainer, saver: ScoreCheckpoint, drafter: Drafter, target: Target) -> None:
-    """Save and score an untrained drafter, and finalize the loggers as after a fit."""
+    """Save and score a drafter that does not train; finalize the loggers."""
     if (count := trainer.world_size) > 1:
         say(f"trainer.devices: {count - 1} of {count} processes have nothing to do")
     saver.save_untrained(trainer, drafter, target)

@@ -50,13 +50,13 @@ class _Batch:
 
     root: Tensor  # (B,) last emitted tokens, not yet read by the target
     seen: Tensor | None = None  # (B, V) tokens of each text, for the repetition penalty
-    followed: TextState | None = None  # the rule's state of each text
+    followed: TextState | None = None  # state that the rule keeps for each text
 
     def __init__(
         self, requests: list[int], prompts: Sequence[Sequence[int]], limits: Sequence[int], coin: Any
     ) -> None:
         self.request, self.coin = requests, coin
-        self.position = np.array([len(prompts[r]) for r in requests])  # (B,) of the next token to settle
+        self.position = np.array([len(prompts[r]) for r in requests])  # (B,) index of next token
         self.rounds = np.zeros(len(requests), np.int64)  # (B,) verification rounds so far
         self.remaining = [limits[r] for r in requests]  # new tokens allowed
 
@@ -84,9 +84,9 @@ class Loop:
     """Decode a batch; see `generate` for the arguments.
 
     Attributes:
-        outputs: of all requests, updated every round.
-        times: of the batch, updated every round.
-        names: of the requests, for messages.
+        outputs: one per request, updated every round.
+        times: times of the batch, updated every round.
+        names: names of the requests in messages.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Loop:
         self.stop_tests = [until() for _ in prompts] if until else None
         self.on_round = on_round
         self.size = len(prompts) if batch_size is None else batch_size
-        self.begun, self.waiting = 0, len(prompts)  # requests, in their order
+        self.begun, self.waiting = 0, len(prompts)  # counts of requests, started in order
         self.batch = _Batch([], prompts, limits, coin)
         self.outputs, self.times = [Output([]) for _ in prompts], Times()
         self.start = self.now()
@@ -129,9 +129,9 @@ class Loop:
         """Decode to the end; yields after every prefill and every round."""
         while self.waiting or self.batch.request:
             free = self.size - len(self.batch.request)
-            with self.target.lock:  # of another thread; not held while a stream's reader has its piece
+            with self.target.lock:  # excludes other threads; released at each `yield`
                 if self.waiting and free >= min(self.waiting, max(1, self.size // SHARE)):
-                    self.target.taps = self.taps  # another text may have set others since
+                    self.target.taps = self.taps  # another `Loop` may have changed them
                     self.admit()
                 else:
                     begin = self.now()
@@ -146,7 +146,7 @@ class Loop:
             yield Piece(tokens, [i < accepted for i in range(len(tokens))], self.outputs[0], self.times)
 
     def now(self) -> float:
-        """Current time in seconds, by the caller's clock (which waits for the device) if there is one."""
+        """Current time in seconds; if the caller gave a clock, the device first finishes its work."""
         if self.clock is None:
             return time.perf_counter()
         if self.target.device.type == "cuda":
@@ -232,7 +232,7 @@ class Loop:
             raise UserError("stream: `tap` was called in between; finish the stream before changing taps")
         coin = batch.coin.at(batch.position, batch.rounds)
         begin = self.now()
-        if self.drafter is None or self.plan.depth == 0:  # timing changes the plan between rounds
+        if self.drafter is None or self.plan.depth == 0:  # depth may change between rounds
             draft = Draft.empty(len(batch.request), target.device)
         else:
             draft = self.drafter.propose(self.state, target, self.sampler, coin, self.plan)
@@ -280,11 +280,11 @@ class Loop:
         This is the only device synchronisation of a round, so all results are copied as one table.
 
         Args:
-            draft: of the round.
-            result: of the round.
+            draft: the round's draft.
+            result: its verification.
             broken: (B,) see `broken_slot`.
             fault: (B,) see `draft_fault`; None in the prefill.
-            answers: (B, S) the target's most likely token at every slot, for a drafter that observes answers.
+            answers: (B, S) the target's most likely token at every slot, if the drafter `Observes`.
 
         Returns:
             Rows that are not finished.
@@ -309,7 +309,7 @@ class Loop:
         if self.observer and answers is not None:
             self.observer.observe(self.state, [line[5 + width :] for line in table])
         self._requests, self._accepted = batch.request, []
-        self._settled, self._emitted = [], []  # before and after the cut at the end of a request
+        self._settled, self._emitted = [], []  # tokens before and after the cut at a request's end
         running = []
         for row, line in enumerate(table):
             accepted = line[0]
@@ -336,7 +336,7 @@ class Loop:
         return running
 
     def _not_finite(self, row: int, draft: Draft, slot: int) -> UserError:
-        """Error for a row with logits that are not finite, first at this slot.
+        """Error for a row whose logits are not finite; `slot` is the first such slot.
 
         A broken node affects all slots of its row, because attention multiplies masked values by 0. So the
         nodes' paths are checked as well.

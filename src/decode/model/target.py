@@ -37,13 +37,13 @@ class Target(CausalLM):
 
     Args:
         model: any causal LM with full or sliding-window attention.
-        taps: ids of layers with inputs that drafters read (0 .. n_layers - 1), or "last".
+        taps: ids of layers whose inputs drafters read (0 .. n_layers - 1), or "last".
 
     Raises:
         UserError: a tap that does not exist; also see `CausalLM`.
     """
 
-    source = ""  # name of the program that runs the layers, if it is an engine
+    source = ""  # name of the engine that runs the layers, if any
     read_ahead = 0  # preferred tokens per `read`, if each call waits for a server
 
     def __init__(self, model: PreTrainedModel, taps: Sequence[Tap] = ()) -> None:
@@ -64,7 +64,7 @@ class Target(CausalLM):
         """Check that this target records the taps that a drafter reads.
 
         Raises:
-            UserError: it does not record them.
+            UserError: it records other taps.
         """
         if taps and tuple(taps) != self.taps:
             raise UserError(
@@ -73,7 +73,7 @@ class Target(CausalLM):
             )
 
     def fingerprint(self) -> str:
-        """Fingerprint of the current weights: every element, independent of the dtype."""
+        """Fingerprint of all current weights, the same in every dtype."""
         half = self.dtype == torch.float16
         return fingerprint(self.tensors(), local_files(self.model) if half else None)
 
@@ -98,7 +98,7 @@ class Target(CausalLM):
         time.sleep(seconds)
 
     def rest(self) -> None:
-        """Announce a pause in reading: a target in an engine that this run started stops the engine."""
+        """Call before a pause in reading; a target stops its engine if this run started it."""
 
     # -- without a KV cache: training and rescoring ------------------------------------------
 
@@ -108,7 +108,7 @@ class Target(CausalLM):
 
         Args:
             tokens: (B, T).
-            lengths: of the rows; if given, rows are packed without padding, and outputs after the end of a
+            lengths: row lengths; if given, rows are packed without padding, and outputs after the end of a
                 row are 0. See `probe.check_packing`.
         """
         layer_inputs = self._tap_inputs()
@@ -134,7 +134,7 @@ class Target(CausalLM):
     # -- with the KV cache: decoding ---------------------------------------------------------
 
     def slots(self, draft: int) -> int:
-        """Slots that `extend` reads for a draft of `draft` nodes, root included."""
+        """Slots that `extend` runs; `draft` counts the draft's nodes and the root."""
         return draft
 
     def extend(self, tokens: Tensor, draft: Draft | None = None) -> TargetOutput:
@@ -161,11 +161,11 @@ class Target(CausalLM):
     # -- internals ---------------------------------------------------------------------------
 
     def _tap_inputs(self) -> dict[int, Tensor]:
-        """Dict with an empty entry for each tapped layer."""
+        """Empty entries that `record_inputs` fills."""
         return dict.fromkeys((t for t in self.taps if isinstance(t, int)), torch.empty(0))
 
     def _output(self, last: Tensor, layer_inputs: dict[int, Tensor]) -> TargetOutput:
-        """Stack the taps, (B, n, L, D)."""
+        """Add the stacked taps, (B, n, L, D)."""
         parts = [layer_inputs[t] if isinstance(t, int) else last for t in self.taps]
         taps = (
             torch.stack([part.to(last.device) for part in parts], 2) if parts else last[:, :, None][:, :, :0]

@@ -42,7 +42,7 @@ class RoundTiming(NamedTuple):
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Lower quartile: other load only adds time in phases, so the median would jump between two speeds."""
+    """Lower quartile; the median would jump whenever other programs slow the machine for a while."""
     return float(np.quantile(seconds, 0.25))
 
 
@@ -80,8 +80,8 @@ class _BatchCosts:
 
     Attributes:
         verify: slots -> seconds of the target's pass, for all plans.
-        draft: family of plans -> depth -> seconds of the drafter.
-        other: kind of plan -> slots -> seconds of everything else.
+        draft: `family` -> depth -> seconds of the drafter.
+        other: `_kind` -> slots -> seconds of everything else.
         slots: plan -> number of slots -> share of rounds, for plans with varying size.
         absorb: seconds of the drafter in a round without a draft.
     """
@@ -213,8 +213,8 @@ class Throughput:
 
     Attributes:
         speed: tokens per second of the whole batch, without prefill; finished rows are not replaced.
-        speedup: over plain decoding, with a 95 % interval over prompts. For an adaptive plan the interval
-            is over batches, and has no width for a single batch.
+        speedup: (value, low, high) over plain decoding; 95 % interval over prompts, or over batches for an
+            adaptive plan, where one batch gives no width.
         full: tokens per second if finished rows are replaced, as in a server; None: unknown.
     """
 
@@ -231,11 +231,11 @@ def throughputs(
     Tokens per second are all tokens over the seconds of all batches. A batch runs until its last row is
     finished, and each round costs as much as its running rows. Batches are consecutive prompts, repeated to
     fill the last batch. Rounds are expected values, so with sampling the rounds of the last row are slightly
-    underestimated, equally for all plans. At batch size 1 the result is tau / round_seconds.
+    underestimated, equally for all plans. At batch size 1 the result is tau (tokens per round) / seconds.
 
     Args:
         plans: candidates.
-        counts: for each plan, from replay on the same prompts; plain decoding has one round per token.
+        counts: of each plan's tokens and rounds on the same prompts; plain decoding has one round per token.
         costs: round costs of the machine.
         batch: rows decoded together.
     """

@@ -1,4 +1,4 @@
-"""The walk from the root used by most rules, and `match`, which treats all children as fixed."""
+"""The walk down the draft that most rules use, and `match`, which compares tokens only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def match(draft: Draft, target: TargetProbs, coin: Coin) -> VerificationResult:
     # Temperature 0 draws nothing, so all paths are compared at once.
     if not draft.depth:
         return VerificationResult(y, torch.zeros_like(y), torch.zeros_like(y[:, 0]))
-    hit = draft.tokens == y.gather(1, draft.parents + 1)  # (B, N) node has its parent's greedy token
+    hit = draft.tokens == y.gather(1, draft.parents + 1)  # (B, N) token is the target's choice at the parent
     if draft.is_chain:  # the output is y itself, up to the first miss
         accepted = hit.long().cumprod(1).sum(1)
         place = torch.arange(y.shape[1], device=y.device).expand_as(y)
@@ -58,9 +58,9 @@ def descend(
 ) -> VerificationResult:
     """Walk from the root to the first slot without an accepted child, one depth at a time.
 
-    `match` (purpose TARGET) treats every node as fixed. Other rules (RESIDUAL) try sampled nodes first with
-    `examine`, by default `try_sampled`. If no child has the target's token, a lossy rule may accept another
-    one with `instead`.
+    Purpose TARGET (`match`) accepts a child only if the target draws its token. RESIDUAL (other rules) first
+    tests sampled children with `examine`, by default `try_sampled`. If no child is accepted, a lossy rule
+    may choose one with `instead`.
     """
     examine = examine or try_sampled
     count, device = draft.tokens.shape[0], draft.tokens.device
@@ -106,7 +106,7 @@ def try_sampled(
     active: Tensor,
     lenience: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Examine the sampled children of (B,) `slot` in the order they were drawn.
+    """Accept or reject the sampled children of (B,) `slot`, in the order of drawing.
 
     Returns:
         (B, V) the residual of `p` after the rejections, and (B,) the accepted child, or -1.

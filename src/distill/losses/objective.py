@@ -25,8 +25,8 @@ from distill.losses.weights import RowWeights, Weights
 from drafters.base import Drafter, DraftStep
 
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**26}  # bytes of one (rows, V) block; on a CPU it should fit the cache
-# With fewer rows, a matrix product is bound by reading the head. 128 rows of a vocabulary of 128k are 64 MB,
-# about five of which exist at a time, so chunks of rows suffice and no logit is computed twice.
+# With fewer rows, reading the head takes most of a product's time. 128 rows of 128k tokens are 64 MB, and
+# about five such blocks exist at a time, so the vocabulary need not be split.
 MIN_ROWS = 128
 
 
@@ -68,7 +68,7 @@ class Objective:
         tokens: Tensor | None = None,
         confidence: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, list[Scored]]:
-        """Return the undivided sum of the loss over rows, and values to log.
+        """Return the loss, summed (not averaged) over rows, and values to log.
 
         Args:
             steps: steps of `Drafter.unroll`, depths and anchors ascending.
@@ -78,7 +78,7 @@ class Objective:
             aux_weights: name -> weight of auxiliary losses.
             progress: finished share of the training steps, for weights that warm up.
             tokens: (B, T) the text, for divergences and weights that read it (`nll`).
-            confidence: maps hidden states to logits of their alphas, trained on the true ones.
+            confidence: head from hidden states to logits of alpha, trained on the true alphas.
         """
         steps = list(steps)
         if not steps:
@@ -104,16 +104,16 @@ class Objective:
         """Reject acceptance weights for a depth-invariant drafter, which has rows of depth 1 only.
 
         Raises:
-            UserError: a depth-invariant drafter, and weights from the alphas of several depths.
+            UserError: the drafter is depth-invariant, and weights need several depths.
         """
         if drafter.traits.depth_invariant and isinstance(self.weights, RowWeights):
             raise UserError(
-                "weights: this drafter's depths are one and the same row shifted, so there is no streak to "
-                "weigh; set weights=constant"
+                "weights: this drafter trains rows of depth 1 only, so there are no earlier depths to weigh "
+                "by; set weights=constant"
             )
 
     def rows(self, head: Head) -> int:
-        """Target rows of a chunk."""
+        """Number of target rows in a chunk."""
         budget = CHUNK_BYTES.get(head.weight.device.type, CHUNK_BYTES["cuda"])
         return self.chunk or max(MIN_ROWS, budget // (4 * head.weight.shape[0]))
 
@@ -121,7 +121,7 @@ class Objective:
         """(M,) weights of every step's rows; `chances` are acceptance probabilities, (M,) per step.
 
         Depth 0 is no draft and has weight 1. A `training_only` step has the weights of its depth. Weights are
-        multiplied by the counts of the step's rows.
+        multiplied by `step.weight`.
         """
         drafts, ones = _drafts(steps), [torch.ones_like(a) for a in chances]
         drafted = [steps[i] for i in drafts], [chances[i] for i in drafts], progress
@@ -216,8 +216,8 @@ class _Chunked(torch.autograd.Function):
     """Weighted sum of divergences; gradients are computed in the forward pass, chunk by chunk.
 
     A row's weight only scales its gradient, so gradients of hidden states are weighted at the end. A head's
-    gradient sums over rows. If a head trains and weights need the alphas of all depths, a first sweep without
-    gradients computes the alphas.
+    gradient sums over rows, so it needs the weights first: if they depend on alphas of all depths, a sweep
+    without gradients computes those.
     """
 
     @staticmethod
@@ -255,7 +255,7 @@ class _Chunked(torch.autograd.Function):
 class _Gradients(NamedTuple):
     """Gradients of the weighted sum, with weights and values, by step."""
 
-    hidden: list[Tensor | None]  # (M, D' + r)
+    hidden: list[Tensor | None]  # (M, D + r), r: input width of `head.side`
     heads: dict[int, Tensor]  # by id of the weight
     weights: list[Tensor]  # (M,)
     rows: list[Tensor]  # (4, M), `Scores.values`
@@ -277,7 +277,7 @@ def _differentiate(
     head_grads = {
         id(w): torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in trainable
     }
-    # Per row, `Scores.values`.
+    # (4, M) divergence, agreed, alpha, chance
     rows = [torch.zeros(4, len(h), dtype=wide, device=h.device) for h in hidden]
     chances = [r[3] for r in rows]
     buffers = Buffers(size := objective.rows(head))
@@ -320,7 +320,7 @@ def _add_to_head(
 def _add_product(total: Tensor | None, slope: Tensor, states: Tensor, weight: Tensor) -> None:
     if total is None:
         return
-    states = (states * weight).to(slope.dtype)  # the narrower side
+    states = (states * weight).to(slope.dtype)  # scales the smaller factor
     if total.dtype == slope.dtype:
         total.addmm_(slope.mT, states)
     else:

@@ -37,7 +37,7 @@ from drafters.base import Text
 SCHEMA = 4
 OURS = ("shard-*.tmp", "shard-*.lock", "*.json.*.tmp")  # temporary files of writers
 EVERY = 1.0  # seconds between checks for shards of other processes
-Make = Callable[[int, list[Prompt], int], list[Row]]  # shard, its prompts, self-written ones -> rows
+Make = Callable[[int, list[Prompt], int], list[Row]]  # shard, prompts, number of self-written ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class RolloutPlan:
 
     Args:
         target: fingerprint of the target's weights.
-        config: hash of its configuration.
+        config: hash of the target's settings.
         tokenizer: fingerprint of the tokenizer.
         dtype: dtype in which the target decodes.
         stop: end tokens.
@@ -62,7 +62,7 @@ class RolloutPlan:
         sampler: sampler of the answers, as keyword arguments of `Sampler`.
         prompt_sampler: sampler of self-written prompts, with `until: answer`.
         max_prompt_tokens: maximum length of a prompt; self-written prompts are also limited to
-            max_new_tokens. Every further turn may add as many tokens and an answer; longer conversations end.
+            max_new_tokens. A further turn may add as many tokens and an answer; a longer conversation ends.
         max_new_tokens: maximum length of an answer.
         shard_size: prompts per shard.
         batch_size: answers decoded together, sorted by length.
@@ -100,7 +100,7 @@ class RolloutPlan:
 
 
 def whole_plan(plan: RolloutPlan, root: Path, place: str | None = None) -> RolloutPlan:
-    """Return the plan without `server` if an in-process store of it is complete; else the plan.
+    """Return the plan without `server` if that plan has a complete store; else the plan.
 
     Args:
         plan: plan of a target that runs in an engine.
@@ -122,7 +122,7 @@ class RolloutStore:
         plan: plan of the rows.
         prompts: prompts to answer.
         place: another folder for the store, or a URL that shards are shared through.
-        origin: name of the target; not compared.
+        origin: name of the target; never compared.
 
     Raises:
         UserError: no prompts, or an unusable URL.
@@ -153,7 +153,7 @@ class RolloutStore:
         return self.folder / f"shard-{shard:05d}.parquet"
 
     def missing(self) -> list[int]:
-        """Numbers of the missing shards; lists the folder."""
+        """Numbers of shards that the folder lacks."""
         there = {path.name for path in self.folder.glob("shard-*.parquet")}
         return [i for i in range(self.shards) if self.path(i).name not in there]
 
@@ -195,7 +195,7 @@ class RolloutStore:
         Args:
             make: makes the rows of a shard.
             done: called with the number of shards still missing on all ranks.
-            pause: sleeps for some seconds (`Target.wait` if the target is sharded over processes).
+            pause: sleeps for some seconds (`Target.idle` if the target is sharded over processes).
         """
         self.open()
         rank, world = rank_and_world()
@@ -207,7 +207,7 @@ class RolloutStore:
                 if (shard % world == rank or not self.mirror) and self.make(shard, make):
                     num_made += 1
                     left -= 1
-                    if time.monotonic() - listed > EVERY:  # counts shards of other ranks
+                    if time.monotonic() - listed > EVERY:  # other ranks also make shards
                         left, listed = len(self.missing()), time.monotonic()
                     done(left)
             if num_made == before:
@@ -243,7 +243,7 @@ class RolloutStore:
             if (shard in missing) != (self.path(shard).name in names):
                 continue
             with self._lock(f"shard-{shard:05d}") as free:
-                if free and self.path(shard).exists():  # killed before it was uploaded
+                if free and self.path(shard).exists():  # its writer died before the upload
                     self.mirror.put(self.path(shard))
                 elif free:
                     self._fetch(shard)
@@ -273,12 +273,12 @@ class RolloutStore:
         }
 
     def seal(self, replace: bool = False) -> None:
-        """Write the manifest once all shards exist; `replace` overwrites an existing one."""
+        """Write the manifest once all shards exist; `replace`: overwrite an existing one."""
         with self._lock("manifest", wait=True):
             if self.mirror and MANIFEST in self.mirror.names():
                 self.mirror.get(MANIFEST, self.folder / MANIFEST)
             elif replace or not self.complete:
-                for i in () if replace else range(self.shards):  # of a killed process, or a lost manifest
+                for i in () if replace else range(self.shards):  # made by earlier processes
                     if not is_whole(self.path(i), self.plan.key, i):
                         raise _changed(self.path(i))
                 shards = [count(self.path(i)) for i in range(self.shards)]
@@ -295,7 +295,7 @@ class RolloutStore:
         return read_manifest(self.folder / MANIFEST)
 
     def amounts(self, made: Sequence[int]) -> dict[str, float]:
-        """Rows, tokens and bytes of a complete store, and answer tokens of the shards made now."""
+        """Rows, tokens and bytes of a complete store, and answer tokens of the shards in `made`."""
         manifest = self.manifest()
         counts, shards = manifest["counts"], manifest["shards"]
         return {
@@ -327,14 +327,14 @@ class RolloutStore:
         """
         shards = self.manifest()["shards"]
         if len(shards) != self.shards:
-            raise UserError(f"{self.folder / MANIFEST}: of {len(shards)} shards, not {self.shards}; {REMADE}")
+            raise UserError(f"{self.folder / MANIFEST}: {len(shards)} shards, not {self.shards}; {REMADE}")
         for i, shard in enumerate(shards):
             if sha256(self.path(i)) != shard["sha256"]:
                 raise _changed(self.path(i))
 
 
 def moment_of(place: str | None) -> str | None:
-    """Date and time rendered by the chat template of a store; None without a store or moment.
+    """`RolloutPlan.moment` of the store at `place`; None without a store or moment.
 
     Args:
         place: a folder or URL, as in `rollout.store`.

@@ -36,7 +36,7 @@ from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint.atomic import rename_into_place, writing
 
 log = logging.getLogger(__name__)
-Scorer = Callable[[Path, int, bool], Scorecard]  # folder, step, whether others follow
+Scorer = Callable[[Path, int, bool], Scorecard]  # folder, step, early (others follow)
 REPORT_EVERY = 60.0  # seconds between updates of the report while training
 
 
@@ -47,15 +47,15 @@ class ScoreCheckpoint(L.Callback):
     would load it. Scoring changes no training state.
 
     Args:
-        phases: of the run, to which saving and scoring belong.
+        phases: log that times saving and scoring.
         every: optimizer steps between save points.
-        scorer: (checkpoint folder, step) -> scorecard; None: save only.
+        scorer: called with early=False at step 0 and the last step; None: save only.
         target_name: written into the checkpoint.
-        start: step 0 is a save point, too.
-        stop: graceful shutdown. A step saved early, because of it or of `save_early`, is not scored and is
-            removed once two other checkpoints have a trainer state, or the last step is saved.
-        watchdog: notified of the work at a save point, which takes longer than a step.
-        reports: of the run.
+        start: whether step 0 is a save point.
+        stop: graceful shutdown. A checkpoint saved early, for it or for `save_early`, is not scored. It is
+            removed once two others have a trainer state, or the last step is saved.
+        watchdog: told of the work at a save point, which takes longer than a step.
+        reports: report writers.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class ScoreCheckpoint(L.Callback):
         self.every, self.scorer, self.target_name, self.start = every, scorer, target_name, start
         self.stop, self.reports = stop or Stop(), reports
         self.save_early = False  # set by a callback before this one: save at the end of this step
-        self.trained = self.trained_cpu = 0.0  # seconds in training steps, whatever was scored between them
+        self.trained = self.trained_cpu = 0.0  # wall and CPU seconds of steps, without scoring
         self._reported = time.monotonic()  # time of the last report
-        self._last_step = 0  # newest save point; a shared disk may show it to other machines late
+        self._last_step = 0  # newest save point; other ranks may see its folder late
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class ScoreCheckpoint(L.Callback):
         if trainer.is_global_zero:
             trainer_state.drop_newer(checkpoints(self.root.parent), trainer.global_step)
         begins = self.start and trainer.global_step == 0
-        if begins and trainer.strategy.broadcast(not (self.root / "0").exists()):  # as rank 0 sees its disk
+        if begins and trainer.strategy.broadcast(not (self.root / "0").exists()):  # rank 0 decides
             with self.watchdog.working():
                 self.save(trainer, pl_module, 0)
 
@@ -145,7 +145,7 @@ class ScoreCheckpoint(L.Callback):
         step = trainer.global_step
         # With gradient accumulation several micro-batches have the same step.
         if step > self._last_step and (self._due(trainer, step) or self._due_early()):
-            with self.watchdog.working():  # on every rank: others wait for rank 0 in it
+            with self.watchdog.working():  # on all ranks: they wait for rank 0
                 self.save(trainer, pl_module, step)
         if self.stop.signal_name:
             trainer.should_stop = True
@@ -177,7 +177,7 @@ class ScoreCheckpoint(L.Callback):
         final, temporary = self.root / str(step), self.root / f"{step}.tmp"
         weights = gather_weights(trainer, drafter)
         finite = all(bool(w.isfinite().all()) for w in weights.values())
-        if not (trainer.strategy.broadcast(finite) if drafter.trains else finite):  # only rank 0 has all
+        if not (trainer.strategy.broadcast(finite) if drafter.trains else finite):  # rank 0 has all weights
             raise UserError(f"training: weights are not finite after step {step}; lower optimizer.lr")
         temporary.mkdir(parents=True, exist_ok=True)
         try:
@@ -235,7 +235,7 @@ class ScoreCheckpoint(L.Callback):
         return True
 
     def _rescore_best(self, trainer: L.Trainer, newest: Path) -> None:
-        """Once the last checkpoint is scored, score the best as fully, since it is reported."""
+        """After the last checkpoint, score the best in full too, because it is reported."""
         if self.scorer is None or int(newest.name) != trainer.max_steps or not (self.root / "best").exists():
             return
         best = self.root / (self.root / "best").readlink()
@@ -243,11 +243,11 @@ class ScoreCheckpoint(L.Callback):
             self._write_score(trainer, best, self.scorer, early=False)
 
     def _write_score(self, trainer: L.Trainer, path: Path, scorer: Scorer, early: bool) -> Scorecard | None:
-        """Score a checkpoint, and log what speaks against it; None if the run was stopped meanwhile."""
+        """Score a checkpoint and log failed checks; None if the run was stopped meanwhile."""
         step, training = int(path.name), read_training(path / "score.json")
         if training.seconds is None:
             training = Training(step, self.trained, self.trained_cpu, trainer.precision)
-        with torch.random.fork_rng():  # loading a drafter first initializes it at random
+        with torch.random.fork_rng():  # loading a drafter draws random weights first
             card = self.stop.run_unless_stopped(lambda: scorer(path, step, early))
         if card is None:
             return None
@@ -267,10 +267,10 @@ class ScoreCheckpoint(L.Callback):
 
 
 def _rank(checkpoint: Path) -> tuple[bool, float]:
-    """What selects `best`: acceptance length, on the selection prompts, where there are any.
+    """Sort key of `best`: acceptance length, on the selection prompts if there are any.
 
-    First come checkpoints whose headline drafts: where decode=auto found plain decoding the fastest, the
-    acceptance length is another draft's. Last come those without a scorecard, or with a damaged one.
+    If decode=auto found plain decoding the fastest, the acceptance length is from another row than the
+    headline, and the checkpoint ranks lower. Those without a readable scorecard rank lowest.
     """
     try:
         card = read_scorecard(checkpoint / "score.json")
@@ -309,7 +309,7 @@ def _summary(step: int, steps: int, loss: float, checkpoint: Path) -> str:
 
 
 def _place(temporary: Path, final: Path) -> None:
-    """Give a complete checkpoint its name, its trainer state with hashes."""
+    """Hash a complete checkpoint's trainer state and give it its name."""
     if (temporary / STATE).exists():
         trainer_state.seal(temporary / STATE.parent)
     if final.exists():  # from a run that continued from an older trainer state

@@ -17,7 +17,7 @@ from drafters.export import speculators_write as speculators
 from drafters.export.layout import Format, Layout, Reader, Refusal, Saved
 from drafters.registry import nested
 
-ROUNDS = 4  # of changes to settings: a change may cause another refusal
+ROUNDS = 4  # tries at other settings; a change may cause a refusal
 NATIVE = "native"  # our own format; every drafter has it
 GGUF = "gguf"  # llama.cpp's format, written by its converter
 TWO_DRAFTERS = ("cascade", "union")  # made of two drafters; only the first is served
@@ -87,7 +87,7 @@ class Alternative(NamedTuple):
     Attributes:
         reason: why there is no format, or the program's own method.
         drafter: short name of a drafter to train instead; "": none.
-        settings: of that drafter, as far as its check reads them.
+        settings: that drafter's settings, for its check.
     """
 
     reason: str
@@ -119,7 +119,7 @@ ALTERNATIVES: Mapping[tuple[str, str], Alternative] = {
         "it has suffix decoding of its own, once arctic-inference is installed: "
         """--speculative-config '{"method": "suffix"}'"""
     ),
-    ("sglang", "ngram"): Alternative("it has one of its own: --speculative-algorithm NGRAM"),
+    ("sglang", "ngram"): Alternative("it has n-grams of its own: --speculative-algorithm NGRAM"),
     ("authors", "medusa2"): Alternative(
         "its heads need the tuned target, which to=hf writes, and the files would name the original one"
     ),
@@ -129,7 +129,7 @@ ALTERNATIVES: Mapping[tuple[str, str], Alternative] = {
 
 
 def accepting(drafter: str, settings: Mapping[str, Any], target: Target) -> list[str]:
-    """Programs that can serve a drafter of these settings; every drafter also has the native format."""
+    """Programs that can serve a drafter with these settings; every drafter also has the native format."""
     drafter, settings = exported_part(drafter, settings)
     return [to for to in FORMATS if drafter in FORMATS[to] and not _refusals(drafter, settings, target, to)]
 
@@ -138,9 +138,9 @@ def check_format(drafter: str, to: str) -> None:
     """Check that a program has a format for a kind of drafter, before its settings are known.
 
     Raises:
-        UserError: it has none.
+        UserError: the program has none.
     """
-    if drafter not in TWO_DRAFTERS and drafter not in FORMATS[to]:  # else settings decide
+    if drafter not in TWO_DRAFTERS and drafter not in FORMATS[to]:  # else `check` decides
         known = ALTERNATIVES.get((to, drafter))
         reason = f"; {known.reason}" if known else ""
         raise UserError(f"{_no_format(drafter, to)}{reason}; to={NATIVE} takes every drafter")
@@ -152,11 +152,11 @@ def check(drafter: str, settings: Mapping[str, Any], target: Target, to: str) ->
     Args:
         drafter: short name.
         settings: arguments of its constructor.
-        target: of the drafter.
+        target: the drafter's target.
         to: program.
 
     Raises:
-        UserError: it cannot. All settings and programs that the message suggests pass this check.
+        UserError: the program cannot. Settings and programs in the message pass this check.
     """
     drafter, settings = exported_part(drafter, settings)
     if drafter not in FORMATS[to]:
@@ -230,7 +230,7 @@ def write_layout(saved: Saved, target: Target, to: str) -> Layout:
         UserError: see `check`; weights that are untrained, or that the format cannot express.
     """
     check(saved.drafter, saved.settings, target, to)
-    if not _has_vocabulary(saved.drafter, to):  # all tokens are trained, and the engine drafts any
+    if not _has_vocabulary(saved.drafter, to):  # the format lacks the map; all tokens are trained
         saved = saved._replace(weights={name: w for name, w in saved.weights.items() if name != "d2t"})
     if saved.drafter not in TWO_DRAFTERS:
         return FORMATS[to][saved.drafter].write(saved, target)

@@ -1,7 +1,7 @@
-"""Base of the EAGLE family: autoregression over features.
+"""Base of the EAGLE family: autoregression over features (hidden states).
 
-Pair i is (feature at i, embedding of x_{i+1}); a few decoder layers predict the feature at i + 1 from
-it. Settled pairs contain features of the target, drafted pairs the drafter's own.
+Pair i is (feature at i, embedding of x_{i+1}); decoder layers predict feature i + 1 from it.
+Settled pairs contain features of the target, drafted pairs the drafter's own.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class RecurrentDrafter(Drafter):
 
     Attributes:
         depth: depths unrolled in training.
-        anchors: places per text trained at depth 2 and deeper, on average, sampled for each batch; 0: all.
+        anchors: mean number of positions per text that train depths from 2, drawn per batch; 0: all.
         depth_weight: weight of a depth's loss relative to the previous depth; the objective's own weights
             are multiplied by it.
         checkpointing: whether the backward pass recomputes activations of MLPs.
         detach_text: whether gradients of later depths' modules (`module_at`) stop at earlier keys and values.
-        rotary: positions.
+        rotary: position embedding.
     """
 
     depth: int
@@ -83,7 +83,7 @@ class RecurrentDrafter(Drafter):
         """(B, n, D) embeddings and features -> the first layer's residual and its fused q, k, v."""
 
     def pair_by_lookup(self, target: Target) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-        """`pair` for (B, n) tokens and (B, n, D) features, by one product and a table of the tokens' shares.
+        """`pair` for (B, n) tokens and (B, n, D) features, from one product and a table of token parts.
 
         None: not supported, or the table cannot be built now.
         """
@@ -114,12 +114,12 @@ class RecurrentDrafter(Drafter):
         """The output head."""
 
     def module_at(self, depth: int) -> RecurrentDrafter:
-        """The module that runs drafted pairs of step `depth`, from 2; settled pairs always use this one."""
+        """The module for drafted pairs of `depth` 2 or more; settled pairs always use `self`."""
         del depth
         return self
 
     def qkv_weights(self) -> list[Tensor]:
-        """Weight of each layer's q, k, v product; of the first layer, `first_weight`."""
+        """Weights of the layers' q, k, v products; the first is `first_weight`."""
         return [self.first_weight(), *(layer.qkv_proj.weight for layer in self.stack[1:])]
 
     def drafted_projection(self, shares: Tensor, rows: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ class RecurrentDrafter(Drafter):
         return state.store.bytes_per_token
 
     def input_maker(self, target: Target) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """(B, n) tokens, (B, n, D) features -> the first layer's residual and its q, k, v."""
+        """Function: (B, n) tokens, (B, n, D) features -> first residual and its q, k, v."""
         if not self.training and (by_lookup := self.pair_by_lookup(target)) is not None:
             return by_lookup
         return lambda tokens, feature: self.pair(target.embed(tokens).to(feature.dtype), feature)
@@ -236,8 +236,8 @@ class RecurrentDrafter(Drafter):
     ) -> Draft:
         assert state.newest is not None
         head = self.head(target)
-        hidden, feature = self.emit(state.newest)  # (B, 1, D), then (B, W, D): of the last level
-        # Scratch slots that each node of the last level sees: (B, W, m) mask, or m while it is a chain.
+        hidden, feature = self.emit(state.newest)  # (B, W, D) of the last level, W = 1 at first
+        # Scratch slots that each node of the last level sees: (B, W, m) mask, or m for a chain.
         reach: Tensor | int = 0
         depth, active, enter = 1, self, self.input_maker(target)
 
