@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import cards
@@ -96,6 +97,53 @@ def test_every_panel_is_there_and_text_of_others_is_escaped(run, bench, tmp_path
     assert "<img" not in text.partition("<body>")[2].partition("<script>")[0]
     bench.run(tmp_path, score__enabled=False)
     assert headings((tmp_path / "report.html").read_text()) == CURVES | WHERE
+
+
+def test_panels_draw_the_scorecards_numbers(run):
+    """A new panel with a plot needs its numbers here."""
+    history = read(run)
+    card, text = history.card, (run / "report.html").read_text()
+    row = card.compared
+    plots = {
+        heading: [(one.get("x"), one.get("y")) for one in json.loads(figure)["data"]]
+        for part in text.split("<section")[1:]
+        for heading in re.findall("<h2>([^<]*)</h2>", part)[:1]
+        for figure in re.findall(r'<script type="application/json">(.*?)</script>', part)[:1]
+    }
+    steps = [3, 6]
+    scored = [history.cards[step].compared for step in steps]
+    places = list(range(1, len(row.replay.survival) + 1))
+
+    def lengths(survival):
+        reached = [1.0, *survival, 0.0]
+        shares = [100 * (a - b) for a, b in pairwise(reached)]
+        return list(range(len(shares))), pytest.approx(shares)
+
+    want = {
+        "Tau over training": [(steps, [r.replay.tau for r in scored]), (steps, [r.tau for r in scored])],
+        "Acceptance by position": [(places, list(row.replay.survival)), (places, row.alpha[: len(places)])],
+        "Accepted lengths": [lengths(row.replay.survival), lengths(row.survival)],
+        "Acceptance by category": [([pytest.approx(kind.tau) for kind in by_category(card, row)], None)],
+    }
+    for heading, curves in want.items():
+        drawn = plots.pop(heading)[: len(curves)]
+        assert [x for x, _ in drawn] == [x for x, _ in curves], heading
+        assert [y for (_, y), (_, given) in zip(drawn, curves, strict=True) if given is not None] == [
+            given for _, given in curves if given is not None
+        ], heading
+    speeds = {tuple(y) for _, y in plots.pop("Speedup by batch size")}
+    rows = sorted(card.rows, key=lambda r: r.batch_size)
+    names = {(r.decode, r.temperature) for r in rows}
+    assert speeds == {tuple(r.speedup for r in rows if (r.decode, r.temperature) == name) for name in names}
+    draft, verify, other, plain = (x for x, _ in plots.pop("Time of a round"))
+    timed = [r for r in card.rows if r.plain_tokens_per_second and r.tpot][: len(draft)]
+    for i, r in enumerate(timed):
+        whole = draft[i] + verify[i] + other[i]
+        assert draft[i] / whole == pytest.approx(
+            r.draft_share / (r.draft_share + r.verify_share + r.other_share)
+        )
+        assert plain[i] / whole == pytest.approx(r.speedup, rel=0.01)
+    assert set(plots) <= CURVES, "drawn, and compared with nothing"
 
 
 @pytest.mark.docs
