@@ -128,6 +128,17 @@ def test_auxiliary_losses_and_row_weights_are_of_the_reference(ragged):
     torch.testing.assert_close(total, want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_steps_that_are_no_drafts_have_their_depths_weight_times_their_own(weights, ragged):
+    head, _, anchors, hidden = ragged
+    given, objective = steps(head, anchors, hidden), Objective(kl, WEIGHTS[weights])
+    chances = [torch.linspace(0.2, 0.9, len(a), dtype=torch.float64) for a in anchors]
+    want = objective.weigh(given, chances, 0.0)
+    others = [given[1]._replace(training_only=True, weight=0.25), given[0]._replace(depth=0, weight=0.5)]
+    got = objective.weigh([*given, *others], [*chances, chances[1], chances[0]], 0.0)
+    torch.testing.assert_close(got, [*want, 0.25 * want[1], torch.full_like(want[0], 0.5)])
+
+
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("vocabulary", ["full", "reduced"])

@@ -201,7 +201,7 @@ def test_link_out_of_a_store_is_refused(store, name, tmp_path):
 def test_manifest_of_other_shards_is_refused(store):
     manifest, whole = store.folder / "manifest.json", {"rows": 1, "answer_tokens": 1, "sha256": ""}
     for shards, said in (
-        ([], "of 0 shards, not "),
+        ([], ": 0 shards, not "),
         ([whole | {"sha256": 5}], "no hashes or counts of a shard"),
         ([whole | {"rows": "1"}], "no hashes or counts of a shard"),
     ):
