@@ -49,6 +49,19 @@ PLAIN = {
 }
 
 
+def test_accumulation_is_one_large_batch_with_clipping(bench, tmp_path, logged):
+    """Without clipping in test_equivalences.py."""
+    plain = {**PLAIN, "trainer__gradient_clip_val": 0.01}
+    bench.run(tmp_path / "whole", **plain, batch_size=8)
+    bench.run(tmp_path / "parts", **plain, batch_size=2, trainer__accumulate_grad_batches=4)
+    whole, parts = (weights(tmp_path / name / "checkpoints" / "1") for name in ("whole", "parts"))
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-6)
+    for name in ("train/loss", "train/divergence_1", "train/divergence_2", "train/top1_1", "train/alpha_1"):
+        one, four = (logged(tmp_path / folder, name) for folder in ("whole", "parts"))
+        assert len(one) == 1
+        assert four == pytest.approx(one, abs=1e-6), name
+
+
 def test_weights_that_are_not_finite_are_not_saved(bench, tmp_path):
     changes = {"optimizer__optimizer": SGD | {"lr": 1e30, "weight_decay": 1e30}, "optimizer__warmup": 0.0}
     with pytest.raises(UserError, match="weights are not finite after step 1"):

@@ -33,6 +33,7 @@ from decode.sampling import Sampler
 from distill.losses import divergences
 from distill.losses.objective import Objective
 from distill.losses.weights import DPace, constant
+from drafters import optional
 from drafters.base import DraftStep
 from drafters.checkpoint import io as checkpoint_io
 
@@ -244,3 +245,14 @@ def test_checkpoint_without_prefix_reads_the_whole_text(target, tmp_path):
 def test_model_whose_text_sees_masks_is_refused(target, tmp_path):
     with pytest.raises(UserError, match=r"BertForMaskedLM text sees the masks.*set drafter\.prefix=none"):
         drafter_for(target, filler(tmp_path / "model", "bert"), prefix="causal")
+
+
+def test_keys_and_values_of_masks_are_not_kept(target, tmp_path):
+    drafter = drafter_for(target, filler(tmp_path / "model"), prefix="causal")
+    follower = Follower(drafter, target, random_texts())
+    for counts in CHUNKS:
+        follower.advance(counts)
+        follower.propose(SAMPLED)
+        assert list(follower.state.lm.lengths) == [n + 1 for n in follower.settled]
+    layers, width, fp32 = 2, 16, 4
+    assert optional.kv_bytes_per_token(drafter, follower.state) == layers * 2 * width * fp32
