@@ -132,4 +132,4 @@ def test_restarted_server_loses_no_row(served, chat, prompts, pocket, tmp_path, 
     assert texts[0] == texts[1]
     assert [row["id"] for row in rows] == [prompt.id for prompt in prompts]
     printed = capsys.readouterr().out
-    assert printed.count("waiting up to 120 s for it") == printed.count("answers again") == 1
+    assert printed.count("retrying for up to 120 s") == printed.count("answers again") == 1
