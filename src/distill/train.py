@@ -97,6 +97,10 @@ def train(
 
     Returns:
         Acceptance length of the best checkpoint; 0 without a score, or on other ranks than 0.
+
+    Raises:
+        UserError: invalid options, before any work starts.
+        FollowUpError: the export at the end failed; the run is whole.
     """
     chat, prompts, held = _inputs(options, folder, phases := PhaseLog(folder))
     options = with_length(options, len(prompts))

@@ -299,7 +299,10 @@ def test_run_on_changed_prompts_is_not_resumed(bench, tmp_path, monkeypatch):
 def test_ctrl_c_in_training_leaves_the_run_unfinished(bench, monkeypatch):
     before = unfinished(bench)
     with monkeypatch.context() as spoilt:
-        at_step_4 = lambda bar, trainer, *_: trainer.global_step == 4  # noqa: E731
+
+        def at_step_4(bar, trainer, *_):
+            return trainer.global_step == 4
+
         send(spoilt, signal.SIGINT, callbacks.TrainingBar, "on_train_batch_end", at_step_4)
         status = bench.fork("seed=15", "score.enabled=false")
     assert os.waitstatus_to_exitcode(status) == 130
