@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,6 +49,8 @@ from drafters.models.hf_dllm import Dllm
 pytest.register_assert_rewrite("contract")
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # of small Llamas, without special tokens
 HEADS |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+# A slow test finds no lines of progress where it expects an empty log.
+os.environ.setdefault("FOREDRAFT_PROGRESS_SECONDS", "86400")
 # Hypothesis' own profile, everywhere: the same cases in every run, and none fails for being slow.
 hypothesis.settings.load_profile("ci")
 

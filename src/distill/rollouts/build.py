@@ -44,7 +44,14 @@ NO_KEY = "FOREDRAFT_NO_KEY"  # engines started by a worker need no key
 Helper = str | Path | None  # a drafter's folder or hub id
 
 
-def work_of(options: AnswerOptions, target: Target, chat: Chat, store: RolloutStore, helper: Helper) -> Work:
+def work_of(
+    options: AnswerOptions,
+    target: Target,
+    chat: Chat,
+    store: RolloutStore,
+    helper: Helper,
+    part: Callable[[float], None] | None = None,
+) -> Work:
     """Build the function that fills a store.
 
     Args:
@@ -53,6 +60,7 @@ def work_of(options: AnswerOptions, target: Target, chat: Chat, store: RolloutSt
         chat: renders prompts.
         store: an opened store.
         helper: checkpoint of a drafter that speeds up the answers.
+        part: called with the share of a shard that is made, if this process makes shards.
 
     Raises:
         UserError: an option that the engine needs is missing, or it cannot load the target.
@@ -77,7 +85,7 @@ def work_of(options: AnswerOptions, target: Target, chat: Chat, store: RolloutSt
             load = partial(load_writer, *away, helper and str(_absolute(helper)))
         return partial(Fleet(rollout, load).fill, store)
     engine = from_server if rollout.engine == "openai" or isinstance(target, EngineTarget) else in_process
-    make = Writer(engine(options, target, chat, store.plan, helper), chat, store.plan)
+    make = Writer(engine(options, target, chat, store.plan, helper), chat, store.plan, part)
     return partial(store.fill, make, pause=target.idle)
 
 

@@ -17,9 +17,9 @@ from distill.engines.base import InProcess
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import NO_LIMIT
 from distill.prompts.prompt import Prompt, prompts_digest
+from distill.rollouts.answers_bar import AnswersBar
 from distill.rollouts.store import RolloutPlan, RolloutStore
 from distill.rollouts.writer import Writer
-from distill.utils.progress import bar
 
 SHARD = 32  # prompts per shard, decoded in one batch
 
@@ -73,12 +73,9 @@ def held_out_answers(
     store = RolloutStore(root, plan, prompts)
     if not store.complete:
         label = f"held-out answers at T={sampler.temperature:g}"
-        with bar(store.shards, label, "shards", store.shards - len(store.missing()), leave=False) as progress:
-
-            def done(missing: int) -> None:
-                progress.update(store.shards - missing - progress.n)
-
-            store.fill(Writer(InProcess(target, SHARD, seed), chat, plan), done, target.idle)
+        with AnswersBar(store, label, leave=False) as shown:
+            writer = Writer(InProcess(target, SHARD, seed), chat, plan, shown.part)
+            store.fill(writer, shown.shards, target.idle)
     store.check()
     return read_answers(store)
 

@@ -19,6 +19,7 @@ from distill.options import AnswerOptions, OpenAIRolloutOptions, RayRolloutOptio
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import strictest
 from distill.prompts.prompt import Prompt, prompts_digest
+from distill.rollouts.answers_bar import AnswersBar
 from distill.rollouts.build import HELPED, Helper, helping_plan, work_of
 from distill.rollouts.estimate import estimate
 from distill.rollouts.shard import count
@@ -27,7 +28,7 @@ from distill.rollouts.surprisal import mismatch_warning
 from distill.rollouts.writer import check_plan
 from distill.utils.atomic_files import read_json, sha256, write_json
 from distill.utils.phase_log import PhaseLog
-from distill.utils.progress import bar, first_rank, say
+from distill.utils.progress import first_rank, say
 from distill.utils.provenance import digest
 from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
@@ -208,15 +209,16 @@ def fill(
     if not missing:  # killed before the manifest
         store.seal()
         return
-    work = work_of(options, target, chat, store, helper)
+    shown = AnswersBar(store, "rollouts", leave=True)
+    work = work_of(options, target, chat, store, helper, shown.part)
     say(estimate(store, target, drafter))
     if missing < store.shards:
         say(f"rollouts: {store.shards - missing} of {store.shards} shards are there already")
-    with bar(store.shards, "rollouts", "shards", store.shards - missing) as shown:
+    with shown:
         speed = _speed(store)
 
         def done(missing: int) -> None:
-            shown.update(store.shards - missing - shown.n, speed())
+            shown.shards(missing, speed())
             if watch:
                 watch(missing)
 

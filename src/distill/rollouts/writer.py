@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from decode.errors import UserError
@@ -103,13 +104,17 @@ class Writer:
         engine: answers requests.
         chat: renders conversations.
         plan: samplers, lengths, end tokens and seed.
+        progress: called with the share of the current shard's answers that are written.
 
     Raises:
         UserError: self-written prompts that this plan, template or engine does not support.
     """
 
-    def __init__(self, engine: Engine, chat: Chat, plan: RolloutPlan) -> None:
+    def __init__(
+        self, engine: Engine, chat: Chat, plan: RolloutPlan, progress: Callable[[float], None] | None = None
+    ) -> None:
         self.engine, self.chat, self.plan = engine, chat, plan
+        self.progress = progress
         self.room = (engine.context or 2**31) - 1
         self.limit = longest_prompt(plan, engine.context)
         self.before, self.after = check_plan(plan, chat, engine.context)
@@ -132,8 +137,11 @@ class Writer:
             conversations += [Conversation(name, 0, ids) for name, ids in self._write_prompts(names)]
         else:
             conversations += [Conversation(name, 0, self.before) for name in names]
+        written, expected = 0, sum(1 + len(turns(c.remaining)) for c in conversations)
         while waiting := [conversation for conversation in conversations if self._fits(conversation)]:
-            answers = self.engine([conversation.request() for conversation in waiting], self.params)
+            requests = [conversation.request() for conversation in waiting]
+            answers = self.engine(requests, self.params, partial(self._report, written, expected))
+            written += len(waiting)
             for conversation, answer in zip(waiting, answers, strict=True):
                 if answer.tokens:
                     conversation.add_answer(answer)
@@ -145,6 +153,10 @@ class Writer:
                 "answers call tools, or have marks of the chat template that it cannot read back"
             )
         return rows
+
+    def _report(self, written: int, expected: int, more: int) -> None:
+        if self.progress:
+            self.progress((written + more) / expected)
 
     def _begin(self, prompt: Prompt, sample: int) -> Conversation:
         messages = unanswered(prompt.messages)

@@ -158,7 +158,7 @@ class ScoreCheckpoint(L.Callback):
         """Save and score the checkpoint of `step`."""
         assert isinstance(module, DistillModule)
         self._last_step, self.save_early = step, False
-        with self.phases.time("checkpoints") as part:
+        with self.phases.time("checkpoints") as part, bar(1, f"checkpoint {step}", "", leave=False):
             self._publish(trainer, module.drafter, module.target, step)
             part["checkpoints"] = 1
         module.target.join()

@@ -1,8 +1,8 @@
 """Progress bars on a terminal and lines of output, from rank 0 only.
 
 Bars go to stderr and disappear when done; lines go to stdout. Without a terminal, or in CI, there are no bars
-and no control characters. `update` draws bars, at most a few times per second. There is no thread, since it
-would disturb timings and its locks break in forked processes.
+and no control characters: `progress_lines` writes a line of progress from time to time. `update` draws bars,
+at most a few times per second; no thread draws, since it would disturb timings.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import distributed
 from typing_extensions import override
 
 from decode.errors import UserError
+from distill.utils.progress_lines import Lines, State, clock
 from distill.utils.redact import hidden, printable
 
 WIDE = 70  # minimum columns for a bar with its rate
@@ -45,11 +46,16 @@ def first_rank() -> bool:
     return not getattr(rank_zero_only, "rank", 0)
 
 
+def shows_progress() -> bool:
+    """Whether this process shows progress, as bars or as lines."""
+    worker = multiprocessing.parent_process() is not None  # in a sweep, for example, the parent draws
+    return switch["on"] and first_rank() and not worker
+
+
 def bars_visible() -> bool:
     """Whether this process may draw bars: rank 0, stderr on a terminal, not in CI."""
     quiet = os.environ.get("CI", "").lower() not in ("", "0", "false") or os.environ.get("TERM") == "dumb"
-    worker = multiprocessing.parent_process() is not None  # in a sweep, for example, the parent draws
-    return switch["on"] and first_rank() and not quiet and not worker and sys.stderr.isatty()
+    return shows_progress() and not quiet and sys.stderr.isatty()
 
 
 class ProgressText(ProgressColumn):
@@ -63,9 +69,10 @@ class ProgressText(ProgressColumn):
     def render(self, task: Task) -> Text:
         n, total, note = int(task.completed), int(task.total or 0), task.fields["note"]
         seconds = task.elapsed or 0.0
-        # Pauses count, since they occur in the remaining work too.
-        rate = (n - task.fields["initial"]) / seconds if seconds else 0.0
-        remaining = clock((total - n) / rate) if rate else "?"
+        done, worked = n - task.fields["initial"], seconds - task.fields["paused"]
+        rate = done / worked if worked > 0 else 0.0
+        # Pauses count here, since they occur in the remaining work too.
+        remaining = clock((total - n) * seconds / done) if done and seconds else "?"
         if not task.fields["unit"]:  # no countable progress
             return Text(f"{'' if self.wide else task.description} ...".strip())
         if not self.wide:
@@ -114,14 +121,14 @@ class TaskName(ProgressColumn):
 
 
 class Bar:
-    """A progress bar; shows nothing if bars are not visible.
+    """A progress bar, or lines of progress where bars are not visible.
 
     Args:
         total: total number of units.
         what: name of the task.
         unit: unit of `total`.
         done: units already done.
-        leave: print the total time at the end.
+        leave: print the total time at the end, if bars are visible.
 
     Attributes:
         n: units done so far.
@@ -129,9 +136,26 @@ class Bar:
 
     def __init__(self, total: int, what: str, unit: str, done: int, leave: bool) -> None:
         self.n, self.what, self.unit, self.leave = done, what, unit, leave
-        self._total, self._initial = total, done
-        self._start = time.monotonic()
+        self._total, self._initial, self._note = total, done, ""
+        self._start, self._paused, self._since = time.monotonic(), 0.0, None
+        if _nested:
+            _nested[-1]._pause()
+        _nested.append(self)
         self._task = _open(total, what, done, unit) if bars_visible() else None
+        self._writes = self._task is None and shows_progress()
+        if self._writes:
+            _lines.add(self)
+
+    @property
+    def paused(self) -> float:
+        """Seconds in which another bar was open inside this one, such as scoring inside training."""
+        return self._paused + (time.monotonic() - self._since if self._since is not None else 0.0)
+
+    def _pause(self) -> None:
+        self._since = time.monotonic()
+
+    def _resume(self) -> None:
+        self._paused, self._since = self.paused, None
 
     def __enter__(self) -> Self:
         return self
@@ -156,14 +180,31 @@ class Bar:
             note: text to show after the bar.
         """
         self.n += count
+        self._note = self._note if note is None else note
+        if self._writes:
+            _lines.moved(self)
         if self._task is None or not (bars := _shown.get("bars")):
             return
-        fields: dict[str, Any] = {} if note is None else {"note": note}
+        fields: dict[str, Any] = {"paused": self.paused, "note": self._note}
         bars.update(self._task, completed=self.n, total=self._total, **fields)
         bars.draw()
 
+    def state(self) -> State:
+        """What a line of progress says."""
+        seconds = time.monotonic() - self._start
+        worked = seconds - self.paused
+        return State(self.what, self.n, self._total, self.unit, self._initial, seconds, worked, self._note)
+
     def close(self) -> None:
         """Remove the bar; the last one restores the terminal."""
+        if self in _nested:
+            innermost = _nested[-1] is self
+            _nested.remove(self)
+            if innermost and _nested:
+                _nested[-1]._resume()
+        if self._writes:
+            self._writes = False
+            _lines.remove(self)
         if self._task is None or not (bars := _shown.get("bars")):
             return
         bars.remove_task(self._task)
@@ -178,6 +219,8 @@ class Bar:
 
 
 _shown: dict[str, Bars] = {}  # "bars", while any are visible
+_lines = Lines()
+_nested: list[Bar] = []  # all open bars, the innermost last
 
 
 def _open(total: int, what: str, done: int, unit: str) -> TaskID:
@@ -185,13 +228,15 @@ def _open(total: int, what: str, done: int, unit: str) -> TaskID:
         bars = _shown["bars"] = Bars(Console(stderr=True, highlight=False, markup=False, emoji=False))
         bars.start()
         bars.console.show_cursor()  # rich hides the cursor; a killed process would leave it hidden
-    task = bars.add_task(what, total=total, completed=done, unit=unit, initial=done, note="")
+    task = bars.add_task(what, total=total, completed=done, unit=unit, initial=done, paused=0.0, note="")
     bars.draw(now=True)
     return task
 
 
 def _forget() -> None:
     """In a forked child, leave the bars to the parent."""
+    _lines.forget()
+    _nested.clear()
     if _shown:
         _shown.clear()
         for name in ("stdout", "stderr"):
@@ -216,13 +261,6 @@ def say(text: str) -> None:
         bars.console.print(text, soft_wrap=True)
     else:
         print(text, flush=True)
-
-
-def clock(seconds: float) -> str:
-    """Format seconds as 1:02:03 or 2:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def wants_color(choice: str) -> bool:

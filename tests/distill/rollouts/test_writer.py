@@ -44,7 +44,7 @@ class Parrot:
         self.chat, self.says, self.cut, self.exact = chat, list(says), cut, exact
         self.asked, self.params = [], []
 
-    def __call__(self, requests, params):
+    def __call__(self, requests, params, ended=None):
         self.asked.append(list(requests))
         self.params.append(params)
         ids = self.chat.tokenizer.encode(self.says[len(self.asked) - 1])
