@@ -24,6 +24,7 @@ BENCHMARKS = {
     "smollm2": "benchmarks.drafter_table.main:drafters",
     "sweep": "benchmarks.drafter_table.main:drafters",
     "train": "benchmarks.train_step.race:training",
+    "waiting": "benchmarks.waiting:waiting",
 }
 
 

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from distill.utils.thread_waiting import wait_passively
+
 if TYPE_CHECKING:
     from foredraft.api import Answer, Model, generate, load_drafter, load_target, score, stream
 
 __all__ = ["Answer", "Model", "generate", "load_drafter", "load_target", "score", "stream"]
+
+wait_passively()  # before torch is imported
 
 
 def __getattr__(name: str) -> Any:

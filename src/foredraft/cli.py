@@ -15,8 +15,7 @@ from omegaconf import DictConfig
 from distill.cli.main import main as configured
 from distill.cli.main import one_line_errors
 from distill.utils.launcher import started_by_rank_0
-from distill.utils.paths import CONF
-from distill.utils.thread_waiting import wait_passively
+from distill.utils.paths import CONF, ROOT
 
 
 class Command(NamedTuple):
@@ -98,7 +97,6 @@ def main() -> None:
 
 def run(word: str, arguments: Sequence[str]) -> None:
     """Run one of COMMANDS with these arguments."""
-    wait_passively()  # before torch is imported
     command = COMMANDS[word]
     sys.argv = [sys.argv[0], *arguments]
 
@@ -124,7 +122,8 @@ def usage() -> str:
     """Subcommands with a line of help each."""
     width = max(map(len, COMMANDS))
     lines = [f"  {word:{width}}  {command.about}" for word, command in COMMANDS.items()]
-    more = "foredraft <command> --help lists its options; docs/start.md goes step by step."
+    start = ROOT / "docs" / "start.md"
+    more = f"foredraft <command> --help lists its options; {start} goes step by step."
     return "\n".join(["usage: foredraft <command> [option=value ...]", "", *lines, "", more])
 
 

@@ -1,4 +1,4 @@
-"""scripts/lab/benchmark.py batch, context, lyanna, scale and scaling: what they run, write and refuse."""
+"""scripts/lab/benchmark.py batch, context, lyanna, scale, scaling, waiting: what they run, write, refuse."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from workbench import CONF
 
-from benchmarks import scale, scaling
+from benchmarks import scale, scaling, waiting
 from decode.errors import UserError
 from decode.kernels import packed_linear
 from distill.config.compose import compose
+from distill.utils.phase_log import PhaseLog
 from distill.utils.run_folder import DONE, checkpoints
 
 
@@ -212,3 +213,40 @@ def test_efficiency_is_relative_to_one_process_of_the_same_turn(tmp_path, monkey
 def test_a_run_that_fails_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"^benchmark: trainer=ddp on 1 processes: no such device$"):
         scaled(tmp_path, monkeypatch, {("ddp", 1): [1.0]}, code=2)
+
+
+# -- waiting: rollouts beside busy processes ------------------------------------------------------
+
+
+def test_each_setting_is_timed_beside_each_number_of_busy_loops(tmp_path, monkeypatch, capsys):
+    times = iter([10.0, 12.0, 9.0, 90.0, 14.0, 10.0, 9.0, 50.0, 12.0, 11.0, 9.0, 70.0])
+    seen, busy = [], []
+
+    def run(command, **options):
+        if command[0] != sys.executable:  # git, for the commit
+            return subprocess_run(command, **options)
+        seen.append((options["env"].get("GOMP_SPINCOUNT"), len([p for p in busy if p.poll() is None])))
+        words = dict(word.split("=", 1) for word in command[2:])
+        run_folder = Path(words["hydra.run.dir"].strip("'"))
+        run_folder.mkdir()
+        PhaseLog(run_folder).add("rollouts", next(times), rows=4)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    def popen(*given, **options):
+        busy.append(subprocess_popen(*given, **options))
+        return busy[-1]
+
+    subprocess_run, subprocess_popen = subprocess.run, subprocess.Popen
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")  # of this process, and of none that is timed
+    monkeypatch.setattr(waiting.subprocess, "run", run)
+    monkeypatch.setattr(waiting.subprocess, "Popen", popen)
+    places = [f"out={tmp_path / 'out.json'}", 'settings=["","GOMP_SPINCOUNT=5"]', "loops=[0,2]"]
+    ratio = waiting.waiting(compose(places, CONF, "lab/waiting"), tmp_path)
+    assert seen == [(None, 0), ("5", 0), (None, 2), ("5", 2)] * 3
+    assert all(process.poll() is not None for process in busy)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["seconds"] for row in rows] == [[10, 14, 12], [12, 10, 11], [9, 9, 9], [90, 50, 70]]
+    assert ratio == pytest.approx(1.0)
+    assert "70.0 (6.36x)" in capsys.readouterr().out
+    with pytest.raises(UserError, match="settings: SPIN: write variables as NAME=VALUE"):
+        waiting.environment("SPIN")

@@ -14,18 +14,20 @@ from decode.errors import UserError
 from distill.engines import launch
 from distill.utils import thread_waiting
 from distill.utils.atomic_files import read_json, write_json
-from distill.utils.thread_waiting import NAME, OTHERS, chosen_here, described, wait_passively
+from distill.utils.thread_waiting import CHOSEN, NAMES, chosen_here, described, wait_passively
 
-# What the process, and one that it starts, have when the body of a command runs.
+# What a process has after the import, and one that it starts has when the body of a command runs.
 BODY = """
 import json, os, subprocess, sys
+import foredraft
+first = os.environ.get("OMP_WAIT_POLICY")  # what a notebook has
 import foredraft.cli as cli
 from distill.utils.thread_waiting import chosen_here
 def configured(*given):
     assert "torch" not in sys.modules
     child = [sys.executable, "-c", "import os; print(os.environ.get('OMP_WAIT_POLICY'))"]
     said = subprocess.run(child, capture_output=True, text=True).stdout.strip()
-    print(json.dumps([os.environ.get("OMP_WAIT_POLICY"), said, chosen_here()]))
+    print(json.dumps([first, said, chosen_here()]))
 cli.configured = configured
 """
 COMMAND = "sys.argv = ['foredraft', 'train']; cli.main()"
@@ -35,14 +37,14 @@ SCRIPT = "import runpy; sys.argv = ['train.py']; runpy.run_path('train.py', run_
 @pytest.mark.parametrize(
     ("entry", "variables", "found"),
     [
-        (COMMAND, {}, ["PASSIVE", "PASSIVE", {NAME: "PASSIVE"}]),
-        (SCRIPT, {}, ["PASSIVE", "PASSIVE", {NAME: "PASSIVE"}]),
+        (COMMAND, {}, ["PASSIVE", "PASSIVE", CHOSEN]),
+        (SCRIPT, {}, ["PASSIVE", "PASSIVE", CHOSEN]),
         (COMMAND, {"OMP_WAIT_POLICY": "ACTIVE"}, ["ACTIVE", "ACTIVE", {}]),
         (COMMAND, {"GOMP_SPINCOUNT": "5"}, [None, "None", {}]),
     ],
 )
 def test_commands_wait_passively_unless_the_user_set_something(entry, variables, found):
-    plain = {name: value for name, value in os.environ.items() if name not in (NAME, *OTHERS)}
+    plain = {name: value for name, value in os.environ.items() if name not in NAMES}
     place = {"cwd": ROOT, "env": plain | {"PYTHONPATH": "src"} | variables}
     done = subprocess.run([sys.executable, "-c", BODY + entry], capture_output=True, text=True, **place)
     assert done.returncode == 0, done.stderr
@@ -50,20 +52,20 @@ def test_commands_wait_passively_unless_the_user_set_something(entry, variables,
 
 
 def test_nothing_is_set_after_torch_was_imported(monkeypatch):
-    for name in (NAME, *OTHERS):
+    for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     wait_passively()
-    assert NAME not in os.environ
+    assert not CHOSEN.keys() & os.environ.keys()
     assert (chosen_here(), described()) == ({}, "")
-    monkeypatch.setenv(NAME, "ACTIVE")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert described() == "OMP_WAIT_POLICY=ACTIVE"
 
 
 def test_engine_with_its_own_environment_chooses_itself(monkeypatch):
-    monkeypatch.setenv(NAME, "PASSIVE")
-    assert launch.environment({})[NAME] == "PASSIVE"  # the user's
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert launch.environment({})["OMP_WAIT_POLICY"] == "PASSIVE"  # the user's
     monkeypatch.setitem(thread_waiting._set, "by_us", True)
-    assert NAME not in launch.environment({})
+    assert "OMP_WAIT_POLICY" not in launch.environment({})
 
 
 FAULTS = """
