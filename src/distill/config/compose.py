@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import distill.config.resolvers  # noqa: F401  registers resolvers of configurations
 from decode.errors import UserError
+from distill.config.other_names import meant
 
 EMPTY_GROUPS = ("experiment",)  # groups that may be null
 
@@ -105,11 +106,39 @@ def _check_key(cfg: DictConfig, key: str) -> None:
                 _check_moved_number(part)
             names = [str(k) for k in node if str(k)[0] != "_"] if isinstance(node, dict) else []
             where = f" in {'.'.join(done)}" if done else ""
-            elsewhere = [name for name in _leaves(OmegaConf.to_container(cfg)) if name.endswith(f".{part}")]
-            nearest = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else _nearest(part, names)
-            raise UserError(f"{key}: no such option{where}; {nearest}")
+            raise UserError(f"{key}: no such option{where}; {_hint(part, names, cfg)}")
         done.append(part)
         node = node[part]
+
+
+def _hint(part: str, names: Sequence[str], cfg: DictConfig) -> str:
+    """Advice for an unknown option; `names` are those where it was looked for."""
+    leaves = list(_leaves(OmegaConf.to_container(cfg)))
+    if part in leaves:
+        return f"did you mean {part}?"
+    if written := meant(part, cfg):
+        return f"write {written}"
+    elsewhere = [name for name in leaves if name.endswith(f".{part}")]
+    return f"did you mean {' or '.join(elsewhere)}?" if elsewhere else _nearest(part, names)
+
+
+def without_dashes(name: str, value: str, config_dir: Path, config_name: str) -> str:
+    """How to write an option that was given as `--name value`.
+
+    Args:
+        name: without its dashes.
+        value: empty if there was none.
+        config_dir: folder of configurations.
+        config_name: configuration of the command.
+    """
+    cfg = _defaults((), config_dir, config_name)
+    leaves, key = list(_leaves(OmegaConf.to_container(cfg))), name.replace("-", "_")
+    if key not in [*leaves, *map(str, cfg)]:
+        if written := meant(name, cfg, value):
+            return written
+        elsewhere = [leaf for leaf in leaves if leaf.endswith(f".{key}")]
+        key = elsewhere[0] if len(elsewhere) == 1 else key
+    return f"{key}={value or '...'}"
 
 
 def _check_moved_number(name: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,8 @@ LEAST = {
     "trainer.max_steps": 1,
     "trainer.accumulate_grad_batches": 1,
 }
+MOST = {"drafter.depth": 256}  # longer drafts are no drafts: each depth is a pass of training
+POSITIVE = ("optimizer.optimizer.lr",)
 FILES = {
     "target.path": "folder; give a model folder, a GGUF file or a hub id (owner/name)",
     "prompts.path": "file; give a JSONL file, one of conf/prompts, or a dataset of the Hub (owner/name)",
@@ -154,6 +156,12 @@ def check_ranges(cfg: DictConfig) -> None:
             raise UserError(f"{key}={value}: must be a number")
         if any(v is not None and v < least for v in values):
             raise UserError(f"{key}={value}: must be at least {least}")
+    for key, most in MOST.items():
+        if isinstance(value := OmegaConf.select(cfg, key), int | float) and value > most:
+            raise UserError(f"{key}={value}: must be at most {most}")
+    for key in POSITIVE:
+        if isinstance(value := OmegaConf.select(cfg, key), int | float) and value <= 0:
+            raise UserError(f"{key}={value}: must be more than 0, or nothing is trained")
     for key, names in CHOICES.items():
         group, _, name = key.rpartition(".")
         choices = OmegaConf.select(cfg, group)
@@ -186,8 +194,12 @@ def check_secrets(value: Any, key: str = "") -> None:
         )
 
 
-def check_flags(arguments: Sequence[str]) -> None:
+def check_flags(arguments: Sequence[str], written: Callable[[str, str], str]) -> None:
     """Reject options written with dashes.
+
+    Args:
+        arguments: of the command line.
+        written: how to write an option, by its name without dashes and its value.
 
     Raises:
         UserError: names the correct spelling.
@@ -195,8 +207,8 @@ def check_flags(arguments: Sequence[str]) -> None:
     for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
         name, sign, value = word.partition("=")
         if word.startswith("-") and name not in FLAGS:
-            value = value if sign else following
-            raise UserError(f"{word}: options have no dashes; write {name.lstrip('-')}={value or '...'}")
+            value = value if sign else following * (following[:1] != "-" and "=" not in following)
+            raise UserError(f"{word}: options have no dashes; write {written(name.lstrip('-'), value)}")
 
 
 def check_paths(cfg: DictConfig) -> None:

@@ -169,7 +169,7 @@ def test_every_rank_stops_and_saves_its_own_batch(trainer, bench, tmp_path):
 def unmoved(bench, tmp_path_factory) -> dict[str, torch.Tensor]:
     """The drafter's weights as a run begins with them."""
     folder = tmp_path_factory.mktemp("zero")
-    bench.run(folder, **STEP | {"optimizer__optimizer": SGD | {"lr": 0.0}})
+    bench.run(folder, **STEP | {"optimizer__optimizer": SGD | {"lr": 1e-30}})
     return weights(folder / "checkpoints" / "1")
 
 
