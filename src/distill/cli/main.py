@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from decode.errors import FollowUpError, RemoteError, TooLargeError, UserError
 from distill.cli import sweep
 from distill.cli.checkpoint_defaults import with_run_settings
-from distill.config.compose import compose, configurations, options
+from distill.config.compose import compose, configurations, options, without_dashes
 from distill.config.help import show_help
 from distill.config.own_runs import remember
 from distill.config.recorded import settings
@@ -30,7 +30,7 @@ from distill.config.run_prompts import quoted
 from distill.config.validate import check_flags, check_paths, check_ranges
 from distill.utils.launcher import LostRankError, launch, started_by_rank_0, watch_parent
 from distill.utils.redact import hidden, printable
-from distill.utils.run_folder import Run, claim, claim_at, join
+from distill.utils.run_folder import AFTERWARDS, Run, claim, claim_at, join, unfinished_before
 from distill.utils.thread_waiting import chosen_here
 
 # group -> (yaml that takes a path, key of the path)
@@ -43,6 +43,7 @@ PROMPT_PATHS = ("prompts.path", "prompts.dataset", "prompts.heldout")
 DRAFTER_PATHS = ("drafter.path", *NESTED, "drafter.init_from", "rollout.drafter")
 PATHS = ("target.path", "rollout.store", *DRAFTER_PATHS, *PROMPT_PATHS, *RUN_PATHS, *TARGET_PATHS)
 TEXTS = ("prompt", "row")  # free text; never split by a sweep
+SHOWN = 4  # names of changed options in a line
 FULL = {errno.ENOSPC, errno.EDQUOT}
 # Disk errors that are not bugs: reported in one line, exit code 1.
 DISK = {*FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
@@ -84,7 +85,7 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
 
     with one_line_errors():
         show_help(config_dir, config_name)
-        check_flags(sys.argv[1:])
+        check_flags(sys.argv[1:], partial(without_dashes, config_dir=config_dir, config_name=config_name))
     watch_parent()
     with one_line_errors():
         argv = rewrite(with_run_settings(sys.argv[1:], config_dir, config_name), config_dir)
@@ -138,6 +139,7 @@ def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[l
             run = claim_at(named, root, resolved, resume, settings)
         else:
             run = claim(root, resolved, resume, settings)
+            _name_unfinished(root, run, resolved)
         folder = run.path
         print(f"{'resuming' if run.resumed else 'run folder'}: {folder}", flush=True)
         if chosen := chosen_here():
@@ -145,6 +147,30 @@ def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[l
             print(f"threads wait without spinning: {line}, unless you set it", flush=True)
     argv = [argument for argument in argv if not argument.startswith("hydra.run.dir=")]
     return [*argv, f"hydra.run.dir={quoted(str(folder))}"], run
+
+
+def _name_unfinished(root: Path, run: Run, config: dict[str, Any]) -> None:
+    """Print one line about a run that was killed before, and has other options than this new one."""
+    old = None if run.resumed else unfinished_before(root, run)
+    if old and (recorded := settings(old)) and (changed := sorted(_changed(recorded, config))):
+        shown = ", ".join(changed[:SHOWN]) + f" and {len(changed) - SHOWN} more" * (len(changed) > SHOWN)
+        print(
+            f"a new run: the one before, {old}, is not finished and has other values of {shown}; "
+            "its own options continue it",
+            flush=True,
+        )
+
+
+def _changed(old: Any, new: Any, name: str = "") -> list[str]:
+    """Dotted names of the settings that differ; values may be secret, and are not given."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return [name] if old != new else []
+    keys = [key for key in {**old, **new} if name or key not in AFTERWARDS]
+    return [
+        one
+        for key in keys
+        for one in _changed(old.get(key), new.get(key), f"{name}.{key}" if name else str(key))
+    ]
 
 
 @contextmanager

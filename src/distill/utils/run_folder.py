@@ -26,9 +26,12 @@ FAILED = "failed"  # folder of batches with a non-finite loss or gradient
 Recorded = Callable[[Path], dict[str, Any] | None]  # folder of a run -> its configuration, if readable
 
 
+AFTERWARDS = ("resume", "export", "timeout_minutes")  # settings that do not affect the steps of a run
+
+
 def config_hash(config: dict[str, Any]) -> str:
     """Hash of the resolved configuration, without settings that do not affect the run's steps."""
-    settings = {k: v for k, v in config.items() if k not in ("resume", "export", "timeout_minutes")}
+    settings = {k: v for k, v in config.items() if k not in AFTERWARDS}
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -303,6 +306,16 @@ def _unfinished(root: Path, key: str, recorded: Recorded) -> Run | None:
         if lock:
             lock.close()
     return None
+
+
+def unfinished_before(root: Path, run: Run) -> Path | None:
+    """The run begun before this one, if it was ended between its first checkpoint and its end; else None."""
+    begun = {record.parent: record.stat().st_mtime for record in root.glob("*/*/run.json")}
+    begun.pop(run.path, None)
+    last = max(begun, key=lambda folder: begun[folder], default=None)
+    if last is None or (last / DONE).exists() or not checkpoints(last) or _Lock.in_use(last):
+        return None
+    return last
 
 
 def _claim_named(folder: Path, key: str, recorded: Recorded) -> Run:

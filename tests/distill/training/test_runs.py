@@ -359,6 +359,18 @@ def test_rank_that_lightning_started_ends_after_its_parent(monkeypatch, capfd):
     assert capfd.readouterr().err == "error: rank 0 of this run has ended\n"
 
 
+def test_new_run_names_the_killed_one_before_it_and_what_differs(bench):
+    few = ["score.enabled=false", "score.every=1", "seed=71"]
+    first = bench.train(*few, "trainer.max_steps=2").succeeded()
+    assert "a new run" not in first.out
+    (first.folder / "done").unlink()  # as if it had been killed
+    line = f"a new run: the one before, {first.folder}, is not finished and has other values of "
+    second = bench.train(*few, "trainer.max_steps=1", "batch_size=3").succeeded()
+    assert f"{line}batch_size, trainer.max_steps; its own options continue it\n" in second.out
+    assert "a new run" not in bench.train(*few, "trainer.max_steps=1").succeeded().out  # after a finished one
+    assert "resuming: " in bench.train(*few, "trainer.max_steps=2").succeeded().out
+
+
 def test_finished_run_is_not_resumed_under_another_objective(bench, tmp_path):
     """`hydra.run.dir=` of it: only a rank that Lightning started finds its folder claimed."""
     folder = f"hydra.run.dir={tmp_path / 'run'}"
