@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 from pathlib import Path
 
 from distill.report.field import field_page
 from distill.report.readme_results import as_text, insert, results
-from distill.scoring.compare import Choice, read, table
+from distill.scoring.compare import Choice, comparison, read
 from distill.utils.atomic_files import put
 
 
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument(
         "--against", default="", metavar="NAME", help="a row to compare the others with; default: the best"
     )
+    parser.add_argument("--wide", action="store_true", help="print all columns, also on a narrow terminal")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as text")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the table and plots")
     parser.add_argument(
@@ -49,10 +52,11 @@ def main() -> None:
     arguments = parser.parse_args()
     choice = Choice(arguments.temperatures, arguments.batch, arguments.decode, arguments.against)
     scored = read(arguments.runs)
-    text = table(scored, choice)
-    print(text)
+    table = comparison(scored, choice)
+    narrow = sys.stdout.isatty() and not arguments.wide
+    print(table.text(shutil.get_terminal_size().columns if narrow else None))
     if arguments.out:
-        put(arguments.out, text + "\n")
+        put(arguments.out, table.text() + "\n")
     if arguments.html:
         from distill.report.compare_page import page_of  # imports plotly
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import NamedTuple
 
 from decode.errors import UserError
@@ -14,6 +15,7 @@ from distill.scoring import served
 from distill.scoring.paired import FEWEST, speedup_ratio, speedup_text, tau_difference, why_incomparable
 from distill.scoring.tables import grid, target_label
 from distill.scoring.target_drift import describe
+from distill.scoring.width import fitted
 from distill.utils.redact import hidden, printable
 from distill.utils.run_folder import is_step
 
@@ -203,9 +205,14 @@ class Table(NamedTuple):
     lines: list[list[str]]
     notes: list[str]
 
-    def text(self) -> str:
-        """The table as plain text."""
-        return printable("\n".join([grid(self.head, self.lines), *self.notes]))
+    def text(self, width: int | None = None) -> str:
+        """The table as plain text; with a width, of the columns that fit, and in lines of that width."""
+        if width is None:
+            return printable("\n".join([grid(self.head, self.lines), *self.notes]))
+        head, lines, left_out = fitted(self.head, self.lines, width, short)
+        notes = [f"left out here: {', '.join(left_out)} (--wide, --html)"] * bool(left_out)
+        notes = [part for note in [*notes, *self.notes] for part in wrap(note, width, subsequent_indent="  ")]
+        return printable("\n".join([grid(head, lines), *notes]))
 
 
 def comparison(scored: Sequence[Scored], choice: Choice) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,21 @@ def test_runs_are_ordered_by_tau_or_by_speedup(tmp_path):
         lines = table(read([long, fast]), Choice(by=by)).splitlines()[1:3]
         assert [line.split()[1].strip("()") for line in lines] == order
         assert ("tree-4" in "".join(lines)) == (by == "speedup")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_text_fits_the_terminal_and_says_what_it_leaves_out(tmp_path, width):
+    tree = "tree-7 (depth 3, width 3)"
+    scored = read([card(tmp_path / name, [row(FAST, speedup=1.2, decode=tree)], name) for name in ("a", "b")])
+    whole = comparison(scored, Choice())
+    assert max(map(len, whole.text().splitlines())) > 140
+    lines = whole.text(width).splitlines()
+    assert max(map(len, lines)) <= width
+    head, left_out = lines[0], " ".join(lines)
+    for name in whole.head:
+        assert name in head or re.search(rf"left out here: [^()]*{re.escape(name)}", left_out), name
+    assert all(name in head for name in ("drafter", "decode", "speedup", "tau T=0"))
+    assert whole.text(400).splitlines()[0] == whole.text().splitlines()[0]
 
 
 def test_batch_and_plan_are_chosen(tmp_path):
