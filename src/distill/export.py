@@ -15,7 +15,8 @@ from distill.options import ExportCommandOptions, ExportOptions
 from distill.prompts.split import RECORD
 from distill.rollouts.manifest import MANIFEST
 from distill.utils.atomic_files import read_json
-from distill.utils.progress import first_rank, say
+from distill.utils.paths import bundled
+from distill.utils.progress import bar, first_rank, say
 from distill.utils.redact import without_secrets
 from drafters.base import Drafter
 from drafters.checkpoint import io as checkpoint_io
@@ -72,10 +73,10 @@ def export(options: ExportCommandOptions) -> float:
 
 
 def check_options(options: ExportOptions) -> None:
-    """Check the names of program, repository and folder; each may be None.
+    """Check the names of program, repository and folder, each of which may be None, and the login.
 
     Raises:
-        UserError: an unknown or impossible name.
+        UserError: an unknown or impossible name, or no token for an upload.
     """
     programs, to = [NATIVE, *formats.FORMATS], options.to or NATIVE
     if to not in programs:
@@ -84,6 +85,11 @@ def check_options(options: ExportOptions) -> None:
         llama_cpp.check_folder(options.llama_cpp)
     if options.push_to:
         upload.check_repo(options.push_to)
+        if first_rank() and not (options.dry_run or upload.logged_in()):
+            raise UserError(
+                f"push_to={options.push_to}: no token of the Hub is known here; {upload.LOGIN}; "
+                "dry_run=true shows what would be uploaded"
+            )
 
 
 def write(
@@ -108,16 +114,8 @@ def write(
         UserError: see `checkpoint_io.load`, `formats.write_layout`, `llama_cpp.convert_on_write` and
             `pretrained.publish_folder`.
     """
-    drafter = checkpoint_io.load(checkpoint, target)
-    assert drafter.origin is not None
-    # Omits paths of this machine, since the folder may be uploaded later.
-    origin = portable(drafter.origin)
-    theirs = None if to == NATIVE else formats.write_layout(checkpoint_io.as_saved(drafter), target, to)
-    if theirs and to == GGUF:
-        theirs = llama_cpp.convert_on_write(theirs, target, llama_cpp.check_folder(converter))
-    with pretrained.publish_folder(out) as temporary:
-        weights = None if theirs else checkpoint_io.weights_on_file(checkpoint, drafter, target)
-        pretrained.write(drafter, temporary, origin, recipe_of(checkpoint), theirs, to, weights, repo or "")
+    with bar(1, f"export to {out}", "", leave=False):
+        drafter, theirs = _write(checkpoint, target, to, out, repo, converter)
     say(f"{out}\n\n{_served(theirs, drafter, target, out)}")
     card = pretrained.scorecard(checkpoint)
     if card and card.fastest.nodes and not card.pays and not card.conditions.elsewhere:
@@ -128,17 +126,35 @@ def write(
         )
 
 
+def _write(
+    checkpoint: Path, target: Target, to: str, out: Path, repo: str | None, converter: str | None
+) -> tuple[Drafter, Layout | None]:
+    """Write the folder; returns the drafter, and its layout in another program's format."""
+    drafter = checkpoint_io.load(checkpoint, target)
+    assert drafter.origin is not None
+    # Omits paths of this machine, since the folder may be uploaded later.
+    origin = portable(drafter.origin)
+    theirs = None if to == NATIVE else formats.write_layout(checkpoint_io.as_saved(drafter), target, to)
+    if theirs and to == GGUF:
+        theirs = llama_cpp.convert_on_write(theirs, target, llama_cpp.check_folder(converter))
+    with pretrained.publish_folder(out) as temporary:
+        weights = None if theirs else checkpoint_io.weights_on_file(checkpoint, drafter, target)
+        pretrained.write(drafter, temporary, origin, recipe_of(checkpoint), theirs, to, weights, repo or "")
+    return drafter, theirs
+
+
 def push(out: Path, repo: str, private: bool, dry_run: bool) -> None:
-    """Upload a folder; with `dry_run` or without a token, print what would be uploaded.
+    """Upload a folder; with `dry_run`, print what would be uploaded.
 
     Raises:
         UserError, RemoteError: see `upload.upload`.
     """
-    if dry_run or not upload.logged_in():
-        why = "dry_run=true" if dry_run else f"no token of the Hub is known here; {upload.LOGIN}"
-        say(f"{upload.plan(out, repo, private)}\ndry run: {why}")
+    if dry_run:
+        say(f"{upload.plan(out, repo, private)}\ndry run: nothing was uploaded")
     else:
-        say(f"uploaded: {upload.upload(out, repo, private)}")
+        with bar(1, f"upload to {repo}", "", leave=False):
+            place = upload.upload(out, repo, private)
+        say(f"uploaded: {place}")
 
 
 @dataclass(frozen=True)
@@ -208,7 +224,10 @@ def _served(theirs: Layout | None, drafter: Drafter, target: Target, out: Path) 
         return "serve it: its target is decoded by an engine; export it for one, as in to=vllm"
     native = Layout({}, {}, "foredraft generate checkpoint={drafter} target={target} prompt=...")
     found = theirs or native
-    command = found.command(drafter.origin.name, str(out))
+    served = Path(bundled(drafter.origin.name)).expanduser()
+    # The command may be run elsewhere.
+    name = str(served.absolute()) if served.exists() else drafter.origin.name
+    command = found.command(name, str(out.absolute()))
     return "\n\n".join(part for part in (command and f"serve it: {command}", found.note) if part)
 
 

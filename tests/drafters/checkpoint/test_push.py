@@ -257,10 +257,11 @@ def test_a_run_ends_on_the_hub_and_is_whole_if_that_fails(bench, fake_hub, monke
     out = next((folder / "export").iterdir())
     (out / "README.md").write_text("---\nlicense: mit\n---\n")
     monkeypatch.delenv("HF_TOKEN")
-    dry = exported(*again[2:]).succeeded()
+    exported(*again[2:]).refused("no token of the Hub is known here", "dry_run=true shows")
+    dry = exported(*again[2:], "dry_run=true").succeeded()
     assert "exists already and is uploaded unchanged" in dry.out
     assert "would upload to" in dry.out
-    assert "dry run: no token of the Hub is known here" in dry.out
+    assert "dry run: nothing was uploaded" in dry.out
     assert fake_hub.repos[REPO].commits == 1
 
 
