@@ -66,6 +66,9 @@ def test_wheel_has_configurations_data_and_one_command(wheel):
         there = {str(p.relative_to(ROOT)) for p in (ROOT / kind).rglob("*") if p.is_file()}
         there = {f"foredraft/{name}" for name in there if not name.startswith("conf/lab/")}
         assert there == {name for name in names if name.startswith(f"foredraft/{kind}/")}
+    cited = set(re.findall(r"docs/[\w/]+\.md", foredraft("train", "--help").out + foredraft("--help").out))
+    assert {f"foredraft/{name}" for name in cited} <= names
+    assert {"docs/start.md", "docs/sweeps.md"} <= cited
     assert {"distill/report/page.css", "decode/py.typed", "foredraft/py.typed"} <= names
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from distill.utils.paths import ROOT
+
 WIDTH = 100
 GLOBAL = "# @package _global_\n"  # marks a yaml with top-level settings
 GROUP = re.compile(r"  - /?(\w+): (\S+)\s*(?:# (.*))?$")
@@ -23,6 +25,7 @@ A group is chosen by name (drafter=medusa); any setting of it is overridden with
   --cfg job          print the configuration that a command would run with, and run nothing
   -m a=1,2 b=x,y     run every combination (docs/sweeps.md)
 conf/<group>/<name>.yaml explains every setting; an unknown name is rejected with the nearest known name."""
+PLACE = f"conf/ and docs/ are in {ROOT}"
 
 
 def show_help(config_dir: Path, config_name: str) -> None:
@@ -68,7 +71,7 @@ def help_text(config_dir: Path, config_name: str, given: Mapping[str, str]) -> s
     options |= {option[0]: option for option in _options(text)}
     if options := [option for name, option in options.items() if name not in {group[0] for group in groups}]:
         lines += ["", "Options:", *_table(options, "  ")]
-    return "\n".join([*lines, "", MORE])
+    return "\n".join([*lines, "", MORE, PLACE])
 
 
 def _table(options: Sequence[tuple[str, str, str]], indent: str) -> list[str]:

@@ -241,7 +241,7 @@ def openai() -> Any:
         import openai as library
     except ImportError:
         raise UserError(
-            "asking a server: the package openai is missing; pip install -e '.[serving]'"
+            "asking a server: the package openai is missing; pip install 'foredraft[serving]'"
         ) from None
     return library
 

@@ -128,7 +128,7 @@ def parser() -> Any:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError:
         raise UserError(
-            "reading metrics: the package prometheus_client is missing; pip install -e '.[serving]'"
+            "reading metrics: the package prometheus_client is missing; pip install 'foredraft[serving]'"
         ) from None
     return text_string_to_metric_families
 

@@ -466,7 +466,7 @@ def test_nobody_there_is_one_line(chat, start):
 
 def test_without_the_library_the_extra_is_named(chat, start, monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(UserError, match=r"pip install -e '\.\[serving\]'"):
+    with pytest.raises(UserError, match=r"pip install 'foredraft\[serving\]'"):
         engine(start())
 
 
