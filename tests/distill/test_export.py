@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_converter import write_converter
-from workbench import foredraft, train
+from workbench import ROOT, foredraft, train
 
 from decode.evaluation.scorecard import Scorecard
 from decode.planning import auto
 from distill import export
+from drafters.export.layout import Layout
 
 SHORT = ("trainer.max_steps=1", "score.every=1")
 IMPOSSIBLE = {
@@ -37,6 +41,20 @@ def test_end_of_a_run_recommends_a_program_that_takes_its_drafter(bench):
         config = json.loads((done.folder / "checkpoints" / "best" / "config.json").read_text())
         assert config["exports"][0] == program
         foredraft(*line.split()[1:]).succeeded()
+
+
+def test_printed_command_names_local_folders_by_absolute_paths(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    layout = Layout({}, {}, "vllm serve {target} --draft {drafter}")
+    for name, written in (
+        ("model", tmp_path / "model"),
+        ("data/pocket", ROOT / "data/pocket"),
+        ("a/b", "a/b"),
+    ):
+        drafter: Any = SimpleNamespace(origin=SimpleNamespace(name=name))
+        said = export._served(layout, drafter, None, Path("out"))
+        assert said == f"serve it: vllm serve {written} --draft {tmp_path / 'out'}"
 
 
 def test_run_for_which_plain_decoding_is_chosen_says_do_not_draft(bench, monkeypatch):
