@@ -36,7 +36,7 @@ def generate(
     on_round: Callable[[Round], None] | None = None,
     clock: Callable[[], float] | None = None,
     batch_size: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> Generation:
     """Decode prompts in a batch, with exactly the target's distribution.
 
@@ -58,7 +58,8 @@ def generate(
             time without synchronisation; on a GPU only prefill and total are then exact.
         batch_size: maximum number of requests to decode at a time; others join in order as requests end.
             None: all at once.
-        progress: called often, with the number of requests that have ended.
+        progress: called often, with the number of requests that are done; one that runs counts by its
+            tokens, as a share of its limit.
 
     Raises:
         UserError: a prompt that is empty or leaves no room in the context; an unknown token; an invalid
@@ -83,7 +84,7 @@ def generate(
         loop.names = names
         for _ in loop.rounds():
             if progress:
-                progress(loop.ended)
+                progress(loop.done)
     return Generation(loop.outputs, loop.times)
 
 
@@ -98,7 +99,7 @@ def _in_turn(
     clock: Callable[[], float] | None,
     batch_size: int | None,
     names: Sequence[int | str],
-    progress: Callable[[int], None] | None,
+    progress: Callable[[float], None] | None,
 ) -> Generation:
     """Plain decoding through the target's own cache, one batch after the other; rows start together."""
     if target.abilities.replay:

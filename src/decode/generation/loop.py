@@ -126,9 +126,10 @@ class Loop:
         self.start = self.now()
 
     @property
-    def ended(self) -> int:
-        """Number of requests that have ended; between rounds."""
-        return self.begun - len(self.batch.request)
+    def done(self) -> float:
+        """Requests that have ended, and of each that runs the share of its limit; between rounds."""
+        running = zip(self.batch.request, self.batch.remaining, strict=True)
+        return self.begun - sum(remaining / self.limits[request] for request, remaining in running)
 
     def rounds(self) -> Iterator[None]:
         """Decode to the end; yields after every prefill and every round."""

@@ -50,7 +50,7 @@ class SamplingParams(NamedTuple):
     stop: Sequence[int]
 
 
-Ended = Callable[[int], None]  # called often, with the number of requests that have been answered
+Ended = Callable[[float], None]  # called often, with the number of requests that have been answered
 
 
 class Answer(NamedTuple):

@@ -78,7 +78,7 @@ class OpenAIEngine:
             return []
         own = bar(len(requests), "answers", "answers", leave=False) if ended is None else None
         with own or nullcontext(), self.states.asking(self.retry) if self.states else nullcontext():
-            count = ended or (lambda n: own.update(n - own.n) if own else None)
+            count = ended or (lambda n: own.update(int(n) - own.n) if own else None)
             return asyncio.run(self._answer_all(requests, params, count))
 
     async def _look(self) -> dict[str, int | None]:

@@ -154,7 +154,7 @@ class Writer:
             )
         return rows
 
-    def _report(self, written: int, expected: int, more: int) -> None:
+    def _report(self, written: int, expected: int, more: float) -> None:
         if self.progress:
             self.progress((written + more) / expected)
 

@@ -168,8 +168,8 @@ def clock(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds in words, as in 3.4 s, 50 s, 4 min, 2 h 10 min."""
-    if seconds < 59.5:
+    """Format seconds in words, as in 3.4 s, 90 s, 4 min, 2 h 10 min."""
+    if seconds < 119.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -73,10 +73,13 @@ def test_digits_are_split_as_the_file_says(model_file, tmp_path):
 
 
 def test_second_call_converts_nothing(model_file, monkeypatch, capsys):
+    monkeypatch.setattr(gguf, "LONG", 0)
     load_config(str(model_file))
-    assert "converting tiny.Q4_1.gguf" in capsys.readouterr().err
+    written = capsys.readouterr().err
+    assert "converting tiny.Q4_1.gguf" in written
+    assert "hashing tiny.Q4_1.gguf (0.0 GiB) once" in written
     monkeypatch.setattr(gguf, "_convert", None)
-    monkeypatch.setattr(gguf, "CHUNK", None)  # nor is it hashed
+    monkeypatch.setattr(gguf.hashlib, "file_digest", None)  # nor is it hashed
     load_config(str(model_file))
     assert not capsys.readouterr().err
 

@@ -121,8 +121,8 @@ def test_time_of_a_task_inside_another_is_no_time_of_its_steps():
 
 
 def test_durations_are_words():
-    assert [duration(s) for s in (0.26, 9.96, 59.4, 59.5, 3599, 7800)] == [
-        *("0.3 s", "10 s", "59 s", "1 min", "1 h 0 min", "2 h 10 min")
+    assert [duration(s) for s in (0.26, 9.96, 119.4, 119.5, 3599, 7800)] == [
+        *("0.3 s", "10 s", "119 s", "2 min", "1 h 0 min", "2 h 10 min")
     ]
 
 
