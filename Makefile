@@ -52,7 +52,7 @@ gpu:  ## Run the GPU tests and measurements; without a GPU, print the commands
 	python scripts/gpu.py
 
 docs:  ## Build the documentation site; open site/index.html
-	mkdocs build
+	python scripts/build_site.py
 
 clean:  ## Remove caches and builds (never outputs/)
 	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site

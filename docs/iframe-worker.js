@@ -1,21 +1,25 @@
 // A page from the disk may not start a worker, and the theme's search is one. There, an iframe does
-// its work: messages are handed over as events. On a server nothing is changed.
+// its work. Messages are copied and arrive later, as between workers. On a server nothing is changed.
 if (location.protocol === "file:") {
-  window.Worker = class extends EventTarget {
+  const later = receive => message => {
+    const data = structuredClone(message)
+    setTimeout(() => receive(new MessageEvent("message", { data })))
+  }
+  window.Worker = class {
     constructor(url) {
-      super()
       const frame = document.createElement("iframe")
       frame.hidden = true
       document.documentElement.append(frame)
       const inside = frame.contentWindow
       this.waiting = []
-      inside.postMessage = data => this.dispatchEvent(new MessageEvent("message", { data }))
+      inside.postMessage = later(event => this.onmessage?.(event))
       inside.importScripts = (...urls) =>
         urls.reduce((before, each) => before.then(() => this.load(inside, each)), Promise.resolve())
+      const failed = event => this.onerror?.(event)
       this.load(inside, url).then(() => {
-        this.deliver = data => inside.dispatchEvent(new MessageEvent("message", { data }))
+        this.deliver = later(event => inside.onmessage(event))
         this.waiting.splice(0).forEach(this.deliver)
-      })
+      }, failed)
     }
     load(inside, url) {
       return new Promise((done, failed) => {

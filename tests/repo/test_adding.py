@@ -132,9 +132,9 @@ def test_every_drafter_test_passes_for_it_in_a_copy(tmp_path):
 def test_added_drafter_gets_a_page(added):
     (added / "src" / "drafters" / "models").mkdir(parents=True)
     shutil.copy(added / "tiny.py", added / "src" / "drafters" / "models")
-    hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
-    assert "tiny" in hooks["drafters"](added)
-    page = hooks["drafter_page"](added, "tiny")
+    builder = runpy.run_path(str(ROOT / "scripts" / "build_site.py"))
+    assert "tiny" in builder["drafters"](added)
+    page = builder["drafter_page"](added, "tiny")
     assert "| `drafter.depth` | `5` |" in page
     assert "`drafters.models.tiny.Tiny`" in page
 

@@ -25,7 +25,7 @@ from workbench import CONF, ROOT, Outcome, command, foredraft, fork, make_target
 from foredraft.cli import COMMANDS
 
 # Programs that a document may call, whether this machine has them or not.
-PROGRAMS = {"foredraft", "python", "python3", "pip", "pytest", "ray", "make", "git", "mkdocs", "docker"}
+PROGRAMS = {"foredraft", "python", "python3", "pip", "pytest", "ray", "make", "git", "docker"}
 PROGRAMS |= {"torchrun", "srun", "sbatch", "scontrol", "accelerate", "deepspeed", "tensorboard"}
 PROGRAMS |= {"vllm", "sglang", "transformers"}
 SHELL = {"if", "then", "fi", "for", "do", "done", "exit", "code=$?"}
