@@ -505,6 +505,7 @@ class GenerateOptions(CommandOptions):
     plain: bool
     judge: JudgeOptions
     color: str  # auto | always | never
+    svg: str | None  # file
     threads: int  # of the CPU; 0: as many as there are
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,11 +16,14 @@ from decode.plan import Plan
 from distill.commands import judged
 from distill.config.build import TargetSource, quiet
 from distill.options import GenerateOptions
+from distill.report.answer_picture import Part, answer_picture
 from distill.scoring.scorer import threads
 from distill.text_generation import Model, TextGenerator
+from distill.utils import atomic_files
 from distill.utils.progress import wants_color
 from distill.utils.redact import printable
 from drafters.checkpoint import io as checkpoint_io
+from drafters.registry import short_name
 
 DRAFTED, PLAIN = "\x1b[32m", "\x1b[0m"
 WARM_UP = 8  # tokens
@@ -28,12 +32,15 @@ WARM_UP = 8  # tokens
 def answer(options: GenerateOptions) -> float:
     """Print the answer to a prompt on stdout, and tau and speed on stderr; returns tau (0 without a drafter).
 
-    With `judge.script`, see `judged_answer`.
+    With `svg`, the answer is drawn too. With `judge.script`, see `judged_answer`.
 
     Raises:
-        UserError: the prompt is empty, not UTF-8 or too long, or `checkpoint` has no drafter.
+        UserError: the prompt is empty, not UTF-8 or too long, `checkpoint` has no drafter, or `svg` cannot be
+            written.
     """
     quiet()
+    if options.svg:
+        check_svg(options)
     if options.judge.script:
         judged.check(options)
     color, prompt = wants_color(options.color), read_prompt(options.prompt)
@@ -66,14 +73,34 @@ def answer(options: GenerateOptions) -> float:
     with threads(options.threads):
         for generator in [drafting, plain_generator] if compare_plain else [drafting]:  # warm-up
             replace(generator, max_new_tokens=min(WARM_UP, options.max_new_tokens)).generate([ids])
-        last = show(drafting.stream(ids), chat.tokenizer, color)
+        last, parts = show(drafting.stream(ids), chat.tokenizer, color)
         line = summary(drafting.resolved_plan, last.output, last.times)
         if compare_plain:
             plain = plain_generator.generate([ids])
             line += plain_comparison(speed(last.output, last.times), speed(plain.outputs[0], plain.times))
     line += "; lossless to the tuned target" if drafter is not None and drafter.traits.tunes_target else ""
     print(line, file=sys.stderr, flush=True)
+    if options.svg:
+        assert drafter is not None, "check_svg asks for a checkpoint"
+        picture = answer_picture(printable(prompt), parts, short_name(drafter), last.output.tau)
+        atomic_files.put(Path(options.svg), picture)
     return last.output.tau
+
+
+def check_svg(options: GenerateOptions) -> None:
+    """Check the options of `svg`, a file for a picture of the answer.
+
+    Raises:
+        UserError: no checkpoint, a judge is set, or there is no such folder.
+    """
+    assert options.svg is not None
+    if not options.checkpoint:
+        raise UserError("svg: shows accepted draft tokens; give checkpoint=<a run's checkpoints/best>")
+    if options.judge.script:
+        raise UserError("svg: a judge accepts steps, not tokens; leave judge.script=null")
+    path = Path(options.svg)
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(f"svg: {path} is no file in a folder that exists; give a path as in svg=answer.svg")
 
 
 def read_prompt(prompt: str) -> str:
@@ -92,22 +119,27 @@ def read_prompt(prompt: str) -> str:
     return text
 
 
-def show(pieces: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, color: bool) -> Piece:
-    """Print a stream of text as it is generated; returns the last piece.
+def show(
+    pieces: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, color: bool
+) -> tuple[Piece, list[Part]]:
+    """Print a stream of text as it is generated; returns the last piece, and the text of each token.
 
     A character of several tokens has the colour of its last token. Control characters are escaped.
     """
-    text, piece = Detokenizer(tokenizer, skip_special_tokens=True), None
+    text, piece, parts = Detokenizer(tokenizer, skip_special_tokens=True), None, []
     if color:
         print(f"{DRAFTED}accepted draft tokens{PLAIN}, the target's own tokens\n")
     for piece in pieces:
         for token, drafted in zip(piece.tokens, piece.drafted, strict=True):
             part = printable(text.add(token))
+            parts.append(Part(part, drafted))
             print(f"{DRAFTED}{part}{PLAIN}" if color and drafted and part else part, end="")
         sys.stdout.flush()
-    print(printable(text.end()), flush=True)
+    rest = printable(text.end())
+    parts.append(Part(rest, drafted=False))
+    print(rest, flush=True)
     assert piece is not None, "a stream has at least the prefill's token"
-    return piece
+    return piece, [part for part in parts if part.text]
 
 
 def speed(output: Output, times: Times) -> float:

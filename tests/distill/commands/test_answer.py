@@ -6,6 +6,7 @@ import copy
 import io
 import re
 import sys
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from drafters.checkpoint import io as checkpoint_io
 
 NASTY = "it's \"so\" called: {a: [1, 2]}, x=${oc.env:HOME} \\${b} C:\\new\\\n\n#2 'end\\"
 LENGTH = 12
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +144,34 @@ def test_mistake_is_one_line_and_writes_nothing(bench, overrides, reason, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+def test_svg_draws_the_answer_that_is_printed(bench, tmp_path):
+    picture = tmp_path / "answer.svg"
+    done = run(bench, "prompt=a < b & c", f"svg={picture}", "plain=false").succeeded()
+    texts = [
+        "".join(text.itertext())
+        for group in ElementTree.parse(picture).getroot().iter(f"{SVG}g")
+        for text in group.iter(f"{SVG}text")
+    ]
+    assert "".join(texts).removesuffix("    ") == done.out.replace("\n", "").replace("\t", "    ")
+    tau = re.search(r"tau (\d\.\d\d)", done.err)
+    assert tau
+    assert f"eagle: tau {tau[1]} in this answer" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "drafter", "reason"),
+    [
+        (["svg={}/a.svg"], "", "svg: shows accepted draft tokens; give checkpoint="),
+        (["svg={}/a.svg", "judge.script=judge.py"], "lm", "svg: a judge accepts steps"),
+        (["svg={}/none/a.svg"], "eagle", "is no file in a folder that exists"),
+    ],
+)
+def test_svg_is_refused_before_work_starts(bench, tmp_path, overrides, drafter, reason):
+    done = run(bench, "prompt=hello", *(o.format(tmp_path) for o in overrides), drafter=drafter)
+    done.refused(reason)
+    assert done.out == ""
+
+
 def piece(tokens, drafted=None) -> Piece:
     return Piece(tokens, [bool(d) for d in drafted or [0] * len(tokens)], Output(tokens), Times())
 
@@ -149,7 +179,9 @@ def piece(tokens, drafted=None) -> Piece:
 def test_character_has_the_colour_of_its_last_token(capsys):
     """Here é of two tokens, the second of them drafted, and 中 of three, the last of them not."""
     made = [piece([0]), piece([6, 7, 8], [0, 1, 0]), piece([9, 10, 11], [1, 1, 1]), piece([12])]
-    assert show(iter(made), MIXED, color=True) is made[-1]
+    last, parts = show(iter(made), MIXED, color=True)
+    assert last is made[-1]
+    assert parts == [("a", False), ("é", True), ("b", False), ("éa", True), ("中", False), ("\ufffd", False)]
     green = "{}{}{}".format
     expected = f"a{green(DRAFTED, 'é', PLAIN)}b{green(DRAFTED, 'éa', PLAIN)}中\ufffd\n"
     legend, text = capsys.readouterr().out.split("\n\n", 1)
