@@ -61,7 +61,7 @@ def answer_picture(prompt: str, parts: Sequence[Part], drafter: str, tau: float)
         for part in line:
             drawn.append(_box(left, top, part))
             left += columns(part.text) * WIDTH
-        top += HEIGHT
+        top += HEIGHT if line else HEIGHT // 2
     top += HEIGHT // 2
     for part, meaning in (
         (Part("  ", drafted=True), "drafted and accepted"),
