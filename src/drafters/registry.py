@@ -9,8 +9,9 @@ from typing import Any
 
 from decode.errors import UserError
 from drafters.base import Drafter
+from drafters.installed import installed
 
-# Closed tables: a downloaded config can name only these classes.
+# A downloaded config can name only these classes, and those that installed packages declare.
 CLASSES = {
     "bigram": "drafters.models.bigram:Bigram",
     "dflash": "drafters.models.dflash:DFlash",
@@ -46,16 +47,32 @@ ZOO = {  # reproductions of papers that lose to a drafter of `CLASSES` on both t
 KNOWN = ChainMap(CLASSES, ZOO)
 
 
+def known_names() -> list[str]:
+    """Names of all drafters, those of installed packages included."""
+    return sorted({*KNOWN, *installed("drafter")})
+
+
 def drafter_class(name: str) -> type[Drafter]:
     """The class behind a short name.
 
     Raises:
-        UserError: an unknown name.
+        UserError: an unknown name, or one whose package is broken.
     """
-    if name not in KNOWN:
-        raise UserError(f"drafter {name!r} is not known; known are {', '.join(sorted(KNOWN))}")
-    module, _, attribute = KNOWN[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    if name in KNOWN:  # a package cannot replace it
+        module, _, attribute = KNOWN[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    if other := installed("drafter").get(name):
+        other.check(built_in=False)
+        found = other.load()
+        if not isinstance(found, type) or not issubclass(found, Drafter):
+            raise other.error(f"{other.path} is no subclass of drafters.base.Drafter")
+        if (where := f"{found.__module__}.{found.__qualname__}") != other.path:
+            raise other.error(f"its entry point must name the module that defines it, {where}")
+        return found
+    raise UserError(
+        f"drafter {name!r} is not known; install the package that has it, or choose one of "
+        f"{', '.join(known_names())}"
+    )
 
 
 def nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -75,6 +92,17 @@ def nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, An
 
 
 def short_name(drafter: Drafter) -> str:
-    """The inverse of `drafter_class`."""
-    where = f"{type(drafter).__module__}:{type(drafter).__qualname__}"
-    return next(name for name, entry in KNOWN.items() if entry == where)
+    """The inverse of `drafter_class`.
+
+    Raises:
+        UserError: a class that has no name.
+    """
+    kind = type(drafter)
+    where = f"{kind.__module__}:{kind.__qualname__}"
+    others = {name: other.entry.value for name, other in installed("drafter").items()}
+    if name := next((name for name, entry in [*KNOWN.items(), *others.items()] if entry == where), None):
+        return name
+    raise UserError(
+        f"{where}: not a known drafter; declare it as an entry point of the group foredraft.drafters in the "
+        "pyproject.toml of its package, and install that (docs/own.md)"
+    )

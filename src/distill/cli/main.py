@@ -22,7 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 from decode.errors import FollowUpError, RemoteError, TooLargeError, UserError
 from distill.cli import sweep
 from distill.cli.checkpoint_defaults import with_run_settings
-from distill.config.compose import compose, configurations, options, without_dashes
+from distill.config.choices import options, register_choices
+from distill.config.compose import compose, configurations, without_dashes
 from distill.config.help import show_help
 from distill.config.own_runs import remember
 from distill.config.recorded import settings
@@ -87,6 +88,7 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
         show_help(config_dir, config_name)
         check_flags(sys.argv[1:], partial(without_dashes, config_dir=config_dir, config_name=config_name))
     watch_parent()
+    register_choices(config_dir)  # before Hydra's own flags, such as --cfg
     with one_line_errors():
         argv = rewrite(with_run_settings(sys.argv[1:], config_dir, config_name), config_dir)
         sweeps = sweep.wanted(argv, config_dir, config_name)

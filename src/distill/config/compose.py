@@ -19,17 +19,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 import distill.config.resolvers  # noqa: F401  registers resolvers of configurations
 from decode.errors import UserError
+from distill.config.choices import check_choice, options, register_choices
 from distill.config.other_names import meant
 
 EMPTY_GROUPS = ("experiment",)  # groups that may be null
 
 MOVED = {"rollout.max_prompt_tokens": "prompts.max_tokens"}  # renamed options: old name -> new name
 MERGING = "Error merging override "  # Hydra's error for a list instead of a mapping
-
-
-def options(config_dir: Path, group: str) -> list[str]:
-    """Names of a group's yaml files."""
-    return sorted(p.stem for p in (config_dir / group).glob("*.yaml"))
 
 
 def compose(overrides: Sequence[str], config_dir: Path, config_name: str = "config") -> DictConfig:
@@ -73,6 +69,7 @@ def _defaults(chosen: tuple[str, ...], config_dir: Path, config_name: str) -> Di
 def configurations(config_dir: Path) -> Iterator[Any]:
     """Yield Hydra (`compose_config`, `run`) for a folder of configurations."""
     GlobalHydra.instance().clear()
+    register_choices(config_dir)
     with hydra.initialize_config_dir(str(config_dir), version_base="1.3"):
         reader = GlobalHydra.instance().hydra
         assert reader
@@ -93,6 +90,7 @@ def _check_override(override: str, groups: Sequence[str], config_dir: Path) -> N
     names = options(config_dir, group) + ["null"] * (group in EMPTY_GROUPS)
     if group in groups and value not in names:
         raise UserError(f"{place or key}={value}: {_nearest(value, names)}")
+    check_choice(config_dir, group, value)
 
 
 def _check_key(cfg: DictConfig, key: str) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from distill.config.choices import options as names_of
+from distill.config.choices import packages, path_of
 from distill.utils.paths import ROOT
 
 WIDTH = 100
@@ -58,10 +60,11 @@ def help_text(config_dir: Path, config_name: str, given: Mapping[str, str]) -> s
     if groups:
         lines += ["", "Groups, with their defaults and other choices:"]
     for name, chosen, comment in groups:
-        names, choice = _names(config_dir / name), given.get(name, chosen)
+        names, choice = names_of(config_dir, name), given.get(name, chosen)
         lines.append(f"  {name}: {choice}  ({comment or about.get(name, '')})")
-        settings = _settings(config_dir / name, choice) if choice in names else []
+        settings = _settings(config_dir, name, choice) if choice in names else []
         paragraphs = [" ".join(other for other in names if other != choice)]
+        paragraphs += [f"installed: {', '.join(found)}"] if (found := packages(config_dir, name)) else []
         if name not in given and settings:
             paragraphs.append("settings: " + " ".join(f"{key}={value}" for key, value, _ in settings))
         for paragraph in paragraphs:
@@ -81,11 +84,12 @@ def _table(options: Sequence[tuple[str, str, str]], indent: str) -> list[str]:
     return [f"{indent}{option:{width}}  {about}".rstrip() for option, about in rows]
 
 
-def _settings(group: Path, choice: str) -> list[tuple[str, str, str]]:
+def _settings(config_dir: Path, group: str, choice: str) -> list[tuple[str, str, str]]:
     """Dotted name, value and comment of each setting of a choice, including inherited ones."""
-    text = (group / f"{choice}.yaml").read_text()
-    settings = {s[0]: s for base in BASE.findall(text) if base != "_self_" for s in _settings(group, base)}
-    place = [] if text.startswith(GLOBAL) else [group.name]
+    text = path_of(config_dir, group, choice).read_text()
+    bases = [base for base in BASE.findall(text) if base != "_self_"]
+    settings = {setting[0]: setting for base in bases for setting in _settings(config_dir, group, base)}
+    place = [] if text.startswith(GLOBAL) else [group]
     for key, value, about in INNER.findall(text):
         name = ".".join([*place, key])
         settings[name] = (name, value, about)
@@ -96,10 +100,6 @@ def _settings(group: Path, choice: str) -> list[tuple[str, str, str]]:
             name = ".".join([*place, *parents])
             settings[name] = (name, match[3], match[4] or "")
     return list(settings.values())
-
-
-def _names(group: Path) -> list[str]:
-    return sorted(path.stem for path in group.glob("*.yaml"))
 
 
 def _bases(config_dir: Path, text: str) -> list[str]:

@@ -25,7 +25,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from decode.errors import UserError
-from distill.config.compose import options
+from distill.config.choices import options
 from distill.config.own_runs import are_own
 from distill.utils.atomic_files import read_json
 from distill.utils.paths import ROOT

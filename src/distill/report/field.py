@@ -24,7 +24,7 @@ from distill.scoring.compare import (
 )
 from distill.scoring.paired import Estimate, speedup_text
 from distill.scoring.tables import markdown
-from drafters.registry import KNOWN, drafter_class
+from drafters.registry import drafter_class, known_names
 
 SLIGHT = 0.01  # largest share of changed tokens, or nats a token, of a recommended lossy row
 HEAD = ["drafter", "decode", "tau", "speedup", "draft, ms", "trained", "parameters", "KV a token", "text"]
@@ -217,7 +217,7 @@ def _best(what: str, among: Sequence[tuple[Scored, Row]], by: Callable[[Row], fl
 def _runs_target(one: Scored) -> bool:
     """Whether the drafter's passes are the target's own."""
     name = one.card.checkpoint.drafter
-    return name in KNOWN and drafter_class(name).traits.reads_cache
+    return name in known_names() and drafter_class(name).traits.reads_cache
 
 
 def _tau(row: Row) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pkgutil import resolve_name
 
 from decode.errors import UserError
+from distill.config.choices import options as choices
 from distill.config.engine import check_engine
 from distill.config.validate import processes
 from distill.options import SearchOptions, TrainOptions
@@ -39,7 +40,7 @@ def family_names(options: SearchOptions, context: JobContext) -> list[str]:
     """
     auto = options.drafter
     selected = [str(name) for name in auto.families]
-    available = sorted(p.stem for p in (context.conf / "drafter").glob("*.yaml") if p.stem != "auto")
+    available = [name for name in choices(context.conf, "drafter") if name != "auto"]
     for name in selected:
         if name not in available:
             raise UserError(f"drafter.families: {name}: no such family; choose from {', '.join(available)}")

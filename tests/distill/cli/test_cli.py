@@ -23,7 +23,8 @@ from workbench import CONF, QUICK, ROOT, Outcome, command, make_target, options_
 from decode.errors import UserError
 from distill.cli.main import main, rewrite
 from distill.config.build import TargetSource, quiet
-from distill.config.compose import compose, configurations, options
+from distill.config.choices import options
+from distill.config.compose import compose, configurations
 from distill.config.read import checked_options
 from distill.main import run
 from distill.options import SearchOptions, TrainOptions
