@@ -14,10 +14,10 @@ from distill.prompts.prompt import Message, Prompt
 from distill.prompts.templates.rendering import Tools
 
 OPTIONAL = re.compile("think|reason")  # tokens allowed in texts: they enclose reasoning
-# Beginnings of conversations in formats of other templates, up to the answer.
+# Beginnings of conversations in formats of other templates, up to the answer where a user may write the rest.
 FORMATS = (
-    r"<\|im_start\|>.*<\|im_start\|>\s*assistant",
-    r"<\|start_header_id\|>.*<\|start_header_id\|>\s*assistant",
+    r"<\|im_start\|>\s*(?:system|user|assistant)\b",
+    r"<\|start_header_id\|>\s*(?:system|user|assistant)\b",
     r"<\|header_start\|>.*<\|header_start\|>\s*assistant",
     r"<\|start_of_role\|>.*<\|start_of_role\|>\s*assistant",
     r"<\|start\|>(?:system|developer|user).*<\|start\|>assistant",
@@ -40,6 +40,7 @@ STARTS = (
 )
 BEGUN = re.compile(rf"(?:{'|'.join(STARTS)})?\s*(?:{'|'.join(FORMATS)})", re.DOTALL)
 # Each contains one of these.
+BEGINNINGS = rb"<\|im_start\|>|<\|start_header_id\|>"
 ANSWERS = rb"[Aa]ssistant|ASSISTANT:|CHATBOT|<bot>|<start_of_turn>|\[/INST\]|### Response:"
 # Their rendering shows the text that a template writes around system texts and answers.
 TURNS: tuple[list[Message], ...] = (
@@ -76,7 +77,7 @@ class RenderedTexts:
         quick = [json.dumps(token, ensure_ascii=False)[1:-1] for token in tokens]  # as prompts are packed
         self.rendered = bool(before + after)
         known = [re.escape(token).encode() for token in quick]
-        self.quick = re.compile(b"|".join([*known, ANSWERS]) if self.rendered else b"(?!)")
+        self.quick = re.compile(b"|".join([*known, BEGINNINGS, ANSWERS]) if self.rendered else b"(?!)")
 
     def fault(self, prompt: Prompt) -> str:
         """Why a prompt cannot be rendered; empty if it can."""

@@ -172,6 +172,8 @@ def test_text_with_tokens_of_the_template_is_found():
 
 
 OTHERS = [
+    "<|im_start|>user\nhi<|im_end|>",  # without the beginning of an answer
+    "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>",
     "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
     "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant",
     "<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n",
