@@ -17,7 +17,7 @@ import torch
 from ci_cases import mark_proofs, mark_tiers
 from drafter_checks import both, random_rollouts
 from fake_hub import FakeHub
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.plugins import Plugins
 from hydra.utils import instantiate
@@ -36,6 +36,8 @@ from workbench import ROOT, Bench, make_target, write_prompts
 from decode.model.head import Head
 from decode.model.load import load_target, load_tokenizer
 from decode.model.target import LAST, Target
+from distill.config.choices import options
+from distill.config.compose import configurations
 from distill.config.read import OF_ANY
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
@@ -75,8 +77,8 @@ def pytest_collection_finish() -> None:
 
 
 def drafters() -> list[str]:
-    """Names of conf/drafter, but for `auto`, which chooses one of the others."""
-    return sorted(path.stem for path in (ROOT / "conf" / "drafter").glob("*.yaml") if path.stem != "auto")
+    """Names of conf/drafter and of installed packages, but for `auto`, which chooses one of the others."""
+    return [name for name in options(ROOT / "conf", "drafter") if name != "auto"]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -214,8 +216,8 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
 
     def make(name: str, target: Target, seed: int = 0, depth: int = 3, **options: Any) -> Drafter:
         if name not in known:
-            config = initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3")
-            with config, warnings.catch_warnings(action="ignore"):  # a group's yaml has no `_self_`
+            ignored = warnings.catch_warnings(action="ignore")  # a group's yaml has no `_self_`
+            with configurations(ROOT / "conf"), ignored:
                 drafter = compose(f"drafter/{name}").drafter  # the whole configuration takes longer
             known[name] = OmegaConf.masked_copy(drafter, [key for key in drafter if key not in OF_ANY])
         settings = _sizes(known[name], target, depth, draft_folder)

@@ -104,5 +104,5 @@ def short_name(drafter: Drafter) -> str:
         return name
     raise UserError(
         f"{where}: not a known drafter; declare it as an entry point of the group foredraft.drafters in the "
-        "pyproject.toml of its package, and install that (docs/own.md)"
+        "pyproject.toml of its package, and install that"
     )

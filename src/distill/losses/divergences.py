@@ -14,15 +14,43 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decode.errors import UserError
-from distill.losses.chunked_logits import Student, Teacher
+from distill.losses.chunked_logits import MIN_LOG_PROB, Student, Teacher
 
 # Returns (M,) values in nats and (M, V') gradients with respect to the draft's logits.
 Divergence = Callable[[Student, Teacher], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class by_autograd:  # noqa: N801  a decorator
+    """A divergence from a function of its values alone; autograd computes the gradients.
+
+    Args:
+        values: `(log_q, teacher, its options) -> (M,)`, with log_q (M, V') the draft's log probabilities, at
+            least `MIN_LOG_PROB`.
+    """
+
+    values: Callable[..., Tensor]
+
+    def __call__(self, student: Student, teacher: Teacher, **options: Any) -> tuple[Tensor, Tensor]:
+        """See `Divergence`.
+
+        Raises:
+            UserError: the function gives no value per row, or none that depends on log_q.
+        """
+        with torch.enable_grad():
+            logits = student.logits.detach().requires_grad_()
+            values = self.values(logits.log_softmax(-1).clamp_min(MIN_LOG_PROB), teacher, **options)
+            if values.shape != logits.shape[:1] or not values.requires_grad:
+                name = getattr(self.values, "__name__", "objective")
+                raise UserError(f"{name}: must return a value per row, ({len(logits)},), computed from log_q")
+            (slope,) = torch.autograd.grad(values.sum(), logits)
+        return values.detach(), slope
 
 
 def kl(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from distill.losses.chunked_logits import (
     argmax,
     draft_ids,
 )
-from distill.losses.divergences import Divergence, TopK
+from distill.losses.divergences import Divergence, TopK, by_autograd
 from distill.utils.progress import say
 
 T = TypeVar("T")
@@ -108,8 +108,9 @@ class Kernels:
         compiler_config.recompile_limit = max(compiler_config.recompile_limit, RECOMPILES)
 
     def take(self, divergence: Divergence) -> bool:
-        """Whether the compiled passes support a divergence; top-k stays in torch."""
-        return self._works is not False and not isinstance(divergence, TopK)
+        """Whether the compiled passes support a divergence; top-k and autograd stay in torch."""
+        function = getattr(divergence, "func", divergence)  # of functools.partial
+        return self._works is not False and not isinstance(function, TopK | by_autograd)
 
     def attempt(self, compiled: Callable[[], T], eager: Callable[[], T]) -> T:
         """Return the result of `compiled`; if the first attempt fails, always use `eager`."""

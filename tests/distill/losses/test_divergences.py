@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from dense import steps
 from decode.errors import UserError
 from decode.model.head import Head
 from distill.losses.chunked_logits import Student, TargetProbs, Teacher, argmax
-from distill.losses.divergences import JSD, NLLTV, LKHybrid, ReverseKL, TopK, kl, lk, tv
+from distill.losses.divergences import JSD, NLLTV, LKHybrid, ReverseKL, TopK, by_autograd, kl, lk, tv
 from distill.losses.objective import Objective
+from distill.losses.row_scores import Kernels
 from distill.losses.weights import DPace, Streak, weighted
 from drafters.base import DraftStep
 
@@ -169,3 +171,21 @@ def test_row_weight_multiplies_its_steps(ragged):
     given = [step._replace(weight=0.5) for step in steps(head, anchors, hidden)]
     found = [step.weight.tolist() for step in weighted(iter(given), torch.tensor([2.0, 3.0]), 7)]
     assert found == [[1.0] * 4 + [1.5] * 2, [1.0] * 3 + [1.5], [1.0]]
+
+
+@pytest.mark.parametrize("d2t", [None, [0, 2, 3]], ids=["whole", "reduced"])
+def test_autograd_gives_the_gradient_of_the_closed_formula(d2t):
+    def values(log_q, teacher, scale):
+        return scale * (teacher.p * (teacher.log_p - log_q)).sum(-1)
+
+    p, q = torch.randn(2, 4, 5, dtype=torch.float64)
+    given = p, q[:, : len(d2t or range(5))], d2t
+    with torch.no_grad():  # as in the objective
+        got = by_autograd(values)(*probs(*given), scale=2.0)
+    for one, other in zip(got, kl(*probs(*given)), strict=True):
+        torch.testing.assert_close(one, 2 * other)
+        assert not one.requires_grad
+    assert not Kernels().take(partial(by_autograd(values), scale=2.0))
+    for wrong in (lambda log_q, _: log_q.sum(), lambda _, teacher: teacher.mass):
+        with pytest.raises(UserError, match=r"must return a value per row, \(4,\), computed from log_q"):
+            by_autograd(wrong)(*probs(p, q))
