@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from workbench import foredraft, train
+from workbench import CONF, ROOT, foredraft, train
 
 from decode.errors import UserError
+from distill.config.compose import compose
 from drafters.checkpoint.folder import read_config
 from drafters.models.mlp import Mlp
 from drafters.registry import drafter_class, known_names, short_name
@@ -39,6 +42,7 @@ tie_weights: true
 scale_input: true
 draft_vocab_size: null
 """
+YAML = re.compile(r"```yaml\n(.*?)```", re.S)
 
 
 class Packages:
@@ -158,6 +162,22 @@ def test_wrong_options_and_objectives_are_refused(mine):
     for text, reason in (("_target_: os.system", "remove _target_"), ("- 1", "lines of"), ("a: [", "read")):
         mine.file("my_pkg/conf/drafter/mine.yaml", text)
         train(["drafter=mine"]).refused(reason)
+
+
+def test_package_of_the_page_is_found(packages):
+    page, adding = ((ROOT / "docs" / name).read_text() for name in ("own.md", "adding.md"))
+    ((project,), (loss,)) = (re.findall(rf"```{kind}\n(.*?)```", page, re.S) for kind in ("toml", "python"))
+    files = {"losses.py": loss, "tiny.py": re.findall(r"```python\n(.*?)```", adding, re.S)[0]}
+    files |= zip(("conf/objective/focal.yaml", "conf/drafter/tiny.yaml"), YAML.findall(page), strict=True)
+    for name, text in ({"__init__.py": ""} | files).items():
+        packages.file(f"my_pkg/{name}", text)
+    groups = tomllib.loads(project)["project"]["entry-points"]
+    entries = {kind: f"foredraft.{kind}s" for kind in ("objective", "drafter")}
+    found = {kind: groups[group].popitem() for kind, group in entries.items()}
+    packages.install("my-pkg", **{kind: " = ".join(entry) for kind, entry in found.items()})
+    config = compose(["objective=focal", "drafter=tiny"], CONF)
+    assert (config.objective.gamma, config.drafter.depth) == (2.0, 5)
+    assert drafter_class("tiny").__module__ == "my_pkg.tiny"
 
 
 def test_class_without_an_entry_point_has_no_name():

@@ -57,6 +57,7 @@ UNRUN = {
     r"trainer=gpu|trainer\.accelerator=gpu|trainer\.devices=8": "GPUs",
     r"judge\.script=": "a checkpoint of drafter=lm; tests/distill/commands/test_answer.py",
     r"prompts=gsm8k score\.judge": "a dataset of the Hub; tests/distill/scoring/test_script_judge.py",
+    r"objective=focal|drafter=tiny": "a package of one's own; tests/foredraft/test_installed.py",
     r"smollm2": "a model of the Hub, or of a package of 98 MB",
     r"llama_cpp|to=gguf": "the source of llama.cpp; tests/engines/test_llama_cpp.py",
     r"speculators=|check_speculators\.py": "an environment with the package speculators",
@@ -71,6 +72,7 @@ def reason(text: str, table: dict[str, str]) -> str:
 # Not whole as they stand: `make docs-test` fills in the checkpoint, the prompt or the files, and runs them.
 PARTIAL = re.compile(
     r" \.\.\. |score control=|score score\.batch_sizes=\[1,8\]$|checkpoint=user/repo$|prompts=/a\.jsonl,/b"
+    r"|=focal$|=tiny$"
 )
 
 
