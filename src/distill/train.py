@@ -22,6 +22,7 @@ from distill.data.datamodule import RolloutData, TapStorage
 from distill.data.on_policy import OnPolicy
 from distill.data.taps_memory import TapMemory
 from distill.distributed.graceful_shutdown import Stop
+from distill.distributed.ranks import explain_lost_ranks
 from distill.distributed.watchdog import Watchdog
 from distill.engines.engine_target import load_engine_target
 from distill.export import RunExport
@@ -41,7 +42,7 @@ from distill.training.checkpointing import ScoreCheckpoint, TrainingBar
 from distill.training.memory import MemoryWatch, Sizes, explain_out_of_memory
 from distill.training.module import DistillModule
 from distill.training.start import WarmStart, fit_counts
-from distill.training.strategies import check_strategy, join_processes
+from distill.training.strategies import check_placement, check_strategy, join_processes
 from distill.training.throughput import Throughput
 from distill.training.trainer import build_optimizer, build_trainer, fit
 from distill.utils.phase_log import PhaseLog
@@ -102,6 +103,17 @@ def train(
         UserError: invalid options, before any work starts.
         FollowUpError: the export at the end failed; the run is whole.
     """
+    with explain_lost_ranks(folder):
+        return _train(options, folder, reports, shared, extend)
+
+
+def _train(
+    options: TrainOptions,
+    folder: Path,
+    reports: Reports,
+    shared: Shared | None,
+    extend: Callable[[L.Trainer, int], None] | None,
+) -> float:
     chat, prompts, held = _inputs(options, folder, phases := PhaseLog(folder))
     options = with_length(options, len(prompts))
     state = trainer_state.newest(folder)
@@ -110,7 +122,9 @@ def train(
     trainer = build_trainer(options.trainer, logging, folder, state, callbacks=[TrainingBar()])
     if extend:
         extend(trainer, begun)
-    join_processes(trainer, options.target.placement)
+    check_placement(trainer, options.target.placement)
+    if options.target.placement == "sharded":
+        join_processes(trainer)  # to load it
     target = shared.target if shared else _load(options, trainer, folder, chat)
     parts = _parts(options, trainer, target, chat, held, folder)
     drafter = parts.drafter
@@ -122,6 +136,7 @@ def train(
     stores = cache(partial(produce, options, target, chat, prompts, drafter, folder))
     if drafter.trains or drafter.needs_fit:
         target.tap(drafter.taps)  # before `stores`: engines return taps with answers
+        join_processes(trainer)  # to share the rollouts
         fit_counts(drafter, stores(0), target, has_counts)
     else:
         say(f"drafter={short_name(drafter)}: nothing is trained; checkpoints/0 is the drafter as it is")

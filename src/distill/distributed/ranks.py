@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 from lightning.pytorch.plugins.environments import (
@@ -29,6 +29,7 @@ from distill.utils.atomic_files import write_json
 from distill.utils.launcher import PARENT, LostRankError, watch
 from distill.utils.run_folder import checkpoints
 
+T = TypeVar("T")
 PROCESSES_FILE = "state.json"  # next to the trainer state
 
 
@@ -96,6 +97,19 @@ def resume_hint(folder: Path) -> str:
     paths = checkpoints(folder)
     where = f"continues from {paths[-1].relative_to(folder)}" if paths else "begins again"
     return f"the same command {where}"
+
+
+def gather(value: T) -> list[T]:
+    """A value of every process that has joined, by rank; every one of them must call this.
+
+    Args:
+        value: is pickled for the others, which trust this process.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
 
 
 def check_world_size(trainer: L.Trainer) -> None:

@@ -16,6 +16,7 @@ from decode.model.target import Target
 from decode.sampling import Sampler
 from distill.prompts.prompt import turns, unanswered
 from distill.rollouts.store import RolloutStore
+from distill.utils.progress import rank_and_world
 
 STEPS = 4  # number of timed decoding steps
 
@@ -51,11 +52,13 @@ def estimate(store: RolloutStore, target: Target, drafter: nn.Module | None) -> 
     if plan.server:  # speed unknown
         duration, contents = f"from {plan.server}", "weights"
     else:
-        seconds = -(-rows // batch) * length * _step(target, batch, plan.sampler)
+        sharing = min(rank_and_world()[1], missing)
+        seconds = -(-rows // batch) * length * _step(target, batch, plan.sampler) / sharing
         context = min(longest + plan.max_new_tokens, target.max_positions or sys.maxsize)
         if not target.abilities.own_cache:  # its cache size is unknown
             memory += batch * context * target.cache.store.bytes_per_token
-        duration, contents = f"up to {seconds / 60:.1f} min", "weights, cache"
+        by = f" by {sharing} processes" if sharing > 1 else ""
+        duration, contents = f"up to {seconds / 60:.1f} min{by}", "weights, cache"
         if memory > (limit := memory_bytes(target.device)):
             raise UserError(
                 f"rollout: needs up to {memory / 2**30:.1f} GiB for {contents} and optimizer, and there are "

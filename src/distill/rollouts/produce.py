@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from decode.errors import UserError
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.sampling import Sampler
+from distill.distributed.ranks import gather
 from distill.engines.engine_target import EngineTarget
 from distill.options import AnswerOptions, OpenAIRolloutOptions, RayRolloutOptions, RolloutOptions, RunOptions
 from distill.prompts.chat_template import Chat
@@ -28,7 +29,7 @@ from distill.rollouts.surprisal import mismatch_warning
 from distill.rollouts.writer import check_plan
 from distill.utils.atomic_files import read_json, sha256, write_json
 from distill.utils.phase_log import PhaseLog
-from distill.utils.progress import first_rank, say
+from distill.utils.progress import first_rank, rank_and_world, say
 from distill.utils.provenance import digest
 from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
@@ -132,11 +133,13 @@ def produce(
         say(f"rollouts: time {phase + 1}" + (f", drafted by {helper}" if helper else ""))
     else:
         _same_rollouts(folder, store.plan)
-    missing = store.missing()
     with PhaseLog(folder).time("rollouts") as part:
         fill(options, target, chat, store, helper, drafter)
-        part |= store.amounts(missing if rollout.answers == "write" else [])
-    target.join()
+        target.join()
+        made = gather(store.made)
+        part |= store.amounts([*chain(*made)] if rollout.answers == "write" else [])
+    if len(made) > 1 and any(made):
+        say(f"rollouts: shards made by each of {len(made)} processes: {', '.join(map(str, map(len, made)))}")
     return store
 
 
@@ -214,6 +217,11 @@ def fill(
     say(estimate(store, target, drafter))
     if missing < store.shards:
         say(f"rollouts: {store.shards - missing} of {store.shards} shards are there already")
+    if missing < (world := rank_and_world()[1]) and options.rollout.engine != "ray":
+        say(
+            f"rollouts: {missing} shards for {world} processes, so some wait; a smaller "
+            f"rollout.shard_size={store.plan.shard_size} gives each a part"
+        )
     with shown:
         speed = _speed(store)
 

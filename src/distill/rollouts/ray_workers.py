@@ -116,6 +116,7 @@ class Fleet:
                 for number, outcome in self.results(store, todo) if first else ():
                     if outcome == "whole":
                         self._collect(store, number)
+                        store.made.append(number)
                     done(len(store.missing()))
                 if store.missing():
                     store.wait(done)

@@ -124,6 +124,9 @@ class RolloutStore:
         place: another folder for the store, or a URL that shards are shared through.
         origin: name of the target; never compared.
 
+    Attributes:
+        made: numbers of the shards that this process has made.
+
     Raises:
         UserError: no prompts, or an unusable URL.
     """
@@ -139,6 +142,7 @@ class RolloutStore:
         self.plan, self.prompts, self.origin = plan, list(prompts), origin or {}
         self.folder = self.cache = root / plan.key
         self.mirror: Mirror | None = None
+        self.made: list[int] = []
         total = len(self.prompts) + plan.self_prompts
         self.shards = -(-total // plan.shard_size)
         if not total:
@@ -199,21 +203,20 @@ class RolloutStore:
         """
         self.open()
         rank, world = rank_and_world()
-        num_made = 0
+        begun = len(self.made)
         while todo := self.missing():
-            before, left, listed = num_made, len(todo), time.monotonic()
+            before, left, listed = len(self.made), len(todo), time.monotonic()
             # On a shared disk, other ranks take over a dead rank's shards once its locks are free.
             for shard in sorted(todo, key=lambda i: i % world != rank):
                 if (shard % world == rank or not self.mirror) and self.make(shard, make):
-                    num_made += 1
                     left -= 1
                     if time.monotonic() - listed > EVERY:  # other ranks also make shards
                         left, listed = len(self.missing()), time.monotonic()
                     done(left)
-            if num_made == before:
+            if len(self.made) == before:
                 self.wait(done, pause)
         done(0)
-        self.seal(replace=bool(num_made))
+        self.seal(replace=len(self.made) > begun)
 
     def wait(self, done: Callable[[int], None], pause: Callable[[float], None] = time.sleep) -> None:
         """Pause, then look for shards that other processes made."""
@@ -232,6 +235,7 @@ class RolloutStore:
             write_shard(self.path(shard), make(shard, *self._work(shard)), self.plan.key, shard)
             if self.mirror and not self.mirror.put(self.path(shard)):
                 self._fetch(shard)  # another machine was faster; use its rows
+            self.made.append(shard)
         return True
 
     def pull(self) -> None:

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
     ModelParallelStrategy,
 )
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.serialization import safe_globals
 from typing_extensions import override
@@ -200,20 +200,25 @@ def _load(path: str, map_location: Any = None) -> dict[str, Any]:
     return TorchCheckpointIO().load_checkpoint(path, map_location, weights_only=True)
 
 
-def join_processes(trainer: L.Trainer, placement: str) -> None:
-    """Start and join the other processes before the fit, where the target is sharded over them.
-
-    `Trainer.fit` then finds them running.
+def check_placement(trainer: L.Trainer, placement: str) -> None:
+    """Refuse a placement that is for one process.
 
     Raises:
         UserError: target.placement=device_map with several processes.
     """
-    if trainer.world_size == 1 or placement == "replicated":
-        return
-    if placement == "device_map":
+    if trainer.world_size > 1 and placement == "device_map":
         raise UserError(
             "target.placement=device_map: is for one process; several have replicated and sharded"
         )
+
+
+def join_processes(trainer: L.Trainer) -> None:
+    """Start and join the other processes before the fit, so that they share the rollouts.
+
+    `Trainer.fit` then finds them running. Does nothing if there is one process, or if they have joined.
+    """
+    if trainer.world_size == 1 or distributed.is_initialized():
+        return
     strategy: Any = trainer.strategy
     # FSDP creates its device mesh in the fit, where there is a module.
     # private API: Lightning has no public way to join the other processes before the fit.

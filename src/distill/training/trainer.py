@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from distill.config.validate import refused
 from distill.distributed.graceful_shutdown import Stop, Stopped
-from distill.distributed.ranks import check_processes, check_world_size, explain_lost_ranks, watch_ranks
+from distill.distributed.ranks import check_processes, check_world_size, watch_ranks
 from distill.distributed.watchdog import Watchdog
 from distill.options import OptimizerOptions, TrainerOptions
 from distill.training.strategies import check_optimizer
@@ -70,8 +70,7 @@ def fit(
     keep_freed_memory()
     trainer.callbacks[:0] = [stop, watchdog]  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        with explain_lost_ranks(Path(trainer.default_root_dir)):
-            trainer.fit(module, data, ckpt_path=state and str(state), weights_only=True)
+        trainer.fit(module, data, ckpt_path=state and str(state), weights_only=True)
     except Stopped:
         raise
     except SystemExit:  # what Lightning makes of Ctrl-C

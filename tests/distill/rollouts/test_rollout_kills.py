@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +114,43 @@ def test_rank_that_torchrun_restarts_loses_no_shard(bench, straight, tmp_path):
     assert len(before) < 12, "the kill came too late to prove anything"
     assert shards(store) == straight[0]
     assert len(set(ids(store))) == len(ids(store)) == 12
+
+
+@pytest.fixture
+def lightning(bench, tmp_path) -> Iterator[tuple[Path, subprocess.Popen]]:
+    """A store, and `python train.py trainer=ddp trainer.devices=2` that fills it: Lightning starts rank 1."""
+    options = ["trainer=ddp", "trainer.devices=2", *SHORT, *LONG, f"rollout.store={tmp_path / 'store'}"]
+    command = [sys.executable, "train.py", *bench.command, *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    run = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, **pipes)
+    yield tmp_path / "store", run
+    run.kill()
+
+
+def test_ranks_that_lightning_starts_make_the_rows_of_one_process(lightning, straight):
+    store, run = lightning
+    out, error = run.communicate()
+    assert run.returncode == 0, error
+    assert shards(store) == straight[0]
+    (line,) = [line for line in out.splitlines() if "shards made by each of 2 processes" in line]
+    each = [int(word) for word in line.rpartition(": ")[2].split(", ")]
+    assert sum(each) == 12
+    assert all(each), "a rank had nothing to do"
+
+
+@pytest.mark.proof
+def test_rank_that_dies_in_rollouts_ends_the_run_in_one_line(lightning):
+    store, run = lightning
+    while run.poll() is None and not shards(store):
+        time.sleep(0.002)
+    (second,) = [pid for pid in children(run.pid) if "LOCAL_RANK=1" in environment(pid)]
+    os.kill(second, signal.SIGKILL)
+    killed = time.monotonic()
+    _, error = run.communicate()
+    assert time.monotonic() - killed < 60
+    assert run.returncode == 1, error
+    (line,) = error.splitlines()
+    assert line.startswith(("error: rank 1 of this run has ended with code -9", "error: another process"))
 
 
 def children(parent: int) -> list[int]:
