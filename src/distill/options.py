@@ -101,7 +101,7 @@ class PromptOptions(ChatOptions):
 class RolloutOptions:
     """conf/rollout: who answers the training prompts, and by which distribution."""
 
-    engine: str  # hf | openai | ray
+    engine: str  # hf | openai | ray | vllm
     answers: str  # write | given
     until: str  # answer | length
     temperature: float
@@ -180,14 +180,24 @@ class OpenAIRolloutOptions(RolloutOptions, ServerOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RayRolloutOptions(RolloutOptions, FleetOptions):
-    """conf/rollout/ray.yaml."""
+class StartedEngineOptions:
+    """A vLLM that is started for the answers."""
 
-    engine_python: str | None  # interpreter that has vLLM; None: workers load the target themselves
+    engine_python: str | None  # interpreter that has it
     engine_arguments: tuple[str, ...]  # more of its server
     engine_patience: float  # seconds until it is ready
     engine_timeout: float  # seconds for one answer
     engine_retries: int  # of one request
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayRolloutOptions(RolloutOptions, FleetOptions, StartedEngineOptions):
+    """conf/rollout/ray.yaml; without `engine_python` workers load the target themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMRolloutOptions(RolloutOptions, StartedEngineOptions):
+    """conf/rollout/vllm.yaml."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.rollouts.produce import produce
 from distill.rollouts.store import RolloutStore, moment_of
+from distill.rollouts.vllm_server import check_vllm
 from distill.scoring.scorer import Scorer
 from distill.serving import engine_scores
 from distill.training import trainer_state
@@ -161,6 +162,7 @@ def _inputs(options: TrainOptions, folder: Path, phases: PhaseLog) -> tuple[Chat
     """Check settings; read the chat template, the prompts and the held-out prompts."""
     check_engine(options)
     quiet()
+    check_vllm(options)
     engine_scores.check(options.score, training=True)
     switch["on"] = options.trainer.enable_progress_bar
     with phases.time("prompts") as part:

@@ -12,6 +12,7 @@ from distill.prompts import split
 from distill.prompts.chat_template import Chat
 from distill.rollouts.produce import fill, open_store, rollout_plan
 from distill.rollouts.store import begun_moments, moment_of
+from distill.rollouts.vllm_server import check_vllm
 from distill.utils.progress import say
 
 
@@ -24,6 +25,7 @@ def roll_out(options: RolloutCommandOptions) -> float:
         UserError: invalid options, before any work starts.
     """
     quiet()
+    check_vllm(options)
     prompts, rollout = options.prompts, options.rollout
     moment = prompts.moment or moment_of(rollout.store)
     chat, result = _read(options, moment)

@@ -38,8 +38,8 @@ def check_engine(options: RunOptions) -> None:
         _refuse("on_policy.share: the target would read new texts in every step", "on_policy.share=0")
     if options.target.placement != "replicated" or options.target.compile:
         _refuse("target.placement and target.compile are of a target in this process", "leave them")
-    if options.rollout.engine == "ray":
-        _refuse("rollout=ray: its workers load the target", "rollout=hf, where the engine answers")
+    if (kind := options.rollout.engine) in ("ray", "vllm"):
+        _refuse(f"rollout={kind}: which loads it again", "rollout=hf, where the engine answers")
     if engine.python and processes(trainer.accelerator, trainer.devices, trainer.num_nodes) > 1:
         _refuse("engine.python: every process would start an engine", "start one, and give engine.url")
 

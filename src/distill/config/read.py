@@ -119,7 +119,9 @@ def _rollout(cfg: DictConfig) -> type[options.RolloutOptions]:
     """The options class by the group's settings, independent of rollout.engine."""
     if "url" in cfg:
         return options.OpenAIRolloutOptions
-    return options.RayRolloutOptions if "workers" in cfg else options.RolloutOptions
+    if "workers" in cfg:
+        return options.RayRolloutOptions
+    return options.VLLMRolloutOptions if "engine_python" in cfg else options.RolloutOptions
 
 
 def _drafter(cfg: DictConfig) -> options.DrafterOptions:

@@ -117,7 +117,7 @@ FLAGS = (
 CHOICES = {
     "target.placement": ("replicated", "sharded", "device_map"),
     "rollout.answers": ("write", "given"),
-    "rollout.engine": ("hf", "openai", "ray"),
+    "rollout.engine": ("hf", "openai", "ray", "vllm"),
     "prompts.template": ("chat", "none"),
     "prompts.answers": ("keep", "drop"),
     "rollout.until": ("answer", "length"),

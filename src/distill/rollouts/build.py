@@ -27,6 +27,7 @@ from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.rollouts.ray_workers import Fleet
 from distill.rollouts.store import Make, RolloutPlan, RolloutStore, Row
+from distill.rollouts.vllm_server import NO_KEY, fill_with_vllm
 from distill.rollouts.writer import Writer
 from distill.utils.paths import bundled
 from distill.utils.progress import say
@@ -40,7 +41,6 @@ HELPED = "rollout.drafter, rollout.refresh_every: the target"  # prefix of error
 HELPING = Auto(
     [{"depth": 1}, {"depth": 2}, {"depth": 3}, {"depth": 5}, {"depth": 3, "width": 2, "nodes": 5}], repeats=5
 )
-NO_KEY = "FOREDRAFT_NO_KEY"  # engines started by a worker need no key
 Helper = str | Path | None  # a drafter's folder or hub id
 
 
@@ -84,6 +84,10 @@ def work_of(
         else:
             load = partial(load_writer, *away, helper and str(_absolute(helper)))
         return partial(Fleet(rollout, load).fill, store)
+    if rollout.engine == "vllm":
+        _check_served(options, store.plan)
+        _check_identified(options, store.plan)
+        return partial(fill_with_vllm, options, target, chat, store)
     engine = from_server if rollout.engine == "openai" or isinstance(target, EngineTarget) else in_process
     make = Writer(engine(options, target, chat, store.plan, helper), chat, store.plan, part)
     return partial(store.fill, make, pause=target.idle)
@@ -169,8 +173,8 @@ def _check_served(options: AnswerOptions, plan: RolloutPlan) -> None:
         raise UserError("rollout.drafter: a server drafts by its own means; set it only with rollout=hf")
     if plan.until != "answer" or not plan.stop:
         raise UserError(
-            "rollout=openai, rollout.engine_python, taps=engine: a server ends its answers; needs "
-            "rollout.until=answer and a target with end tokens"
+            "rollout=openai, rollout=vllm, rollout.engine_python, taps=engine: a server ends its answers; "
+            "needs rollout.until=answer and a target with end tokens"
         )
 
 
@@ -239,14 +243,23 @@ def _check_started(options: AnswerOptions, plan: RolloutPlan, rollout: RayRollou
         UserError: see `_check_served`; a target that its files do not identify, or engines that share a GPU.
     """
     _check_served(options, plan)
-    if _head(options).fingerprint() != plan.target:
-        raise UserError(
-            "rollout.engine_python: workers could not verify this target, since its weights here differ from "
-            "its files (quantised?); start the engines yourself, and use rollout=openai"
-        )
+    _check_identified(options, plan)
     if torch.cuda.is_available() and rollout.workers > 1 and not rollout.gpus_per_worker:
         raise UserError(
             f"rollout.gpus_per_worker=0: the engines of {rollout.workers} workers would share a GPU; set 1"
+        )
+
+
+def _check_identified(options: AnswerOptions, plan: RolloutPlan) -> None:
+    """Reject a target that an engine would load from other weights.
+
+    Raises:
+        UserError: the weights here are not those of the target's files.
+    """
+    if _head(options).fingerprint() != plan.target:
+        raise UserError(
+            "rollout.engine_python: an engine would load other weights, since the target's here differ from "
+            "its files (quantised?); start the engines yourself, and use rollout=openai"
         )
 
 

@@ -16,7 +16,13 @@ from decode.model.target import Target
 from decode.sampling import Sampler
 from distill.distributed.ranks import gather
 from distill.engines.engine_target import EngineTarget
-from distill.options import AnswerOptions, OpenAIRolloutOptions, RayRolloutOptions, RolloutOptions, RunOptions
+from distill.options import (
+    AnswerOptions,
+    OpenAIRolloutOptions,
+    RolloutOptions,
+    RunOptions,
+    StartedEngineOptions,
+)
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import strictest
 from distill.prompts.prompt import Prompt, prompts_digest
@@ -77,15 +83,15 @@ def rollout_plan(
 
 
 def _arguments(rollout: RolloutOptions) -> str:
-    """Arguments of an engine that workers start; they may affect rows (length, quantization)."""
-    given = rollout.engine_arguments if isinstance(rollout, RayRolloutOptions) else ()
+    """Arguments of an engine that is started; they may affect rows (length, quantization)."""
+    given = rollout.engine_arguments if isinstance(rollout, StartedEngineOptions) else ()
     return "".join(f" {argument}" for argument in given)
 
 
 def _served(options: AnswerOptions, target: Target) -> bool:
     """Whether answers come from a server, which does its own drafting."""
     rollout = options.rollout
-    started = isinstance(rollout, RayRolloutOptions) and rollout.engine_python is not None
+    started = isinstance(rollout, StartedEngineOptions) and rollout.engine_python is not None
     return rollout.engine == "openai" or started or isinstance(target, EngineTarget)
 
 

@@ -108,7 +108,7 @@ ARGUMENTS = 'rollout.engine_arguments=["--max-model-len=64"]'
     ("words", "given", "said"),
     [
         (ENGINE, {"until": "length"}, "rollout.until=answer"),
-        (ENGINE, {"target": "of other weights"}, "workers could not verify this target"),
+        (ENGINE, {"target": "of other weights"}, "an engine would load other weights"),
         (("rollout=ray", ARGUMENTS), {}, "give rollout.engine_python"),
         (ENGINE, {"seed": 1}, "rollout.gpus_per_worker=0: the engines of 2 workers would share a GPU"),
     ],
