@@ -43,7 +43,7 @@ SLOW = {
 }
 # Not run at all, and why; the part that is this repository's is composed and checked like any other.
 UNRUN = {
-    r"^python3? -m venv |^(\.venv/bin/|spec/bin/)?pip install": "the network; .ci/run installs",
+    r"^python3? -m venv |^(\.venv/bin/|spec/bin/|vllm/bin/)?pip install": "the network; .ci/run installs",
     r"-m pytest\b|^pytest ": "the tests themselves",
     r"^git clone|^cd ": "the clone that this runs in",
     r"benchmark\.py (distillspec|drafters|objectives|sweep)": "hours; test_drafter_table.py, test_sweeps.py",
@@ -56,6 +56,7 @@ UNRUN = {
     r"hydra/launcher=submitit_slurm": "a SLURM cluster",
     r"trainer=gpu|trainer\.accelerator=gpu|trainer\.devices=8": "GPUs",
     r"judge\.script=": "a checkpoint of drafter=lm; tests/distill/commands/test_answer.py",
+    r"experiment=(qwen3|llama31)_8b": "a model of the Hub; tests/distill/training/test_your_gpus.py",
     r"prompts=gsm8k score\.judge": "a dataset of the Hub; tests/distill/scoring/test_script_judge.py",
     r"objective=focal|drafter=tiny": "a package of one's own; tests/foredraft/test_installed.py",
     r"smollm2": "a model of the Hub, or of a package of 98 MB",
