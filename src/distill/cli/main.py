@@ -29,7 +29,13 @@ from distill.config.own_runs import remember
 from distill.config.recorded import settings
 from distill.config.run_prompts import quoted
 from distill.config.validate import check_flags, check_paths, check_ranges
-from distill.utils.launcher import LostRankError, launch, started_by_rank_0, watch_parent
+from distill.utils.launcher import (
+    LostRankError,
+    launch,
+    reported_by_rank_0,
+    started_by_rank_0,
+    watch_parent,
+)
 from distill.utils.redact import hidden, printable
 from distill.utils.run_folder import AFTERWARDS, Run, claim, claim_at, join, unfinished_before
 from distill.utils.thread_waiting import chosen_here
@@ -210,8 +216,13 @@ def one_line_errors(
         return
     if leave:
         return leave(code, text)
-    print(printable(hidden(text)), file=sys.stderr, flush=True)
+    _report(text)
     raise SystemExit(code)
+
+
+def _report(text: str) -> None:
+    if not reported_by_rank_0():
+        print(printable(hidden(text)), file=sys.stderr, flush=True)
 
 
 def _disk_error(error: BaseException | None) -> OSError | None:

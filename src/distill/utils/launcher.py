@@ -23,6 +23,7 @@ LAUNCHERS = (
 )
 PARENT = "FOREDRAFT_RANK_0"  # process id of rank 0, for ranks that Lightning starts
 GRACE = 20.0  # seconds for a process to detect and report a death itself
+TOLD = 10.0  # seconds for rank 0 to report an error that all ranks have
 
 
 class LostRankError(RuntimeError):
@@ -72,6 +73,20 @@ def watch(died: Callable[[], str | None], grace: float | None = None) -> None:
 def started_by_rank_0() -> int:
     """Process id of rank 0, which has claimed the folder, in a rank started by Lightning; else 0."""
     return int(os.environ.get(PARENT, 0)) if int(os.environ.get("LOCAL_RANK", 0)) else 0
+
+
+def reported_by_rank_0() -> bool:
+    """In a rank that Lightning started and that has failed, wait for rank 0, which may have the same error.
+
+    Returns:
+        Whether rank 0 has ended, so that its line is enough; False in rank 0 itself.
+    """
+    parent, end = started_by_rank_0(), time.monotonic() + TOLD
+    while parent and time.monotonic() < end:
+        if os.getppid() != parent:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def watch_parent() -> None:

@@ -117,10 +117,10 @@ def test_rank_that_torchrun_restarts_loses_no_shard(bench, straight, tmp_path):
 
 
 @pytest.fixture
-def lightning(bench, tmp_path) -> Iterator[tuple[Path, subprocess.Popen]]:
+def lightning(bench, tmp_path, request) -> Iterator[tuple[Path, subprocess.Popen]]:
     """A store, and `python train.py trainer=ddp trainer.devices=2` that fills it: Lightning starts rank 1."""
     options = ["trainer=ddp", "trainer.devices=2", *SHORT, *LONG, f"rollout.store={tmp_path / 'store'}"]
-    command = [sys.executable, "train.py", *bench.command, *options]
+    command = [sys.executable, "train.py", *bench.command, *options, *getattr(request, "param", ())]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     run = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, **pipes)
     yield tmp_path / "store", run
@@ -151,6 +151,18 @@ def test_rank_that_dies_in_rollouts_ends_the_run_in_one_line(lightning):
     assert run.returncode == 1, error
     (line,) = error.splitlines()
     assert line.startswith(("error: rank 1 of this run has ended with code -9", "error: another process"))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "lightning", [["rollout=openai", "rollout.url=http://127.0.0.1:9/v1"]], indirect=True
+)
+def test_error_of_all_ranks_is_reported_once(lightning):
+    _, run = lightning
+    _, error = run.communicate()
+    assert run.returncode == 2, error
+    (line,) = error.splitlines()
+    assert line.startswith("error: rollout.url=http://127.0.0.1:9/v1")
 
 
 def children(parent: int) -> list[int]:
