@@ -93,13 +93,13 @@ def test_only_options_that_may_be_null_are():
         compose(["target.dtype=null"], CONF, "config")
 
 
-@pytest.mark.parametrize("engine", ["hf", "given", "openai", "ray"])
+@pytest.mark.parametrize("engine", ["hf", "given", "openai", "ray", "vllm"])
 def test_each_engine_has_its_own_settings(engine):
     url = ["rollout.url=http://a/v1"] * (engine == "openai")
     rollout = options_of(f"rollout={engine}", *url).rollout
-    kinds = {"openai": o.OpenAIRolloutOptions, "ray": o.RayRolloutOptions}
+    kinds = {"openai": o.OpenAIRolloutOptions, "ray": o.RayRolloutOptions, "vllm": o.VLLMRolloutOptions}
     assert type(rollout) is kinds.get(engine, o.RolloutOptions)
-    assert rollout.until == ("answer" if engine == "openai" else "length")
+    assert rollout.until == ("answer" if engine in ("openai", "vllm") else "length")
 
 
 def test_objects_are_made_once_with_plain_arguments():

@@ -354,7 +354,8 @@ def test_options_that_an_engine_excludes_are_refused():
         (["engine.python=p", "score.enabled=true"], "score.enabled=true: checkpoints are scored by decoding"),
         (["engine.python=p", "on_policy.share=0.5"], "on_policy.share"),
         (["engine.python=p", "target.compile=true"], "target.compile"),
-        (["engine.python=p", "rollout=ray"], "its workers load the target"),
+        (["engine.python=p", "rollout=ray"], "rollout=ray: which loads it again"),
+        (["engine.python=p", "rollout=vllm"], "rollout=vllm: which loads it again"),
         (["engine.python=p", "trainer=ddp", "trainer.devices=2"], "every process would start an engine"),
         (["engine.python=p", "taps=cache"], "need taps=engine"),
     ):
