@@ -298,6 +298,25 @@ class DrafterOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """conf/plan.yaml: a large run, of which `foredraft plan` estimates hours, disk and memory."""
+
+    run: str | None  # folder of a small run; None: estimate from the target's shape
+    prompts: int | None
+    gpus: int | None  # 0: this machine's processor
+    card: str | None
+    samples: int | None
+    steps: int | None
+    saves: int | None
+    prompt_tokens: int | None
+    answer_tokens: int | None
+    disk: float  # GiB
+    network: float | None  # GB a second
+    faster: float
+    out: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class AutoOptions:
     """conf/drafter/auto.yaml: a search over drafter families."""
 

@@ -49,7 +49,7 @@ COMMANDS = {
     "compare": Command("compare runs in a table and a page", "commands.compare:main"),
     "report": Command("write a run's report.html again", "commands.report:main"),
     "follow": Command("train on as the target is trained", "commands.follow:main"),
-    "plan": Command("estimate a large run from a small one", "commands.plan:main"),
+    "plan": Command("estimate a large run, before any or from a small one", "commands.plan:main"),
     "advise": Command(
         "find how much to draft on this machine", "commands.advise:advise", "advise", "AdviseOptions"
     ),

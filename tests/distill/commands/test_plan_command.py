@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from workbench import Bench, foredraft
 
-from distill.commands.plan import Job, plan
+from distill.commands.planning.from_run import Job, plan_from_run
 from distill.utils.phase_log import FILE, PhaseLog, read_phases
 
 PROMPTS, STEPS = 8, 4
@@ -36,7 +36,9 @@ def changed(small: Path, folder: Path, old: str, new: str) -> Path:
 
 def hours(run: Path, **job) -> dict[str, float]:
     same = {"prompts": PROMPTS, "samples": None, "steps": STEPS, "processes": 1, "faster": 1.0}
-    return {p.name: p.hours for p in plan(run, Job(**(same | {"network": 10.0, "saves": 2} | job))).parts}
+    return {
+        p.name: p.hours for p in plan_from_run(run, Job(**(same | {"network": 10.0, "saves": 2} | job))).parts
+    }
 
 
 def test_run_writes_its_phases_and_takes_as_long_again(small):
@@ -91,7 +93,7 @@ def test_taps_on_disk_are_shared_and_count_as_disk(small, tmp_path):
     disk = changed(small, tmp_path, "taps: memory", "taps: cache")
     assert hours(disk, processes=4)["taps"] == pytest.approx(hours(small)["taps"] / 4)
     job = Job(1000, None, None, 1, 1.0, 10.0, None)
-    held, kept = plan(small, job), plan(disk, job)
+    held, kept = plan_from_run(small, job), plan_from_run(disk, job)
     assert held.memory["taps"] == kept.disk["taps"] > 0
     assert "taps" not in held.disk
     assert "taps" not in kept.memory
@@ -99,19 +101,37 @@ def test_taps_on_disk_are_shared_and_count_as_disk(small, tmp_path):
 
 def test_command_prints_and_writes_the_plan(small, tmp_path):
     out = tmp_path / "plan.json"
-    done = foredraft("plan", str(small), "--prompts", "1000000", "--processes", "64", "--out", str(out))
+    done = foredraft("plan", str(small), "prompts=1000000", "--gpus", "64", f"out={out}")
     assert "1,000,000 prompts" in done.succeeded().out
     card = json.loads(out.read_text())
     assert card["hours"] == pytest.approx(sum(part["hours"] for part in card["parts"]))
-    foredraft("plan", str(small), "--prompts", "0").refused("1 or more")
-    foredraft("plan", str(small), "--prompts", "5", "--faster", "0").refused("above 0")
-    foredraft("plan", str(small), "--prompts", "5", "--out", "/nowhere/plan.json").refused(
-        "cannot be written"
-    )
+    foredraft("plan", f"run={small}", "prompts=5", "out=/nowhere/plan.json").refused("cannot be written")
+    for words, text in {
+        "prompts=0": "give 1 or more",
+        "prompts=5 faster=0": "more than 0",
+        "prompts=5 gpus=0": "1 or more",
+        "prompts=5 drafter=eagle": "takes it from that run",
+        "--prompts 5": "write prompts=",
+        "--processes=8 prompts=5": "write gpus=8",
+        "gpus=2": "as in prompts=100000",
+    }.items():
+        foredraft("plan", str(small), *words.split()).refused(text)
+
+
+def test_run_that_wrote_its_own_prompts_has_a_plan(small, tmp_path):
+    """Such a run logs no phase of prompts, as experiment=quick."""
+    own = changed(small, tmp_path, "self: 0", f"self: {2 * PROMPTS}")
+    phases = [asdict(phase) for phase in read_phases(small) if phase.name != "prompts"]
+    (own / FILE).unlink()  # a link
+    (own / FILE).write_text(json.dumps({"phases": phases}))
+    one, more = hours(own, prompts=2 * PROMPTS), hours(own, prompts=20 * PROMPTS)
+    assert one["rollouts"] == pytest.approx(hours(small)["rollouts"])
+    assert more["rollouts"] == pytest.approx(10 * one["rollouts"])
+    assert "wrote its own prompts" in foredraft("plan", str(own), "prompts=5").succeeded().out
 
 
 def test_run_that_has_not_ended_is_one_line(tmp_path):
-    assert "train a small one first" in foredraft("plan", str(tmp_path), "--prompts", "5").err
+    assert "train a small one first" in foredraft("plan", str(tmp_path), "prompts=5").err
     log = PhaseLog(tmp_path)
     with pytest.raises(ZeroDivisionError), log.time("rollouts") as part:
         part["rows"] = 1 / 0
@@ -119,4 +139,4 @@ def test_run_that_has_not_ended_is_one_line(tmp_path):
         pass
     assert read_phases(tmp_path) == []
     (tmp_path / FILE).write_text("{")
-    assert "remove it" in foredraft("plan", str(tmp_path), "--prompts", "5").err
+    assert "remove it" in foredraft("plan", str(tmp_path), "prompts=5").err
