@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig
-from workbench import Bench, foredraft
+from workbench import ROOT, Bench, foredraft
 
 from decode.errors import UserError
 from distill.commands.plan import plan, read_arguments
@@ -26,7 +26,7 @@ from distill.commands.planning.shape import (
 
 QWEN, LLAMA = "Qwen/Qwen3-8B", "meta-llama/Llama-3.3-70B-Instruct"
 # EAGLE-3 for Qwen3-8B
-DRAFTER = DrafterShape("eagle3", 399_536_128, True, 399_536_128, 32_000, True, 3, 64, 4, 1)
+DRAFTER = DrafterShape("eagle3", 399_536_128, True, 399_536_128, 32_000, True, 3, 3, 64, 4, 1)
 WORK = Work(
     prompts=10_000,
     written=0,
@@ -129,6 +129,19 @@ def test_training_takes_what_speculators_report_within_a_factor_of_two(qwen):
     estimate = BeforeRun(qwen, replace(DRAFTER, anchors=0), work).estimate()
     took = {part.name: 3600 * part.hours for part in estimate.parts}
     assert 0.5 < (took["training"] + took["gradients"]) / 942 < 2
+
+
+@pytest.mark.parametrize(("card", "folder"), [("h100", "smollm2"), ("h200", "h200/smollm2")])
+def test_training_takes_what_recorded_runs_of_cards_took_within_a_half(card, folder):
+    """EAGLE-3 of 2,400 steps on SmolLM2, among other runs on the card."""
+    recorded = json.loads((ROOT / "scripts/lab/results" / folder / "eagle3-more-2400-0.json").read_text())
+    assert recorded["hardware"].lower().startswith(f"nvidia {card}")
+    name, size = "HuggingFaceTB/SmolLM2-135M", recorded["parameters"]
+    drafter = DrafterShape("eagle3", size, True, size, 32_000, True, 3, 3, 64, 4, 1)
+    work = replace(WORK, prompts=2986, answers="own", gpus=1, card=CARDS[card], steps=2400, taps="cache")
+    work = replace(work, prompt_tokens=80, answer_tokens=150)
+    parts = {part.name: part.hours for part in BeforeRun(shape(name), drafter, work).estimate().parts}
+    assert 0.5 < 3600 * parts["training"] / recorded["train_seconds"] < 1.5
 
 
 def test_every_number_is_positive_and_grows_with_prompts_and_shrinks_with_devices(qwen):

@@ -143,7 +143,9 @@ class BeforeRun:
         disk["checkpoints"] = drafter.parameters * (4 * max(1, self.saves) + 24)  # and two trainer states
         parts += self._checkpoints()
         choices += self._assumptions()
-        tau = expected_tau(self.target.name, drafter.name, work.prompts or work.written)
+        tau = expected_tau(
+            self.target.name, self.target.parameters, drafter.name, work.prompts or work.written
+        )
         return Estimate(
             parts,
             {name: size / GIB for name, size in disk.items()},
@@ -202,7 +204,7 @@ class BeforeRun:
         read = (target.bytes + together * length * target.kv_bytes) / (card.bandwidth * card.reading)
         prompt = work.prompt_tokens / work.answer_tokens * target.forward(work.prompt_tokens / 2)
         flop = together * (target.forward(length) + target.head + prompt)
-        seconds = max(read, flop / (card.flops * card.forward)) / self.group
+        seconds = max(read, flop / (card.flops * card.decoding)) / self.group
         return seconds if engine else max(seconds, target.layers * card.layer_seconds)
 
     # -- hidden states and training ------------------------------------------------------------------
@@ -227,10 +229,9 @@ class BeforeRun:
         work, target, card = self.work, self.target, self.card
         states, whole = self._state_bytes(), target.bytes
         share = whole / work.gpus
-        tokens = work.rows * work.row
-        seconds = tokens * target.forward(work.row / 2) / (card.flops * card.forward)
-        forward = seconds / work.rows * work.batch
-        one = max(forward, target.layers * card.layer_seconds)
+        flop = work.batch * work.row * target.forward(work.row / 2)
+        one = max(flop / (card.flops * card.forward), target.layers * card.layer_seconds)
+        seconds = one * work.rows / work.batch
         gathered = whole * (1 - 1 / work.gpus) / self._link()
         writing = states / (c.DISK_SPEED * work.machines) / 3600
         reading = self.passes * writing
@@ -269,7 +270,7 @@ class BeforeRun:
         weights = 6 * drafter.own + (0 if drafter.own_head else 4 * self.target.hidden * drafter.scored)
         own = work.batch * self._predictions() * weights / (card.flops * card.training)
         teacher = work.batch * work.supervised * self.target.head / (card.flops * card.forward)
-        micro = max(own + teacher, card.step_seconds) + taps.forward
+        micro = max(own + teacher, drafter.passes * card.depth_seconds) + taps.forward
         seconds = micro * work.accumulate
         hours = max(self.steps * seconds / 3600, taps.reading)
         sent = 2 * (work.gpus - 1) / work.gpus * 4 * drafter.parameters

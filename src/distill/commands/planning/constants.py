@@ -40,8 +40,8 @@ class Card(NamedTuple):
         flops: dense products in bf16, a second.
         link: between the cards of one machine, bytes a second in one direction.
         layer_seconds: time of a layer in a pass that computes next to nothing: launches of its kernels.
-        step_seconds: the same for a training step of a drafter with stored hidden states.
-        reading, forward, training: shares of `bandwidth` and `flops` that are reached.
+        depth_seconds: the same for one depth in a training step, with stored hidden states.
+        reading, decoding, forward, training: shares of `bandwidth` and `flops` that are reached.
     """
 
     name: str
@@ -50,8 +50,9 @@ class Card(NamedTuple):
     flops: float
     link: float
     layer_seconds: float = 0.48e-3  # measured: SmolLM2-135M, 30 layers, 14.3 ms a pass, H100 and H200
-    step_seconds: float = 0.048  # measured: EAGLE, bundled target and SmolLM2, 46 to 50 ms, H100 and H200
+    depth_seconds: float = 0.024  # measured: EAGLE, depth 2, bundled target and SmolLM2, 46 to 50 ms a step
     reading: float = READING
+    decoding: float = FORWARD
     forward: float = FORWARD
     training: float = TRAINING
 
@@ -71,7 +72,10 @@ DEFAULT_CARD = "h100"
 GPUS_OF_MACHINE = 8  # cards in one machine; more are several machines
 NETWORK = 10e9  # bytes a second between machines, as `network=` has it
 CPU_LAYER_SECONDS = 1.2e-3  # measured: bundled target, 12 layers, 69.9 tokens a second (docs/speed.md)
-CPU_STEP_SECONDS = 0.0  # a CPU computes while it prepares the next operation
+CPU_DEPTH_SECONDS = 0.0  # a CPU computes while it prepares the next operation
+# Shares of a large product's speed in small models. Measured: experiment=quick, one thread of an EPYC among
+# other programs. Sampling and attention take most of a step of decoding.
+CPU_DECODING, CPU_FORWARD, CPU_TRAINING = 0.09, 0.27, 0.33
 
 # -- memory and disk ------------------------------------------------------------------------------
 
@@ -104,9 +108,13 @@ EAGLE3 = (
     Anchor(50_000, 1.94, 1.94, "Qwen2.5-7B, 50,000 texts: SpecForge#128"),
     Anchor(500_000, 2.35, 2.95, "about 500,000 texts, chains of 3: speculators#563"),
 )
+LEAST_WEIGHTS = 1_000_000_000  # of a target that these figures may hold for: an assumption
 # Published EAGLE-3 drafters of a target: acceptance length, conditions and source
 VLLM_TEST = "chain of 3, MT-Bench, T=0: vLLM's test_acceptance_length.py"
 PUBLISHED = {
+    "huggingfacetb/smollm2-135m-instruct": (
+        "measured: 2.49 after 2,986 answers, most of gsm8k (chain of 3, T=0, scripts/lab/results/h200)"
+    ),
     "qwen/qwen3-8b": f"RedHatAI's EAGLE-3 has 2.26 ({VLLM_TEST})",
     "meta-llama/llama-3.1-8b-instruct": f"RedHatAI's EAGLE-3 has 2.60 ({VLLM_TEST})",
     "meta-llama/llama-3.3-70b-instruct": (

@@ -5,21 +5,26 @@ from __future__ import annotations
 from itertools import pairwise
 from math import log
 
-from distill.commands.planning.constants import EAGLE3, PUBLISHED
+from distill.commands.planning.constants import EAGLE3, LEAST_WEIGHTS, PUBLISHED
 
 ENDINGS = ("", "-instruct")
 
 
-def expected_tau(target: str, drafter: str, prompts: int) -> str:
+def expected_tau(target: str, weights: int, drafter: str, prompts: int) -> str:
     """Say what acceptance length to expect, with its sources.
 
     Args:
         target: id of the target.
+        weights: number of the target's weights.
         drafter: name in conf/drafter.
         prompts: that are answered and trained on.
     """
     if drafter != "eagle3":
         return f"no public figure for {drafter} by number of prompts; train a small run and look at its score"
+    known = next((PUBLISHED[key] for end in ENDINGS if (key := target.lower() + end) in PUBLISHED), "")
+    published = f"; for this target, {known}" if known else ""
+    if weights < LEAST_WEIGHTS:
+        return f"no public figure for a target this small by number of prompts{published}"
     low, high, sources = eagle3_range(prompts)
     if not low:
         range_ = f"below {high:.2f}"
@@ -27,9 +32,8 @@ def expected_tau(target: str, drafter: str, prompts: int) -> str:
         range_ = f"about {low:.2f}"
     else:
         range_ = f"{low:.2f} to {high:.2f}"
-    known = next((PUBLISHED[key] for end in ENDINGS if (key := target.lower() + end) in PUBLISHED), "")
-    published = f"; for this target, {known}" if known else ""
-    return f"{range_}, an estimate for chains of 3 in an engine ({sources}){published}"
+    what = "an estimate from chat data, targets of 7 and 8 B weights and chains of 3 in an engine"
+    return f"{range_}, {what} ({sources}){published}"
 
 
 def eagle3_range(prompts: int) -> tuple[float, float, str]:

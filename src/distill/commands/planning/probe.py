@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from statistics import median
 
 import torch
 
@@ -13,13 +12,17 @@ from decode.hardware import hardware, memory_bytes
 from decode.kernels.half_products import product_dtype
 from distill.commands.planning.constants import (
     CARDS,
+    CPU_DECODING,
+    CPU_DEPTH_SECONDS,
+    CPU_FORWARD,
     CPU_LAYER_SECONDS,
-    CPU_STEP_SECONDS,
+    CPU_TRAINING,
     DEFAULT_CARD,
     Card,
 )
 
-ROWS, SIZE, MIB, TURNS = 1024, 1024, 2**20, 5
+ROWS, SIZE, MIB = 1024, 1024, 2**20
+WINDOW = 1.0  # seconds of each measurement
 CPU = torch.device("cpu")
 
 
@@ -43,7 +46,7 @@ def find_card(name: str | None) -> Card:
 
 @torch.inference_mode()
 def probe_processor() -> Card:
-    """Measure this machine's processor: products and reading, medians of a few turns, in about a second."""
+    """Measure this machine's processor: products and reading, a second of each."""
     dtype = product_dtype(torch.bfloat16, CPU)
     left, right = torch.ones(ROWS, SIZE, dtype=dtype), torch.ones(SIZE, SIZE, dtype=dtype)
     large = torch.ones(128 * MIB // 4)
@@ -52,23 +55,24 @@ def probe_processor() -> Card:
     what = f"this machine's processor ({hardware(CPU)}, {torch.get_num_threads()} threads)"
     return Card(
         what,
-        memory_bytes(CPU),
-        bandwidth,
-        flops,
-        bandwidth,
-        CPU_LAYER_SECONDS,
-        CPU_STEP_SECONDS,
-        reading=1.0,  # these are what was reached, not what a data sheet says
-        forward=1.0,
-        training=1.0,
+        memory=memory_bytes(CPU),
+        bandwidth=bandwidth,
+        flops=flops,
+        link=bandwidth,
+        layer_seconds=CPU_LAYER_SECONDS,
+        depth_seconds=CPU_DEPTH_SECONDS,
+        reading=1.0,  # it is what was reached, not what a data sheet says
+        decoding=CPU_DECODING,
+        forward=CPU_FORWARD,
+        training=CPU_TRAINING,
     )
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Median time of a call, after one that is not counted."""
-    times = []
-    for _ in range(TURNS + 1):
-        begun = time.perf_counter()
+    """Mean time of a call over WINDOW seconds: what other processes leave to this one counts."""
+    call()
+    begun, count = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - begun) < WINDOW:
         call()
-        times.append(time.perf_counter() - begun)
-    return median(times[1:])
+        count += 1
+    return elapsed / max(1, count)

@@ -78,6 +78,7 @@ class DrafterShape:
         scored: rows of the head that training scores.
         own_head: whether the head is among the trained weights.
         depth: depths of its unroll.
+        passes: of its layers in a step, one after another.
         anchors: places of a text trained at depth 2 and deeper; 0: all.
         states: hidden states of a token that training reads, the head's input included.
         layers: decoder layers.
@@ -90,6 +91,7 @@ class DrafterShape:
     scored: int
     own_head: bool
     depth: int
+    passes: int
     anchors: int
     states: int
     layers: int
@@ -195,7 +197,8 @@ def drafter_shape(cfg: Any, name: str, target: Target) -> DrafterShape:
     parameters = sum(weight.numel() for weight in drafter.parameters() if weight.requires_grad)
     depth, vocabulary = getattr(drafter, "depth", 1) or 1, len(drafter.d2t) if drafter.d2t is not None else 0
     scored, own = vocabulary or target.vocab_size, parameters
-    if isinstance(drafter, FeatureHeadsDrafter):  # each depth has weights of its own
+    heads = isinstance(drafter, FeatureHeadsDrafter)
+    if heads:  # each depth has weights of its own
         own = parameters // depth
     return DrafterShape(
         name=name,
@@ -205,6 +208,7 @@ def drafter_shape(cfg: Any, name: str, target: Target) -> DrafterShape:
         scored=scored,
         own_head=any(len(weight) == scored for weight in drafter.parameters() if weight.dim() > 1),
         depth=depth,
+        passes=1 if heads else depth,
         anchors=int(getattr(drafter, "anchors", 0) or 0),
         states=len({*drafter.taps, LAST}),
         layers=max(1, len(getattr(drafter, "layers", ()))),
