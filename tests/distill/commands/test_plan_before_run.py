@@ -102,7 +102,9 @@ def test_keys_values_and_hidden_states_have_their_public_sizes(qwen):
     )
 
 
-def seconds(target: TargetShape, card: Card, tokens: tuple[int, int], together: int, gpus: int = 1) -> float:
+def tokens_a_second(
+    target: TargetShape, card: Card, tokens: tuple[int, int], together: int, gpus: int = 1
+) -> float:
     """Output tokens a second of all cards, in vLLM."""
     sizes = {"prompt_tokens": tokens[0], "answer_tokens": tokens[1], "prompts": together, "gpus": gpus}
     work = replace(WORK, card=card, **sizes)
@@ -114,10 +116,15 @@ def test_answers_are_as_fast_as_public_figures_of_vllm_within_a_factor_of_two(qw
     llama, big = shape("meta-llama/Llama-3.1-8B"), shape("Qwen/Qwen3-32B")
     nvl = Card("H100 NVL 94 GB", 94e9, 3.9e12, 835e12, 450e9)
     checks = {
-        "vllm#16937: Llama-3.1-8B, H100, one request": (133, seconds(llama, CARDS["h100"], (60, 256), 1)),
-        "vllm#4702: Llama-3-8B, A6000": (2163, seconds(llama, CARDS["a6000"], (128, 128), 1000)),
-        "vllm#17788: Qwen3-32B, H100 NVL, 32 at once": (654, seconds(big, nvl, (217, 200), 32)),
+        "vllm#16937: Llama-3.1-8B, H100, one request": (
+            133,
+            tokens_a_second(llama, CARDS["h100"], (60, 256), 1),
+        ),
+        "vllm#4702: Llama-3-8B, A6000": (2163, tokens_a_second(llama, CARDS["a6000"], (128, 128), 1000)),
+        "vllm#17788: Qwen3-32B, H100 NVL, 32 at once": (654, tokens_a_second(big, nvl, (217, 200), 32)),
     }
+    a100 = tokens_a_second(shape(LLAMA), CARDS["a100"], (217, 215), 200, gpus=4)
+    checks["vllm#12315: Llama-3.3-70B, 4 A100, 200 prompts"] = (714, a100)
     for name, (published, estimated) in checks.items():
         assert 0.5 < estimated / published < 2, f"{name}: {estimated / published:.2f}"
 
