@@ -230,6 +230,15 @@ def test_config_of_the_hub_comes_before_the_table(fake_hub):
     assert not [path for _, path in fake_hub.asked if "safetensors" in path]
 
 
+def test_known_model_has_a_plan_at_once_where_the_hub_does_not_answer(fake_hub):
+    fake_hub.cut = "/"  # every request is cut off
+    config, source = target_config(QWEN, None, False)
+    assert (config.num_hidden_layers, "known models" in source) == (36, True)
+    assert len(fake_hub.asked) <= 2
+    with pytest.raises(UserError, match="give a folder"):
+        target_config("nobody/unknown", None, False)
+
+
 def test_processor_is_measured_where_there_is_no_card():
     found = words("experiment=quick", "gpus=0")
     assert "this machine's processor" in found.choices[0]

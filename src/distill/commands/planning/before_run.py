@@ -245,7 +245,7 @@ class BeforeRun:
         if work.gpus > 1:
             ways.append(Taps("online", 0.0, 0.0, one + gathered, 0.0, 0.0, share, "target.placement=sharded"))
         if work.answers == "vllm":
-            ways.append(Taps("engine", stored, reading, 0.0, states, 0.0, table, "the target in vLLM alone"))
+            ways.append(Taps("engine", stored, reading, 0.0, states, 0.0, table, "the target only in vLLM"))
         return ways
 
     def _fits(self, way: Taps) -> bool:

@@ -18,7 +18,7 @@ READING = 0.64
 # a second (vllm-project/vllm#4702).
 FORWARD = 0.45
 # Products of a drafter's training step. Qwen3-8B, EAGLE-3, 3 depths at all places, 5,000 texts of ShareGPT, 5
-# passes: 942 s on two H100, beside two that ran vLLM (vllm-project/speculators,
+# passes: 942 s on two H100, and two more that ran vLLM (vllm-project/speculators,
 # examples/train/eagle3_qwen3_8b_sharegpt_online_5k.sh): 7.5 GFLOP for each of 26 million tokens.
 TRAINING = 0.10
 TEXT_TOKENS = 1024  # of a conversation: speculators' tutorials count 1.6 TB for 50,000 of them

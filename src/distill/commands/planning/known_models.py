@@ -3,7 +3,7 @@
 Each row is as in the model's config.json on the Hub, in the order of `NAMES`. Rows were compared with the
 copies of these files in LitGPT's litgpt/config.py (Lightning-AI/litgpt 293089e). That file has other numbers
 only for `vocab_size`, which it pads, and for the experts of Qwen3-30B-A3B. The multimodal Gemma 3 are here
-with their language model alone.
+with their language model only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sizes of a target and of its drafter, from configurations alone: no weights are read, no code is run."""
+"""Sizes of a target and of its drafter, from their configurations: no weights are read, no code is run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub import constants, get_session
 from transformers import AutoConfig
 from transformers.utils import logging
 
@@ -23,6 +24,7 @@ from drafters.base import Drafter
 from drafters.families.feature_heads import FeatureHeadsDrafter
 
 HALF = 2  # bytes of a number in bf16
+PATIENCE = 3.0  # seconds for a first answer of the Hub
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ def target_config(name: str, revision: str | None, trusted: bool) -> tuple[Any, 
         UserError: no such configuration, and the model is not known.
     """
     try:
-        config = load_config(str(bundled(name)), revision, trusted)
+        with _without_retries():
+            config = load_config(str(bundled(name)), revision, trusted)
     except UserError as error:
         if not (settings := known(name)):
             if name.count("/") != 1 or name.startswith((".", "~", "/")):
@@ -116,6 +119,21 @@ def target_config(name: str, revision: str | None, trusted: bool) -> tuple[Any, 
         with _quiet():
             return AutoConfig.for_model(**settings), "shapes of known models, in this package"
     return config.get_text_config(), "its config.json"
+
+
+@contextmanager
+def _without_retries() -> Iterator[None]:
+    """Read from the cache at once where the Hub does not answer; five retries a file would take a minute."""
+    offline = constants.HF_HUB_OFFLINE
+    try:
+        if not offline:
+            get_session().head(constants.ENDPOINT, timeout=PATIENCE)
+    except Exception:  # the classes of errors depend on the client
+        constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = offline
 
 
 @contextmanager
@@ -133,7 +151,7 @@ def empty_target(config: Any, name: str) -> Target:
     """The target without weights.
 
     Raises:
-        UserError: a model that cannot be built of this configuration alone.
+        UserError: a model that cannot be built of this configuration.
     """
     try:
         with _quiet(), torch.device("meta"):
