@@ -10,14 +10,15 @@ from typing import Any
 from decode.errors import FollowUpError, RemoteError, UserError
 from decode.model.target import Target
 from distill.config.build import TargetSource, quiet
-from distill.config.recorded import read_config
 from distill.options import ExportCommandOptions, ExportOptions
-from distill.prompts.split import RECORD
+from distill.prompts.split import RECORD as PROMPTS
 from distill.rollouts.manifest import MANIFEST
 from distill.utils.atomic_files import read_json
 from distill.utils.paths import bundled
 from distill.utils.progress import bar, first_rank, say
 from distill.utils.redact import without_secrets
+from distill.utils.run_folder import RECORD
+from distill.utils.run_record import OLDER, read_options
 from drafters.base import Drafter
 from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint import pretrained
@@ -239,22 +240,36 @@ def _export_folder(checkpoint: Path, to: str) -> Path:
 def recipe_of(checkpoint: Path) -> dict[str, Any] | None:
     """Collect the recipe from the folders around a checkpoint; None outside a run's folder.
 
-    Folders of this machine are shortened to their last part, and secrets are hidden.
+    Folders of this machine are shortened to their last part, and secrets are hidden. `chosen` has the
+    options that the run chose by itself, and by what.
     """
     folder = checkpoint.resolve().parent.parent
-    config = read_config(folder) if checkpoint.resolve().parent.name == "checkpoints" else None
-    if config is None:
+    if checkpoint.resolve().parent.name != "checkpoints" or not (folder / RECORD).is_file():
         return None
+    options = read_options(folder)
+    if options is None:
+        say(f"{folder}: {OLDER}; the model card says nothing about data and training")
+        return None
+    config = options.values
     found = {part: _plain(config[part]) for part in PARTS if part in config}
     found["trainer"] = {name: config["trainer"][name] for name in TRAINER if name in config["trainer"]}
     found |= {name: config[name] for name in PLAIN if name in config}
     if template := config.get("prompts", {}).get("template"):
         found["template"] = template
-    if prompts := read_json(folder / RECORD, ABOUT):
+    if prompts := read_json(folder / PROMPTS, ABOUT):
         found["prompts"] = _plain(prompts)
     if rollouts := _rollouts(folder, config):
         found["rollouts"] = rollouts
+    found["chosen"] = {name: by for name, by in options.chosen.items() if _is_shown(name, found)}
     return without_secrets(found)
+
+
+def _is_shown(name: str, recipe: dict[str, Any]) -> bool:
+    """Whether a recipe has a value of this option."""
+    part: Any = recipe
+    for key in name.split("."):
+        part = part.get(key) if isinstance(part, dict) else None
+    return part is not None
 
 
 def _rollouts(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from decode.planning.calibrated_tree import Calibrated
 from decode.sampling import Sampler
 from distill.losses.divergences import Divergence
 from distill.losses.weights import Weights
+from distill.utils.run_record import ResolvedOptions
 from drafters.base import Drafter
 
 ANSWERS, MOST_SAMPLES = 1200, 4  # see `RolloutOptions.answers_each`
@@ -396,7 +397,7 @@ class RunOptions(AnswerOptions):
     """conf/config.yaml but for `drafter`.
 
     Attributes:
-        config: the configuration with secrets removed, as loggers record it; no field of conf/.
+        config: the configuration without secrets, and what was chosen so far; no field of conf/.
     """
 
     objective: Annotated[Divergence, INSTANCE]
@@ -422,7 +423,7 @@ class RunOptions(AnswerOptions):
     max_tokens: int  # of a training row
     on_policy: OnPolicyOptions
     export: ExportOptions
-    config: Mapping[str, Any]
+    config: ResolvedOptions
 
 
 @dataclass(frozen=True, kw_only=True)

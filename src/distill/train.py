@@ -16,6 +16,7 @@ from decode.model.target import Target
 from decode.sampling import Sampler
 from distill.config.build import PromptReader, TargetSource, build_drafter, join_ends, quiet
 from distill.config.engine import check_engine
+from distill.config.run_choices import record_choices, record_drafter
 from distill.config.target_size import with_length
 from distill.config.validate import refused
 from distill.data.datamodule import RolloutData, TapStorage
@@ -49,6 +50,7 @@ from distill.training.trainer import build_optimizer, build_trainer, fit
 from distill.utils.phase_log import PhaseLog
 from distill.utils.progress import say, switch
 from distill.utils.reports import NO_REPORTS, Reports
+from distill.utils.run_record import RunRecord
 from drafters import optional
 from drafters.base import Drafter
 from drafters.registry import short_name
@@ -119,7 +121,8 @@ def _train(
     options = with_length(options, len(prompts))
     state = trainer_state.newest(folder)
     begun = int(state.parents[1].name) if state else 0
-    logging = loggers(options.logger, options.config, folder, begun)
+    record = RunRecord(folder, options.config)
+    logging = loggers(options.logger, record, begun)
     trainer = build_trainer(options.trainer, logging, folder, state, callbacks=[TrainingBar()])
     if extend:
         extend(trainer, begun)
@@ -132,6 +135,10 @@ def _train(
     stop, watchdog = Stop(), Watchdog(options.timeout_minutes, folder)
     saver = _saver(options, phases, parts.scorer, stop, watchdog, reports)
     memory = _watch(trainer, options, saver)
+    record_choices(record, options, trainer, target, chat)
+    compiled = "always" if parts.objective.kernels else "never"
+    record.choose("the length of the run", {"compile_objective": compiled})
+    record.begin()
     begin(trainer.loggers)
     has_counts = WarmStart(options.drafter.init_from).load(drafter, target)
     stores = cache(partial(produce, options, target, chat, prompts, drafter, folder))
@@ -139,8 +146,10 @@ def _train(
         target.tap(drafter.taps)  # before `stores`: engines return taps with answers
         join_processes(trainer)  # to share the rollouts
         fit_counts(drafter, stores(0), target, has_counts)
+        record.choose("what decides the rows", {"rollout.store": str(stores(0).folder)})
     else:
         say(f"drafter={short_name(drafter)}: nothing is trained; checkpoints/0 is the drafter as it is")
+    record_drafter(record, drafter, target)
     if not drafter.trains:
         _keep(trainer, saver, drafter, target)
         return _finish(trainer, options, folder, target, reports)
@@ -149,7 +158,8 @@ def _train(
         parts.scorer.prepare()
         target.join()
     data = _data(options, target, stores, watchdog, phases, shared)
-    data.open(begun, trainer)
+    _, kept = data.open(begun, trainer)
+    record.choose("how often rows are read", {"taps": "memory" if kept else "online"})
     module = _module(options, target, parts, stop)
     if begun:
         say(f"resuming from step {begun}")

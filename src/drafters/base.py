@@ -74,7 +74,9 @@ class ParamGroup(NamedTuple):
     """Parameters that share a learning rate."""
 
     weights: list[nn.Parameter]
-    rate: Callable[[float], float] = constant_rate  # completed share of the steps -> factor on optimizer.lr
+    rate: Callable[[float], float] = (
+        constant_rate  # completed share of the steps -> factor on optimizer.optimizer.lr
+    )
 
 
 Progress = Callable[[int, int], None]  # called with (steps done, all steps)

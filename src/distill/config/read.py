@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -17,6 +17,7 @@ from distill.config.recorded import resolved
 from distill.config.target_size import fill_precision, fill_size_settings
 from distill.config.validate import check_out, check_ranges, refused
 from distill.utils.paths import bundled
+from distill.utils.run_record import ResolvedOptions
 from drafters.vocabulary import draft_vocab_size
 
 Options = TypeVar("Options")
@@ -36,9 +37,11 @@ def checked_options(cls: type[Options], cfg: DictConfig, announce: bool = True) 
     check_ranges(cfg)
     if issubclass(cls, options.HeldOutInputs):
         check_out(cfg)
-    fill_size_settings(cfg, announce)
-    fill_precision(cfg, announce)
-    return read_options(cls, cfg)
+    chosen = fill_size_settings(cfg, announce) | fill_precision(cfg, announce)
+    made = read_options(cls, cfg)
+    if isinstance(made, options.RunOptions):
+        return replace(made, config=ResolvedOptions.of(made.config.values, chosen))
+    return made
 
 
 def read_options(cls: type[Options], cfg: DictConfig, name: str = "") -> Options:
@@ -69,7 +72,7 @@ def _fill(cls: type[Options], cfg: DictConfig, name: str) -> Options:
     hints = get_type_hints(cls, include_extras=True)
     values = {key: _value(hint, cfg[key], _dotted(name, key)) for key, hint in hints.items() if key in cfg}
     if "config" in hints:
-        values["config"] = resolved(cfg)
+        values["config"] = ResolvedOptions.of(resolved(cfg), {})
     return cls(**values)
 
 

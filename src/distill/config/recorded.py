@@ -11,7 +11,6 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import AliasToken, YAMLError, scan
 
 import distill.config.resolvers  # noqa: F401  registers resolvers of configurations
-from decode.errors import UserError
 from distill.utils.redact import override, without_secrets
 
 MAX_BYTES = 4 * 2**20  # limit of a configuration's size
@@ -23,22 +22,6 @@ def resolved(config: Any) -> dict[str, Any]:
     """Resolve a configuration after removing its secrets."""
     shown = without_secrets(OmegaConf.to_container(config, resolve=False))
     return OmegaConf.to_container(OmegaConf.create(shown), resolve=True)  # pyright: ignore[reportReturnType]
-
-
-def read_config(run: Path) -> dict[str, Any] | None:
-    """Read the unresolved configuration in a run's folder; None if absent.
-
-    Raises:
-        UserError: it is damaged.
-    """
-    if not (run / FILE).is_file():
-        return None
-    try:
-        config = OmegaConf.to_container(_load(run / FILE), resolve=False)
-    except (*UNREADABLE, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{run / FILE}: damaged ({reason}); restore it, or remove its folder") from None
-    return config  # pyright: ignore[reportReturnType]
 
 
 def settings(run: Path) -> dict[str, Any] | None:
@@ -81,20 +64,10 @@ def _load(path: Path) -> Any:
     return OmegaConf.load(path)
 
 
-def readable_config(run: Path) -> tuple[str, list[str]]:
-    """The configuration in a run's folder as YAML, resolved and without secrets, and its overrides.
-
-    Both are empty if the record is missing or incomplete.
-    """
+def readable_overrides(run: Path) -> list[str]:
+    """Overrides in a run's folder, without secrets; empty if the record is missing or damaged."""
     try:
-        config = _load(run / FILE)
-        overrides: Any = OmegaConf.to_container(
-            _load((run / FILE).with_name("overrides.yaml")), resolve=False
-        )
+        lines: Any = OmegaConf.to_container(_load((run / FILE).with_name("overrides.yaml")), resolve=False)
     except (OSError, *UNREADABLE):
-        return "", []
-    try:
-        values = resolved(config)
-    except Exception:  # resolvers can raise anything; other versions may have different ones
-        values = without_secrets(OmegaConf.to_container(config, resolve=False))
-    return OmegaConf.to_yaml(OmegaConf.create(values)), [override(str(one)) for one in overrides]
+        return []
+    return [override(str(one)) for one in lines]

@@ -50,19 +50,22 @@ def size_settings(hidden_size: int, context: int | None, goes_on: bool = False) 
     }
 
 
-def fill_size_settings(cfg: DictConfig, announce: bool = True) -> None:
+def fill_size_settings(cfg: DictConfig, announce: bool = True) -> dict[str, str]:
     """Set size-dependent settings that are null, and print them in one line.
 
     Args:
         cfg: composed configuration; modified in place.
         announce: print the settings.
 
+    Returns:
+        Names of the settings, and what decided them.
+
     Raises:
         UserError: see `load_config`.
     """
     names = [name for name in size_settings(1, None) if _is_null(cfg, name)]
     if not names:
-        return
+        return {}
     target = cfg.target
     config = load_config(str(bundled(target.path)), target.revision, target.trust_remote_code)
     config = config.get_text_config()
@@ -70,20 +73,27 @@ def fill_size_settings(cfg: DictConfig, announce: bool = True) -> None:
     values = size_settings(config.hidden_size, max_positions(config), goes_on)
     for name in names:
         OmegaConf.update(cfg, name, values[name])
+    what = f"a target of hidden size {config.hidden_size}" + (" and a trained drafter" if goes_on else "")
     if announce:
-        what = f"a target of hidden size {config.hidden_size}" + (" and a trained drafter" if goes_on else "")
         _announce(what, {name: values[name] for name in names})
+    return dict.fromkeys(names, what)
 
 
-def fill_precision(cfg: DictConfig, announce: bool = True) -> None:
-    """Set `trainer.precision` if it is null; prints a choice of fp32 on CPUs that are slow in bf16."""
+def fill_precision(cfg: DictConfig, announce: bool = True) -> dict[str, str]:
+    """Set `trainer.precision` if it is null; prints a choice of fp32 on CPUs that are slow in bf16.
+
+    Returns:
+        The setting's name, and what decided it.
+    """
     if not _is_null(cfg, "trainer.precision"):
-        return
+        return {}
     device = torch.device(device_of(cfg.trainer.accelerator))
     slow = product_dtype(torch.bfloat16, device) != torch.bfloat16
     cfg.trainer.precision = "32-true" if slow else "bf16-mixed"
+    what = "a CPU that is slow in bf16" if slow else f"the device, {device.type}"
     if slow and announce:
-        _announce("a CPU that is slow in bf16", {"trainer.precision": cfg.trainer.precision})
+        _announce(what, {"trainer.precision": cfg.trainer.precision})
+    return {"trainer.precision": what}
 
 
 def _is_null(cfg: DictConfig, name: str) -> bool:
@@ -125,11 +135,11 @@ def with_length(options: TrainOptions, prompts: int) -> TrainOptions:
     every = score.every or steps_between_saves(steps)
     chosen = {"trainer.max_steps": steps} if trainer.max_steps is None else {}
     chosen |= {"score.every": every} if score.every is None else {}
+    what = f"{answers:,} answers, {rows} in a step"
     if chosen:
-        _announce(f"{answers:,} answers, {rows} in a step", chosen)
-    config = dict(options.config)  # recorded by loggers
-    config["trainer"] = {**config["trainer"], "max_steps": steps}
-    config["score"] = {**config["score"], "every": every}
+        _announce(what, chosen)
+    config = options.config.choose(what, {"trainer.max_steps": steps, "score.every": every})
+    config = config.choose(f"{prompts:,} prompts", {"rollout.samples": samples})
     return replace(
         options,
         trainer=replace(trainer, max_steps=steps, build=partial(trainer.build, max_steps=steps)),

@@ -6,11 +6,9 @@ prints one line and is skipped; the run continues.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import wandb
 from lightning.pytorch.loggers import CSVLogger, Logger
@@ -19,18 +17,17 @@ from decode.errors import FollowUpError, UserError
 from distill.loggers.tensorboard_logger import TensorBoard
 from distill.loggers.wandb_logger import Wandb, finish
 from distill.options import LoggerOptions
-from distill.utils.provenance import commit
+from distill.utils.run_record import RunRecord
 
 WEIGHTS = ("end", "always", "never")
 
 
-def loggers(options: LoggerOptions, config: Mapping[str, Any], folder: Path, first_step: int) -> list[Logger]:
+def loggers(options: LoggerOptions, record: RunRecord, first_step: int) -> list[Logger]:
     """Build the CSV logger and the configured loggers.
 
     Args:
         options: options of the loggers.
-        config: configuration for W&B, without secrets.
-        folder: folder of the run.
+        record: folder and options of the run, for W&B without secrets.
         first_step: first step of this process.
 
     Raises:
@@ -40,9 +37,10 @@ def loggers(options: LoggerOptions, config: Mapping[str, Any], folder: Path, fir
         raise UserError(f"logger.weights={options.weights}: choose {', '.join(WEIGHTS)}")
     # The CSV logger overwrites its file, so a resumed run uses a new one.
     part = f"from-{first_step}" if first_step else ""
+    folder = record.folder
     run_loggers: list[Logger] = [CSVLogger(folder, name="csv", version=part)]
     if options.wandb:
-        run_loggers.append(Wandb(folder, options.project, {**config, "commit": commit()}, options.weights))
+        run_loggers.append(Wandb(record, options.project, options.weights))
     if options.tensorboard:
         if find_spec("tensorboard") is None:
             raise UserError("logger=tensorboard: it is not installed; pip install 'foredraft[tensorboard]'")

@@ -21,11 +21,13 @@ from typing_extensions import override
 
 from decode.evaluation.scorecard import BY_ENGINE, read_scorecard
 from distill.loggers.base import COLUMNS, FailSafe, accepted_lengths, rows, setting
+from distill.loggers.naming import run_name, tags
 from distill.scoring.run_scorecards import scorecards
 from distill.utils import redact
 from distill.utils.progress import bar, say
-from distill.utils.provenance import digest
+from distill.utils.provenance import commit, digest
 from distill.utils.run_folder import REPORT, best, checkpoints
+from distill.utils.run_record import RunRecord, identity
 from drafters.checkpoint import io as checkpoint_io
 
 STEP = "trainer/global_step"
@@ -49,19 +51,18 @@ class Wandb(FailSafe, Logger):
     journal.
 
     Args:
-        folder: folder of the run.
+        record: folder and options of the run; choices that are made later are added at save points.
         project: W&B project.
-        config: configuration shown by W&B.
         weights: which checkpoints become artifacts: `end`, `always` or `never`.
     """
 
     label = "W&B"
 
-    def __init__(self, folder: Path, project: str, config: dict[str, Any], weights: str) -> None:
+    def __init__(self, record: RunRecord, project: str, weights: str) -> None:
         super().__init__()
-        self.folder, self.project, self.config, self.weights = folder, project, config, weights
-        record = folder / "run.json"
-        self._id = digest(record.read_text())[:8] if record.exists() else None
+        self.record, self.project, self.weights, self.folder = record, project, weights, record.folder
+        self._identity = identity(self.folder)
+        self._id = digest(json.dumps(self._identity, sort_keys=True))[:8] if self._identity else None
         self._run: Any = None
         self._logged: dict[str, int] = {}
 
@@ -78,6 +79,12 @@ class Wandb(FailSafe, Logger):
     @override
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """No-op: W&B gets the configuration at its start."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The options of the run, what chose those that were open, and the commit."""
+        options = self.record.options
+        return {**options.values, "chosen": options.chosen, "commit": commit()}
 
     @rank_zero_only
     def begin(self) -> None:
@@ -122,11 +129,12 @@ class Wandb(FailSafe, Logger):
 
     def _init(self, mode: Any) -> Any:
         settings = wandb.Settings(finish_timeout=FINISH, finish_timeout_raises=True)
-        name = f"{self.folder.parent.name}/{self.folder.name}"
+        options = self.record.options.values
         with _arguments_without_secrets():
             run = wandb.init(
                 project=self.project,
-                name=name,
+                name=run_name(options, str((self._identity or {}).get("job", ""))),
+                tags=tags(options),
                 dir=self.folder,
                 id=self._id,
                 resume="allow",
@@ -177,6 +185,7 @@ class Wandb(FailSafe, Logger):
 
     def _saved(self, folder: Path, checkpoint: Path) -> None:
         run, best_checkpoint = self._begin(), best(folder)
+        run.config.update(self.config, allow_val_change=True)
         cards = scorecards(folder)
         if card := cards.get(int(checkpoint.name)):
             lines: list[Any] = [line for one in cards.values() for line in rows(one)]

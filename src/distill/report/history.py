@@ -11,13 +11,14 @@ from typing import Any
 
 from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard
-from distill.config.recorded import readable_config
+from distill.config.recorded import readable_overrides
 from distill.scoring.run_scorecards import scorecards
 from distill.utils.atomic_files import read_json
-from distill.utils.run_folder import is_step
+from distill.utils.run_folder import RECORD, is_step
+from distill.utils.run_record import read_options
 
 LATEST = 2**32  # seconds since 1970 (year 2106); later dates are invalid
-WRITTEN = ("run.json", "checkpoints", "csv")  # a run's folder has at least one of these
+WRITTEN = (RECORD, "checkpoints", "csv")  # a run's folder has at least one of these
 Curve = tuple[list[float], list[float]]  # optimizer steps, values
 
 
@@ -30,7 +31,7 @@ class History:
         cards: scorecards by step.
         best: step of the best scorecard.
         curves: everything logged in training, by name without `train/`.
-        config: resolved configuration, as YAML.
+        config: options of the run as YAML, with what chose open ones; "" in runs of older versions.
         overrides: overrides of the command line.
         started: seconds since 1970, or None.
     """
@@ -61,17 +62,19 @@ def read(folder: Path) -> History:
         raise UserError(f"{folder}: no run there; give the folder that train.py printed")
     best = folder / "checkpoints" / "best"
     step = best.resolve().name if best.exists() else ""
-    config, overrides = readable_config(folder)
-    started = None
-    with suppress(UserError):  # the page omits it
-        started = (read_json(folder / "run.json", "", started=(int, float)) or {}).get("started")
+    started, config = None, ""
+    with suppress(UserError):  # damaged: the page omits them
+        started = (read_json(folder / RECORD, "", started=(int, float)) or {}).get("started")
+    with suppress(UserError):
+        options = read_options(folder)
+        config = options.as_text() if options else ""
     return History(
         folder,
         scorecards(folder),
         int(step) if is_step(step) else None,
         curves(folder / "csv"),
         config,
-        overrides,
+        readable_overrides(folder),
         started if started and 0 < started < LATEST else None,
     )
 

@@ -21,6 +21,7 @@ from distill.report.training_panels import axes
 from distill.scoring.paired import FEWEST
 from distill.scoring.tables import quality_columns
 from distill.scoring.target_drift import describe
+from distill.utils.run_record import OLDER
 
 SETTINGS = 6  # maximum number of settings in the time plot
 
@@ -461,13 +462,13 @@ def machine(run: History) -> Markup | None:
 
 def configuration(run: History) -> Markup | None:
     """Configuration and overrides."""
-    if not run.config:
+    if not (run.config or run.overrides):
         return None
-    overrides = " ".join(run.overrides) or "(none)"
+    every = page.details("all options", page.pre(run.config)) if run.config else page.prose(f"{OLDER}.")
     return page.section(
         "Configuration",
-        page.facts([("given", overrides)]),
-        page.details("all settings, resolved", page.pre(run.config)),
-        caption="What was given on the command line; everything else is the default.",
+        page.facts([("given", " ".join(run.overrides) or "(none)")]),
+        every,
+        caption="What was given on the command line; the rest are defaults, or chosen by the run.",
         wide=True,
     )

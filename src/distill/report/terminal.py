@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from decode.evaluation.scorecard import Scorecard, read_scorecard
-from distill.config.recorded import read_config
 from distill.report.bottleneck import bottleneck
 from distill.scoring.run_scorecards import scorecards
 from distill.scoring.tables import by_setting, by_step, headline, table
 from distill.utils.atomic_files import read_json
 from distill.utils.progress import bars_visible, first_rank, say
 from distill.utils.run_folder import REPORT, best
+from distill.utils.run_record import read_options
 from drafters.export.formats import NATIVE
 from drafters.export.layout import FILES
 
@@ -98,8 +98,9 @@ def _decoded_elsewhere(checkpoint: Path) -> bool:
 
 def _example(folder: Path) -> str:
     """Example prompt for the run's target; without a chat template, a text to continue."""
-    prompts = (read_config(folder) or {}).get("prompts", {})
-    return "Once upon a time" if prompts.get("template") == "none" else "How do I use grep?"
+    options = read_options(folder)
+    template = options.values.get("prompts", {}).get("template") if options else None
+    return "Once upon a time" if template == "none" else "How do I use grep?"
 
 
 def _program(checkpoint: Path) -> str:

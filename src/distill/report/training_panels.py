@@ -88,6 +88,13 @@ def curves(run: History) -> list[Markup | None]:
         ),
         _curve(
             run,
+            "lr",
+            "Learning rate",
+            "learning rate",
+            "Of the group of weights with the largest: warm-up, then cosine decay.",
+        ),
+        _curve(
+            run,
             "tokens_per_second",
             "Training speed",
             "tokens/s",

@@ -28,6 +28,7 @@ from distill.train import Shared
 from distill.utils.launcher import process_age
 from distill.utils.progress import say, switch
 from distill.utils.reports import Reports
+from distill.utils.run_record import RunRecord
 from drafters.checkpoint.atomic import publish
 
 MAX_ROLLOUT_SHARE = 0.9  # share of the budget that rollouts may take
@@ -45,6 +46,7 @@ def search_families(options: SearchOptions, folder: Path, reports: Reports) -> f
     context = JobContext.of(folder)
     start = time.monotonic() - (0.0 if context.in_sweep else process_age())
     overrides, runs = auto_checks.family_jobs(options, context)
+    RunRecord(folder, options.config).begin()
     return Search(options, context, overrides, runs, start, reports).run()
 
 

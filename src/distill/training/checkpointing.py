@@ -178,7 +178,9 @@ class ScoreCheckpoint(L.Callback):
         weights = gather_weights(trainer, drafter)
         finite = all(bool(w.isfinite().all()) for w in weights.values())
         if not (trainer.strategy.broadcast(finite) if drafter.trains else finite):  # rank 0 has all weights
-            raise UserError(f"training: weights are not finite after step {step}; lower optimizer.lr")
+            raise UserError(
+                f"training: weights are not finite after step {step}; lower optimizer.optimizer.lr"
+            )
         temporary.mkdir(parents=True, exist_ok=True)
         try:
             with writing(temporary):

@@ -191,7 +191,7 @@ class DistillModule(L.LightningModule):
         self.stop.update(rest[: len(SIGNALS)])
         norm, head_norm = norms.tolist()  # no extra wait: `sums.tolist()` has synchronized the device
         self._guard.check(self.trainer, self.loss, norm + head_norm)
-        values = {"train/loss": self.loss}
+        values = {"train/loss": self.loss, "train/lr": max(group["lr"] for group in optimizer.param_groups)}
         if self._engine is None:
             values["train/grad_norm"] = norm
         if self.on_policy:

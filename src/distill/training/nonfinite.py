@@ -57,7 +57,9 @@ class NonFiniteGuard:
         if math.isfinite(loss) and (scaled or math.isfinite(norm)):
             return
         step, rank = self._micros[0].step, trainer.global_rank
-        cause = _target_fault(trainer, self._micros) or "lower optimizer.lr, or look at the rollouts"
+        cause = (
+            _target_fault(trainer, self._micros) or "lower optimizer.optimizer.lr, or look at the rollouts"
+        )
         path = Path(trainer.default_root_dir) / FAILED / f"step-{step}-rank-{rank}.safetensors"
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         try:

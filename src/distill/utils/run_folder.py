@@ -20,6 +20,7 @@ from distill.utils.launcher import launch, process_age
 from distill.utils.thread_waiting import described
 
 REPORT = "report.html"
+RECORD = "run.json"  # what identifies a run, and its options (utils/run_record.py)
 
 DONE = "done"
 FAILED = "failed"  # folder of batches with a non-finite loss or gradient
@@ -121,7 +122,7 @@ class Run:
         if self.resumed or has_results:
             return
         if not self._made:
-            for name in ("run.json", "run.lock", "run.alive"):
+            for name in (RECORD, "run.lock", "run.alive"):
                 (self.path / name).unlink(missing_ok=True)
         else:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -195,7 +196,7 @@ def claim_at(
 
 
 def _claim_at(folder: Path, key: str, resume: str, recorded: Recorded, instead: str) -> Run:
-    record, named = folder / "run.json", f"hydra.run.dir={folder}"
+    record, named = folder / RECORD, f"hydra.run.dir={folder}"
     if resume not in ("auto", "never") and Path(resume).resolve() != folder.resolve():
         raise UserError(f"{named}: differs from resume={resume}; give only one of them")
     made = not folder.exists()
@@ -246,7 +247,7 @@ def occupy(
     Raises:
         UserError: the folder has a job of another configuration, or is in use.
     """
-    key, record = config_hash(config), folder / "run.json"
+    key, record = config_hash(config), folder / RECORD
     resumed = record.exists()
     run = _read(record, recorded)
     if resumed and run.get("config") != key:
@@ -278,7 +279,7 @@ def join(root: Path, wait: float = 600.0) -> Path:
             claimed = json.loads(path.read_text())
         except (OSError, ValueError):
             written, claimed = 0.0, None
-        if claimed and (Path(claimed) / "run.json").exists() and _Lock.in_use(Path(claimed)):
+        if claimed and (Path(claimed) / RECORD).exists() and _Lock.in_use(Path(claimed)):
             return Path(claimed)
         # A file older than this process is from an earlier launch with the same identifier.
         if written > started:
@@ -294,7 +295,7 @@ def _launch_file(root: Path) -> Path | None:
 
 
 def _unfinished(root: Path, key: str, recorded: Recorded) -> Run | None:
-    records = [record for record in root.glob("*/*/run.json") if not (record.parent / DONE).exists()]
+    records = [record for record in root.glob(f"*/*/{RECORD}") if not (record.parent / DONE).exists()]
     same = [(run, record) for record in records if (run := _read(record, recorded)).get("config") == key]
     for run, record in sorted(same, key=lambda one: one[0]["started"], reverse=True):
         folder = record.parent
@@ -319,7 +320,7 @@ def unfinished_before(root: Path, run: Run) -> Path | None:
 
 
 def _claim_named(folder: Path, key: str, recorded: Recorded) -> Run:
-    record = folder / "run.json"
+    record = folder / RECORD
     if not record.is_file():
         raise UserError(f"resume={folder}: no run there; give a run's folder, auto or never")
     if (run := _read(record, recorded)).get("config") != key:
@@ -346,7 +347,7 @@ def _new(root: Path, key: str) -> Run:
                 continue
             lock = _Lock.take(named)
             assert lock, "a folder made a moment ago is locked"
-            write_json(named / "run.json", _begun(key))
+            write_json(named / RECORD, _begun(key))
             return Run(named, False, lock)
 
 

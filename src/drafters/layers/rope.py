@@ -82,7 +82,7 @@ def frequencies(dim: int, theta: float, rope: Mapping[str, Any] | None, like: Te
         raise
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         message = (str(error).splitlines() or [type(error).__name__])[-1].strip()
-        raise UserError(f"drafter.rope={rope}: {message}") from None
+        raise UserError(f"settings.rope={rope}: {message}") from None
 
 
 def _frequencies(dim: int, theta: float, rope: Mapping[str, Any], like: Tensor) -> tuple[Tensor, float]:
@@ -91,7 +91,7 @@ def _frequencies(dim: int, theta: float, rope: Mapping[str, Any], like: Tensor) 
         steps = torch.arange(0, rotary_dim, 2, device=like.device, dtype=torch.float64)
         return theta ** (-steps / rotary_dim), 1.0
     if kind not in SCALINGS:
-        raise UserError(f"drafter.rope: rope_type {kind!r} is not known; known are {', '.join(SCALINGS)}")
+        raise UserError(f"settings.rope: rope_type {kind!r} is not known; known are {', '.join(SCALINGS)}")
     config = LlamaConfig(
         hidden_size=dim,
         num_attention_heads=1,

@@ -16,6 +16,8 @@ from distill.cli.checkpoint_defaults import with_run_settings
 from distill.cli.main import rewrite
 from distill.config import own_runs, recorded
 from distill.config.compose import compose
+from distill.utils.redact import HIDDEN
+from distill.utils.run_record import read_options
 
 KEY = "sk-a-secret-of-the-environment"
 
@@ -221,16 +223,20 @@ def test_downloaded_configuration_shows_no_environment(tmp_path, monkeypatch):
     }
     values = texts | {"b": "oc.env", "d": "env", "size": 1}
     file.write_text(json.dumps(values))
-    shown, _ = recorded.readable_config(tmp_path)
-    assert KEY not in shown + str(recorded.shown_settings(tmp_path))
-    assert "size: 1" in shown
+    shown = recorded.shown_settings(tmp_path)
+    assert KEY not in str(shown)
+    assert shown["size"] == 1
+    (tmp_path / "run.json").write_text(json.dumps({"options": values, "chosen": {"size": "${plain}"}}))
+    options = read_options(tmp_path).as_text()
+    assert KEY not in options
+    assert "size: 1  # chosen by ${plain}" in options, "shown, and not followed"
+    assert all(f"{name}: {HIDDEN}" in options for name in ("plain", "spaced", "resolver", "part"))
     file.write_text("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n")
-    assert recorded.readable_config(tmp_path) == ("", [])
     assert recorded.settings(tmp_path) is None
+    assert recorded.shown_settings(tmp_path) is None
     for text in ("a: &a 1\nb: *a", "a: [", "[" * 5000):
         file.write_text(text)
-        with pytest.raises(UserError, match="damaged"):
-            recorded.read_config(tmp_path)
+        assert recorded.shown_settings(tmp_path) is None
 
 
 PROMPTS = ["prompts=jsonl", "prompts.path='a b.jsonl'"]

@@ -25,6 +25,7 @@ from distill.loggers.wandb_logger import Wandb
 from distill.options import LoggerOptions
 from distill.report.history import read as history_of
 from distill.training import checkpointing as callbacks
+from distill.utils.run_record import ResolvedOptions, RunRecord
 
 BLOCK = 32768  # of the LevelDB log format
 
@@ -251,7 +252,7 @@ def test_server_that_fails_stops_no_run(tmp_path, capfd):
 
 def test_failure_is_printed_once_without_the_key(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_API_KEY", "secret-key")
-    logger = Wandb(tmp_path, "p", {}, "never")
+    logger = Wandb(RunRecord(tmp_path, ResolvedOptions({})), "p", "never")
     asked = []
 
     def fail(*_):
@@ -273,4 +274,4 @@ def test_missing_tensorboard_names_its_extra(tmp_path, monkeypatch):
     options = LoggerOptions(wandb=False, tensorboard=True, project="p", weights="end")
     for weights, said in (("end", r"foredraft\[tensorboard\]"), ("some", r"logger\.weights=some")):
         with pytest.raises(UserError, match=said):
-            tracking.loggers(replace(options, weights=weights), {}, tmp_path, 0)
+            tracking.loggers(replace(options, weights=weights), RunRecord(tmp_path, ResolvedOptions({})), 0)

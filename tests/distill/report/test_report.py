@@ -29,7 +29,7 @@ from decode.generation.types import Round
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill import main as run_module
-from distill.config.recorded import read_config, resolved
+from distill.config.recorded import readable_overrides, resolved
 from distill.loggers import loggers as tracking
 from distill.loggers.wandb_logger import Wandb
 from distill.options import LoggerOptions
@@ -43,13 +43,15 @@ from distill.training import checkpointing as callbacks
 from distill.utils.atomic_files import read_json
 from distill.utils.redact import HIDDEN
 from distill.utils.reports import Reports
+from distill.utils.run_record import ResolvedOptions, RunRecord
 from drafters.checkpoint.pretrained import scorecard
 from drafters.hub.untrusted_files import check_file
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 MORE = ("samples", "categories", "versions")  # fields that older scorecards have not
 # Headings of panels.
-CURVES = {"Loss over training", "Acceptance by depth in training", "Gradient norm", "Training speed"}
+CURVES = {"Loss over training", "Acceptance by depth in training", "Gradient norm", "Learning rate"}
+CURVES |= {"Training speed"}
 SCORES = {"Acceptance by position", "Accepted lengths", "Time of a round", "Speedup by batch size"}
 SCORES |= {"All settings", "What was measured"}
 NEWER = {"Tau over training", "Acceptance by category", "Texts", "Configuration"}
@@ -96,7 +98,7 @@ def test_every_panel_is_there_and_text_of_others_is_escaped(run, bench, tmp_path
     assert "<script>document" not in text
     assert "<img" not in text.partition("<body>")[2].partition("<script>")[0]
     bench.run(tmp_path, score__enabled=False)
-    assert headings((tmp_path / "report.html").read_text()) == CURVES | WHERE
+    assert headings((tmp_path / "report.html").read_text()) == CURVES | WHERE | {"Configuration"}
 
 
 def test_panels_draw_the_scorecards_numbers(run):
@@ -151,7 +153,7 @@ def test_browser_shows_it_without_a_network(run):
     with browser() as window:
         window.open(run / "report.html", 1280)
         marks = window.marks()
-        assert len(marks) == 10
+        assert len(marks) == 11
         assert all(marks), marks
         assert window.run("return document.title") != "owned"
         light = window.colour("body"), window.colour(".plot .xtick text", "fill")
@@ -242,7 +244,7 @@ def test_report_that_cannot_be_written_stops_no_run(tmp_path, caplog):
 
 
 def test_truncated_files_are_read_as_far_as_they_go(tmp_path):
-    files = {"run.json": '{"star', ".hydra/config.yaml": "a: {b: ", ".hydra/overrides.yaml": ""}
+    files = {"run.json": '{"star', ".hydra/overrides.yaml": ""}
     run = read(write(tmp_path, {**files, "csv/metrics.csv": b"step,train/loss\n0,1.5\n1,2.5\n\0\0\0\xff"}))
     assert (run.started, run.config, run.curves) == (None, "", {"loss": ([1, 2], [1.5, 2.5])})
     write(tmp_path, {"csv/metrics.csv": 'step,train/loss\n0,2.5\n1,"' + "x" * 200_000})
@@ -265,24 +267,29 @@ def test_curves_of_a_resumed_run_are_joined(tmp_path):
 
 
 # Every form of a secret is in tests/distill/utils/test_redact.py.
-SECRETS = """
-a: {api_key: hunter2, b: '${oc.env:MY_SECRET}', c: '${a.b}'}
-spaced: '${ oc.env:MY_SECRET}'
-url: 'https://me:hunter2@host/v1?api_key=hunter2&x=1'
-value: [hf_hunter2hunter2, 'Bearer hunter2']
-api_key_env: NAME
-max_tokens: 512
-twice: '${max_tokens}'
-"""
+SECRETS = {
+    "a": {"api_key": "hunter2", "b": "${oc.env:MY_SECRET}", "c": "${a.b}"},
+    "spaced": "${ oc.env:MY_SECRET}",
+    "url": "https://me:hunter2@host/v1?api_key=hunter2&x=1",
+    "value": ["hf_hunter2hunter2", "Bearer hunter2"],
+    "api_key_env": "NAME",
+    "max_tokens": 512,
+}
 
 
 def test_secrets_are_not_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_SECRET", "hunter2")
     given = ["a.api_key=hunter2", "max_tokens=512", "+headers={Authorization: Bearer hunter2}"]
-    record = {".hydra/config.yaml": SECRETS, ".hydra/overrides.yaml": json.dumps(given)}
+    chosen = {"max_tokens": "the target"}
+    record = {
+        "run.json": json.dumps({"options": SECRETS, "chosen": chosen}),
+        ".hydra/overrides.yaml": json.dumps(given),
+    }
     run = read(write(tmp_path, record))
     assert "hunter2" not in run.config + str(run.overrides)
-    assert all(text in run.config for text in ("twice: 512", "api_key_env: NAME", "x=1"))
+    assert all(
+        text in run.config for text in ("max_tokens: 512  # chosen by the target", "api_key_env: NAME", "x=1")
+    )
     assert run.overrides == [f"a.api_key={HIDDEN}", "max_tokens=512", f"+headers={HIDDEN}"]
 
 
@@ -291,7 +298,13 @@ def test_trackers_get_no_secrets(tmp_path, monkeypatch):
     options = {"wandb": True, "tensorboard": False, "project": "p", "weights": "never"}
     url = "https://me:hunter2@host/v1?api_key=hunter2&x=1"
     config = {"logger": options, "url": url, "a": "${oc.env:MY_SECRET}", "b": "${url}", "n": 1, "m": "${n}"}
-    _, made = tracking.loggers(LoggerOptions(**options), resolved(OmegaConf.create(config)), tmp_path, 0)
+    config |= {
+        "drafter": {"_target_": "x.Mine"},
+        "objective": {"_target_": "x.own"},
+        "target": {"path": "o/t"},
+    }
+    record = RunRecord(tmp_path, ResolvedOptions.of(resolved(OmegaConf.create(config)), {}))
+    _, made = tracking.loggers(LoggerOptions(**options), record, 0)
     assert isinstance(made, Wandb)
     assert "hunter2" not in str(made.config)
     assert (made.config["m"], made.config["logger"]["project"]) == (1, "p")
@@ -306,6 +319,8 @@ def test_trackers_get_no_secrets(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", f"rollout.url={url}", "seed=1"])
     made.begin()
     assert [words[0][2] for words in seen] == ["seed=1"]
+    assert seen[0][1]["name"] == "mine owner/target own"
+    assert seen[0][1]["tags"] == ["mine", "owner/target", "own"]
     assert "hunter2" not in str(seen)
     assert sys.argv[1] == f"rollout.url={url}"
 
@@ -475,4 +490,5 @@ def test_pipe_is_not_waited_for(tmp_path):
     for reader in (read_scorecard, lambda path: read_json(path, "remove it"), check_file):
         with pytest.raises(UserError, match=r"config\.yaml: "):
             reader(pipe)
-    assert read_config(tmp_path) is None
+    pipe.rename(pipe.with_name("overrides.yaml"))
+    assert readable_overrides(tmp_path) == []

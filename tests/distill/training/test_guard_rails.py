@@ -93,7 +93,7 @@ def test_step_that_is_not_finite_moves_no_weight_and_is_saved(what, bench, tmp_p
 
     monkeypatch.setattr(DistillModule, "on_before_optimizer_step", watched)
     run = {"score__enabled": False, "trainer__accumulate_grad_batches": 2, "trainer__precision": "32-true"}
-    with pytest.raises(UserError, match=rf"{what} at step 4; lower optimizer\.lr") as error:
+    with pytest.raises(UserError, match=rf"{what} at step 4; lower optimizer\.optimizer\.lr") as error:
         bench.run(tmp_path, **run)
     seen = [batch for (_, batch, _), _ in steps[-2:]]
     module = steps[-1][0][0]
