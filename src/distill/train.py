@@ -325,4 +325,4 @@ def _finish(
         for tracker in trackers(trainer.loggers):
             tracker.ended(folder)
     best = folder / "checkpoints" / "best" / "score.json"
-    return read_scorecard(best).compared.tau if best.exists() else 0.0
+    return read_scorecard(best).headline.tau if best.exists() else 0.0

@@ -68,7 +68,7 @@ def test_run_for_which_plain_decoding_is_chosen_says_do_not_draft(bench, monkeyp
     rows = json.loads((best / "score.json").read_text())["rows"]
     assert [(row["decode"], row["nodes"]) for row in rows] == [("plain", 0), ("chain-2", rows[1]["nodes"])]
     assert rows[0]["tau"] == 1
-    assert "headline: chain-2 (plain was chosen), T=0" in done.out
+    assert "  chain-2, T=0, batch 1 (plain was chosen), " in done.out
     for text in (done.out, (done.folder / "report.html").read_text()):
         assert "do not draft" in text
     scored = foredraft("score", f"checkpoint={best}", "decode=chain", "decode.depth=2").succeeded()

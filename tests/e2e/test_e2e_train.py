@@ -63,7 +63,7 @@ def test_a_run_leaves_scored_checkpoints_and_says_where(bench, done):
     # Keys and values of one layer, of the target's two.
     assert 2 * cards[1]["drafter_kv_bytes_per_token"] == cards[1]["kv_bytes_per_token"] > 0
     # By the answers that the headline's tau is not reported on.
-    chosen = {str(card["step"]): card["replay"]["selection_tau"] for card in cards}
+    chosen = {str(card["step"]): card["rows"][0]["replay"]["selection_tau"] for card in cards}
     assert chosen[str((folder / "checkpoints" / "best").readlink())] == max(chosen.values())
     assert not leftovers(bench.root)
     assert not list(folder.glob("*.log"))
@@ -71,7 +71,14 @@ def test_a_run_leaves_scored_checkpoints_and_says_where(bench, done):
 
 def test_a_run_reports_its_stages_in_order(done):
     stages = ["run folder: ", "for a target of", "estimate: ", "rollouts: 12 rows", "memory: "]
-    stages += ["step 3/6 ", "step 6/6 ", "headline: chain-2, T=0", "step ", " +3 .*pass", " +6 .*pass"]
+    stages += [
+        "step 3/6 ",
+        "step 6/6 ",
+        "headline of step .*chain-2, T=0",
+        "step ",
+        " +3 .*pass",
+        " +6 .*pass",
+    ]
     for stage, line in zip(stages, done.out.splitlines(), strict=False):
         assert re.match(stage, line), line
     assert "audit pass" in done.out

@@ -32,9 +32,9 @@ def test_it_is_trained_scored_by_replay_and_exported(done, kind):
     assert "decoded by an engine  audit not run" in done.out
     for step in (3, 6):
         card = read_scorecard(done.folder / "checkpoints" / str(step) / "score.json")
-        assert card.headline.exact
+        assert card.rows[0].exact
         assert (card.headline.speedup, card.audit, card.samples) == (None, None, [])
-        assert card.headline.replay.prompts == 4
+        assert card.rows[0].replay.prompts == 4
     assert (done.folder / "checkpoints" / "best").exists()
     (exported,) = (done.folder / "export").iterdir()
     assert json.loads((exported / "config.json").read_text())["architectures"]
@@ -65,7 +65,7 @@ def test_rescoring_gives_the_same_replay(done, tmp_path):
     plan = ["decode=chain", "decode.depth=2", "score.max_new_tokens=6", "score.prompts=2"]
     shown = foredraft("score", f"checkpoint={best}", *plan, f"out={out}").succeeded().out
     assert "audit not run, decoded by an engine" in shown
-    assert read_scorecard(out).headline.replay == read_scorecard(best / "score.json").headline.replay
+    assert read_scorecard(out).rows[0].replay == read_scorecard(best / "score.json").rows[0].replay
 
 
 @pytest.mark.parametrize("command", ["generate", "advise", "limit"])

@@ -61,8 +61,8 @@ def test_drafter_changes_no_greedy_answer_and_stream_is_what_is_generated(loaded
     card = foredraft.score(model, drafter, ["say 3", prompt], temperatures=[temperature], max_new_tokens=6)
     assert card.audit_passed
     assert card.replay_agrees
-    assert card.headline.replay
-    assert card.headline.replay.method.startswith("estimate" if temperature else "exact")  # a hybrid tree
+    assert card.rows[0].replay
+    assert card.rows[0].replay.method.startswith("estimate" if temperature else "exact")  # a hybrid tree
 
 
 def test_several_prompts_are_answered_in_one_batch(loaded):
@@ -85,7 +85,7 @@ def test_typed_contents_and_single_messages_are_read(loaded):
         assert "".join(foredraft.stream(model, prompt, **options)) == plain.text
     prompts = (["say 3"], "say 3", [message], [[message]])
     cards = [foredraft.score(model, drafter, prompt, **options) for prompt in prompts]
-    assert len({card.headline.tokens for card in cards}) == 1
+    assert len({card.rows[0].tokens for card in cards}) == 1
 
 
 @pytest.mark.parametrize(

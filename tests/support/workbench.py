@@ -366,7 +366,7 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
 
 def tau(checkpoint: Path) -> float:
     """A scored checkpoint's acceptance length."""
-    return json.loads((checkpoint / "score.json").read_text())["tau"]
+    return json.loads((checkpoint / "score.json").read_text())["headline"]["tau"]
 
 
 def leftovers(folder: Path) -> list[Path]:

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple, Self
 
 from decode.errors import UserError
 from decode.evaluation.audit import Audit
+from decode.evaluation.headline import BY_ENGINE as BY_ENGINE  # also for readers of scorecards
+from decode.evaluation.headline import Headline
 from decode.evaluation.json_records import build
 from decode.evaluation.quality import Quality
 from decode.evaluation.replay import ContextPart, Counts
 from decode.evaluation.served import Served
 
-BY_ENGINE, NOT_RUN = "decoded by an engine", "not run"  # shown instead of a speedup and of an audit's verdict
+NOT_RUN = "not run"  # shown instead of an audit's verdict
 SCHEMA = 4
 # Fields of a row that need a decoder run
 DECODED = (
@@ -159,6 +161,11 @@ class Row:
         """A field that needs a decoder run, formatted with `form`, or `none` if it is None."""
         value = getattr(self, name)
         return none if value is None else form.format(value)
+
+    @property
+    def source(self) -> str:
+        """Where `acceptance` is from: "replayed", "estimated" or "decoded"."""
+        return "decoded" if self.replay is None else "replayed" if self.exact else "estimated"
 
     @property
     def exact(self) -> bool:
@@ -317,11 +324,11 @@ class PlanChoice:
 class Scorecard:
     """All measurements of one checkpoint.
 
-    In JSON the fields of the first row, `conditions` and `checkpoint` are at the top level, with the
-    other fields, `schema`, and the properties `audit_passed` and `replay_agrees` (docs/report.md).
+    In JSON the fields of `conditions` and `checkpoint` are at the top level, with the other fields,
+    `schema`, and the properties `headline`, `audit_passed` and `replay_agrees` (docs/report.md).
 
     Attributes:
-        rows: one for each setting; the first is the headline.
+        rows: one for each setting; the first has the plan that was asked for or chosen.
         audit: whether the decoder wrote the target's own text; None if an engine decodes.
         conditions: conditions of the measurement.
         checkpoint: scored checkpoint.
@@ -341,21 +348,31 @@ class Scorecard:
     served: list[Served] = field(default_factory=list)
 
     @property
-    def headline(self) -> Row:
-        """The first setting."""
-        return self.rows[0]
+    def headline(self) -> Headline:
+        """Tau and speedup of the `compared` row; every other number is named by what it is."""
+        row = self.compared
+        return Headline(
+            tau=row.acceptance.tau,
+            tau_interval=row.acceptance.tau_interval,
+            source=row.source,
+            prompts=row.replay.prompts if row.replay else self.conditions.prompts,
+            speedup=row.speedup,
+            decode=row.decode,
+            temperature=row.temperature,
+            batch_size=row.batch_size,
+        )
 
     @property
     def drafts(self) -> list[Row]:
-        """Lossless drafting rows with the headline's temperature and batch size; else the headline."""
-        head = self.headline
+        """Lossless drafting rows with the first row's temperature and batch size; else the first row."""
+        head = self.rows[0]
         same = [r for r in self.rows if (r.temperature, r.batch_size) == (head.temperature, head.batch_size)]
         return [row for row in same if row.nodes and not row.lossy] or [head]
 
     @property
     def compared(self) -> Row:
-        """Row for comparing checkpoints: the plan of the run's engine; without an engine the
-        headline, or the first draft if the headline is plain decoding.
+        """Row of the headline, by which checkpoints are compared: the plan of the run's engine; without
+        an engine the first row, or the first draft if that is plain decoding.
         """
         plan = self.conditions.served_plan
         return next((row for row in self.drafts if row.decode == plan), self.drafts[0])
@@ -393,7 +410,7 @@ class Scorecard:
 
     def to_json(self) -> dict[str, Any]:
         """Contents of score.json."""
-        top = {**as_json(self.headline), **as_json(self.conditions), **as_json(self.checkpoint)}
+        top = {"headline": as_json(self.headline), **as_json(self.conditions), **as_json(self.checkpoint)}
         names = ("rows", "audit", "categories", "samples", "plan_choices", "served")
         top |= {name: as_json(getattr(self, name)) for name in names}
         passed = None if self.audit is None else self.audit_passed

@@ -286,8 +286,8 @@ def _update(updates: list[Update], words: Words, folder: Path, lock: Run) -> int
     if (code := _train(options, lock)) or (made := best(run)) is None:
         return code or 1
     start = run / "checkpoints" / "0" / "score.json"
-    stale = read_scorecard(start).compared.tau if warm and start.exists() else None
-    tau = read_scorecard(made / "score.json").compared.tau
+    stale = read_scorecard(start).headline.tau if warm and start.exists() else None
+    tau = read_scorecard(made / "score.json").headline.tau
     updates[-1] = replace(update, stale=stale, tau=tau, seconds=time.monotonic() - begun)
     _write(folder, updates)
     _link(folder, updates)

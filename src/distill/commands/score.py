@@ -10,7 +10,7 @@ from distill.prompts.templates import clock
 from distill.report.bottleneck import bottleneck
 from distill.scoring.compare import earlier
 from distill.scoring.scorer import Scorer
-from distill.scoring.tables import settings_table
+from distill.scoring.tables import headline, settings_table
 from distill.serving import engine_scores
 from distill.utils.atomic_files import write_json
 from drafters.checkpoint import io as checkpoint_io
@@ -50,7 +50,7 @@ def score(options: ScoreCommandOptions) -> float:
     card = scorer(checkpoint, training.step or 0).after(training)
     if options.out:
         write_json(Path(options.out), card.to_json())
-    print(settings_table(card))
+    print(f"headline: {headline(card)}\n{settings_table(card)}")
     if line := bottleneck(card):
         print(line)
-    return card.compared.tau
+    return card.headline.tau

@@ -16,7 +16,8 @@ from distill.utils.progress import say
 
 COLUMNS = (
     *("drafter", "target", "decode", "rule", "temperature", "batch_size", "nodes"),
-    *("replay_tau", "tau", "tau_low", "tau_high", "s_1", "s_2", "s_3", "s_4", "s_5", "acceptance_rate"),
+    *("tau", "tau_low", "tau_high", "tau_source", "tau_decoded", "s_1", "s_2", "s_3", "s_4", "s_5"),
+    "acceptance_rate",
     *("speedup", "tokens_per_second", "plain_tokens_per_second", "served_tau", "served_speedup"),
     *("draft_share", "verify_share", "other_share", "ttft", "tpot"),
     *("audit", "elsewhere", "lossy", "lossless_to", "prompts", "dtype", "hardware", "seed", "commit"),
@@ -79,16 +80,23 @@ def begin(loggers: Sequence[Logger]) -> None:
 
 
 def scalars(card: Scorecard) -> dict[str, float]:
-    """Numbers of the headline and its conditions, by name."""
-    values = card.to_json()
+    """Numbers of the headline, of its row and of their conditions, by name.
+
+    `tau`, its interval and `survival_<j>` are the headline's: replayed, if `tau_decoded` is another number.
+    Where nothing was replayed there is `tau_decoded` alone.
+    """
+    row, head, drift = card.compared, card.headline, card.checkpoint.target_drift
+    values = {**as_json(row), **as_json(card.conditions), **as_json(card.checkpoint)}
     values = {k: v for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    row, drift = card.headline, card.checkpoint.target_drift
+    values["tau_decoded"] = values.pop("tau")
     if row.replay:
-        values["replay_tau"] = row.replay.tau
+        values |= dict(zip(("tau", "tau_low", "tau_high"), (head.tau, *head.tau_interval), strict=True))
+    if card.conditions.elsewhere:
+        del values["tau_decoded"]
     if engine := served_row(card, card.compared):
         values |= {"served_tau": engine.tau, "served_agrees": float(engine.agrees)}
         values |= {"served_speedup": engine.speedup} if engine.speedup else {}
-    values |= {f"survival_{j}": value for j, value in enumerate(row.survival, 1)}
+    values |= {f"survival_{j}": value for j, value in enumerate(row.acceptance.survival, 1)}
     values |= {f"target_drift_{name}": value for name, value in (as_json(drift) or {}).items()}
     return {f"score/{name}": value for name, value in values.items()}
 
@@ -99,12 +107,12 @@ def rows(card: Scorecard) -> list[list[Any]]:
     common["audit"] = card.audited
     lines = []
     for row in card.rows:
-        low, high = row.tau_interval
-        values = common | as_json(row) | {"tau_low": low, "tau_high": high}
-        values["replay_tau"] = row.replay.tau if row.replay else None
+        source, (low, high) = row.acceptance, row.acceptance.tau_interval
+        values = common | as_json(row) | {"tau": source.tau, "tau_low": low, "tau_high": high}
+        values |= {"tau_source": row.source, "tau_decoded": None if card.conditions.elsewhere else row.tau}
         if engine := served_row(card, row):
             values |= {"served_tau": engine.tau, "served_speedup": engine.speedup}
-        values |= {f"s_{j}": value for j, value in enumerate(row.survival, 1)}
+        values |= {f"s_{j}": value for j, value in enumerate(row.acceptance.survival, 1)}
         lines.append([card.checkpoint.step, *(values.get(name) for name in COLUMNS)])
     return lines
 

@@ -195,9 +195,10 @@ class Wandb(FailSafe, Logger):
             values = {**histograms, "scorecard": wandb.Table(columns=["step", *COLUMNS], data=lines)}
             self._later("scorecards", lambda: run.log({**values, STEP: card.checkpoint.step}))
         if top := cards.get(int(best_checkpoint.name)) if best_checkpoint else None:
-            row = top.compared
-            speedup = BY_ENGINE if row.speedup is None else row.speedup
-            summary = {"step": top.checkpoint.step, "tau": row.tau, "speedup": speedup}
+            head = top.headline
+            speedup = BY_ENGINE if head.speedup is None else head.speedup
+            summary = {"step": top.checkpoint.step, "tau": head.tau, "tau_source": head.source}
+            summary |= {"speedup": speedup, "decode": head.decode}
             run.summary.update({f"best/{name}": value for name, value in summary.items()})
         if self.weights == "always":
             self._upload(checkpoint, ["last"] + ["best"] * (checkpoint == best_checkpoint))
@@ -223,6 +224,7 @@ class Wandb(FailSafe, Logger):
         """Upload a checkpoint's files in place, without a copy and without the trainer's state."""
         run, card = self._begin(), checkpoint / "score.json"
         values = read_scorecard(card).to_json() if card.exists() else {}
+        values |= values.pop("headline", {})
         metadata = {k: v for k, v in values.items() if isinstance(v, str | int | float)}
         artifact = wandb.Artifact(f"drafter-{run.id}", type="model", metadata=metadata)
         files = {p for name in checkpoint_io.FILES for p in checkpoint.glob(name)} | (

@@ -31,7 +31,7 @@ def bottleneck(card: Scorecard) -> str:
         "verifying": f"; if verifying cost one pass: {row.tau / (1 + drafting + rest):.2f}x",
     }
     return (
-        f"{verdict(card)}: a round writes {row.tau:.2f} tokens in the time of {cost:.2f} "
+        f"{verdict(card)}: a timed round writes {row.tau:.2f} tokens (tau_decoded) in the time of {cost:.2f} "
         f"plain ones (verifying {verifying:.2f}, drafting {drafting:.2f}, the rest {rest:.2f}); its limit "
         f"is {limit}{free.get(limit, '')}; try {TRY[limit]}"
     )

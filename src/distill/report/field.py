@@ -20,10 +20,9 @@ from distill.scoring.compare import (
     machines,
     minutes,
     target_labels,
-    tau_cell,
 )
 from distill.scoring.paired import Estimate, speedup_text
-from distill.scoring.tables import markdown
+from distill.scoring.tables import markdown, tau_cell
 from drafters.registry import drafter_class, known_names
 
 SLIGHT = 0.01  # largest share of changed tokens, or nats a token, of a recommended lossy row

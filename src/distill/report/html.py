@@ -8,7 +8,16 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from distill.report import engine_panel, history, page, panels, search_panel, text_panels, training_panels
+from distill.report import (
+    acceptance_panels,
+    engine_panel,
+    history,
+    page,
+    panels,
+    search_panel,
+    text_panels,
+    training_panels,
+)
 from distill.report.bottleneck import bottleneck
 from distill.report.history import History
 from distill.scoring.tables import target_label
@@ -60,8 +69,8 @@ def _measured(run: History) -> list[Markup | None]:
     return [
         training_panels.tau(run),
         training_panels.loss(run),
-        panels.positions(card),
-        panels.lengths(card),
+        acceptance_panels.positions(card),
+        acceptance_panels.lengths(card),
         panels.shares(card),
         panels.batches(card),
         panels.categories(card),

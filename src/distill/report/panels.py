@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +22,11 @@ from distill.scoring.tables import quality_columns
 from distill.scoring.target_drift import describe
 from distill.utils.run_record import OLDER
 
+SOURCES = {
+    "replayed": "replayed exactly",
+    "estimated": "estimated by replay",
+    "decoded": "counted by the decoder",
+}
 SETTINGS = 6  # maximum number of settings in the time plot
 
 
@@ -48,17 +52,16 @@ def warnings(card: Scorecard) -> Markup | None:
 
 def headline(card: Scorecard) -> Markup:
     """Acceptance length, speedup, verdict of the audit and size of the drafter."""
-    row = card.compared
-    acceptance, (low, high) = row.acceptance, row.acceptance.tau_interval
-    method = "replayed exactly" if row.exact else "counted by the decoder"
-    prompts = row.replay.prompts if row.replay else card.conditions.prompts
+    head = card.headline
+    low, high = head.tau_interval
     trained = card.checkpoint.train_seconds
     return page.tiles(
         [
             (
                 "tau, tokens per target pass",
-                f"{acceptance.tau:.2f}",
-                f"95 % interval {low:.2f} to {high:.2f}; {method} on {prompts} held-out prompts",
+                f"{head.tau:.2f}",
+                f"95 % interval {low:.2f} to {high:.2f}; {SOURCES[head.source]} on {head.prompts} held-out "
+                f"prompts, {head.setting}",
             ),
             (
                 "speedup over plain decoding",
@@ -88,16 +91,16 @@ def headline(card: Scorecard) -> Markup:
 
 
 def _speed(card: Scorecard) -> tuple[str, str]:
-    """Speedup of the fastest draft, and how it was measured."""
-    row = card.fastest
-    if card.conditions.elsewhere:
+    """Speedup of the headline's draft, and how it was measured; the fastest draft, if that is another."""
+    row, fastest = card.compared, card.fastest
+    if row.speedup is None:
         return "none", BY_ENGINE
-    slow = "" if card.pays else f"do not draft here; the fastest is {row.speed:.2f}×: "
+    slow = "" if card.pays else "do not draft here: none is faster than plain decoding; "
+    other = "" if fastest is row else f"; the fastest of this setting: {fastest.decode}, {fastest.speed:.2f}×"
     return (
-        f"{row.speed:.2f}×" if card.pays else "none",
+        f"{row.speedup:.2f}×",
         f"{slow}{row.text('tokens_per_second', '{:.0f}')} against "
-        f"{row.text('plain_tokens_per_second', '{:.0f}')} tokens/s by {row.decode}, "
-        f"batch {card.compared.batch_size}, T={card.compared.temperature:g}",
+        f"{row.text('plain_tokens_per_second', '{:.0f}')} tokens/s by {card.headline.setting}{other}",
     )
 
 
@@ -108,83 +111,6 @@ def _audited(audit: Audit | None) -> str:
     greedy = f"{wrong} mismatch{'es' * (wrong != 1)}, {near} near tie{'s' * (near != 1)}"
     sampled = f"; {audit.sampled_tokens} drawn ones tested" if audit.sampled_tokens else ""
     return f"{audit.tokens} greedy tokens: {greedy}{sampled}"
-
-
-def positions(card: Scorecard) -> Markup | None:
-    """Survival and conditional acceptance."""
-    row = card.compared
-    survival = row.acceptance.survival
-    if not survival:
-        return None
-    place = list(range(1, len(survival) + 1))
-    figure = go.Figure()
-    figure.add_bar(
-        x=place,
-        y=survival,
-        name="accepted this far" + (" (replay)" if row.exact else ""),
-        marker={"color": paint("took"), "line": {"color": paint("blue"), "width": 1.5}},
-        width=0.6,
-        hovertemplate="%{x} or more accepted: %{y:.3f}<extra></extra>",
-    )
-    if row.alpha:
-        figure.add_scatter(
-            x=place,
-            y=row.alpha[: len(place)],
-            name=f"accepted, if all before were ({'replay' if card.conditions.elsewhere else 'decoder'})",
-            mode="lines+markers",
-            line={"color": paint("orange"), "width": 2},
-            marker={"symbol": "diamond", "size": 8},
-            hovertemplate="position %{x}: alpha %{y:.3f}<extra></extra>",
-        )
-    figure.update_layout(axes("position in the draft", "probability"))
-    figure.update_xaxes(dtick=1)
-    figure.update_yaxes(range=[0, 1.03])
-    caption = (
-        "Bars: the chance that a round keeps at least so many draft tokens; tau is 1 plus their sum. Line: "
-        "acceptance of a position once all before it were kept. If the line falls, train the drafter deeper; "
-        "if the last bar is high, draft deeper."
-    )
-    return page.section("Acceptance by position", page.plot(figure, caption), caption=caption)
-
-
-def length_shares(survival: Sequence[float]) -> list[float]:
-    """Convert P(accepted >= j), j from 1, to P(accepted = j), j from 0."""
-    reached = [1.0, *survival, 0.0]
-    return [a - b for a, b in pairwise(reached)]
-
-
-def lengths(card: Scorecard) -> Markup | None:
-    """Histogram of accepted tokens per round."""
-    row = card.compared
-    if not row.acceptance.survival:
-        return None
-    share = length_shares(row.acceptance.survival)
-    figure = go.Figure()
-    figure.add_bar(
-        x=list(range(len(share))),
-        y=[100 * s for s in share],
-        name="replay" if row.exact else "decoder",
-        marker={"color": paint("took"), "line": {"color": paint("blue"), "width": 1.5}},
-        width=0.6,
-        hovertemplate="%{x} accepted: %{y:.1f} % of rounds<extra></extra>",
-    )
-    if row.exact:
-        figure.add_scatter(
-            x=list(range(len(share))),
-            y=[100 * s for s in length_shares(row.survival)],
-            name="decoder's count, fewer prompts",
-            mode="markers",
-            marker={"color": paint("orange"), "symbol": "diamond-open", "size": 9, "line": {"width": 2}},
-            hovertemplate="%{x} accepted: %{y:.1f} % of rounds<extra></extra>",
-        )
-    figure.update_layout(axes("draft tokens accepted in a round", "share of rounds (%)"), showlegend=True)
-    figure.update_xaxes(dtick=1)
-    figure.update_yaxes(rangemode="tozero")
-    caption = (
-        "How many draft tokens a round keeps. High at 0: the first draft token is often wrong. High at the "
-        "right end: longer drafts would be accepted."
-    )
-    return page.section("Accepted lengths", page.plot(figure, caption), caption=caption)
 
 
 class Category(NamedTuple):
@@ -384,7 +310,19 @@ def settings(card: Scorecard) -> Markup | None:
     """Table of all rows of the scorecard."""
     if len(card.rows) < 2:
         return None
-    head = ["decode", "T", "batch", "tau", "95 % interval", "speedup", "tokens/s", "draft", "verify", "other"]
+    head = [
+        "decode",
+        "T",
+        "batch",
+        "tau",
+        "95 % interval",
+        "tau_decoded",
+        "speedup",
+        "tokens/s",
+        "draft",
+        "verify",
+        "other",
+    ]
     lines, (more, *quality) = [], quality_columns(card)
     for row, texts in zip(card.rows, quality, strict=True):
         tau, (low, high) = row.acceptance.tau, row.acceptance.tau_interval
@@ -395,13 +333,17 @@ def settings(card: Scorecard) -> Markup | None:
                 row.batch_size,
                 f"{tau:.2f}{'' if row.exact else '~'}",
                 f"{low:.2f} to {high:.2f}",
+                "-" if card.conditions.elsewhere else f"{row.tau:.2f}",
                 row.text("speedup", "{:.2f}×", BY_ENGINE),
                 row.text("tokens_per_second", "{:.0f}"),
                 *([f"{100 * share:.0f} %" for share in _time_shares(row).values()] or ["-"] * 3),
                 *texts,
             ]
         )
-    caption = "The first line is the headline. ~: counted by the decoder, where replay is not exact."
+    caption = (
+        f"The headline is that of {card.headline.setting}. tau: replayed (~: estimated, or decoded); "
+        "tau_decoded: counted by the decoder, on fewer prompts."
+    )
     if more:
         caption += (
             " LOSSY rows change the text: log p of a token under the target, KL to its distribution in nats "
@@ -412,7 +354,7 @@ def settings(card: Scorecard) -> Markup | None:
 
 def about(card: Scorecard) -> Markup:
     """Drafter, target and settings."""
-    row, checkpoint, conditions = card.headline, card.checkpoint, card.conditions
+    row, checkpoint, conditions = card.rows[0], card.checkpoint, card.conditions
     sizes = {r.batch_size for r in card.rows}
     more = "" if len(sizes) > 1 else " (score.batch_sizes=[1,4,16] would add a curve)"
     cache = conditions.kv_bytes_per_token

@@ -14,7 +14,7 @@ from rich.text import Text
 from decode.evaluation.scorecard import Scorecard, read_scorecard
 from distill.report.bottleneck import bottleneck
 from distill.scoring.run_scorecards import scorecards
-from distill.scoring.tables import by_setting, by_step, headline, table
+from distill.scoring.tables import best_card, by_setting, by_step, headline, table
 from distill.utils.atomic_files import read_json
 from distill.utils.progress import bars_visible, first_rank, say
 from distill.utils.run_folder import REPORT, best
@@ -23,7 +23,7 @@ from drafters.export.formats import NATIVE
 from drafters.export.layout import FILES
 
 # Dropped in this order if the terminal is too narrow; the report and score.json contain them.
-OPTIONAL = ("other", "verify", "draft", "s_5", "s_4", "s_3", "s_2", "s_1", "batch", "replay", "T")
+OPTIONAL = ("other", "verify", "draft", "s_5", "s_4", "s_3", "s_2", "s_1", "batch", "tau_decoded", "T")
 
 
 def show(folder: Path) -> None:
@@ -34,11 +34,12 @@ def show(folder: Path) -> None:
         say(table(folder))
         _print_bottleneck(folder, by_checkpoint)
         return
-    console, last = Console(highlight=False, markup=False, emoji=False), cards[-1]
-    console.print(Text(headline(last)), style="dim")
+    console = Console(highlight=False, markup=False, emoji=False)
+    top = best_card(folder, by_checkpoint)
+    console.print(Text(f"headline of step {top.checkpoint.step}: {headline(top)}"))
     console.print(fitted(*by_step(cards), width=console.width))
-    if len(last.rows) > 1:
-        console.print(fitted(*by_setting(last), width=console.width))
+    if len(top.rows) > 1:
+        console.print(fitted(*by_setting(top), width=console.width))
     _print_bottleneck(folder, by_checkpoint)
 
 

@@ -34,7 +34,7 @@ def tau(run: History) -> Markup | None:
         figure.add_scatter(
             x=[s for s, _ in replays],
             y=value,
-            name="replay, 95 % interval",
+            name="tau, replayed, 95 % interval",
             mode="lines+markers",
             line={"color": paint("blue"), "width": 2},
             marker={"size": [11 if s == run.best else 6 for s, _ in replays], "opacity": 1},
@@ -47,15 +47,15 @@ def tau(run: History) -> Markup | None:
                 "width": 4,
                 "color": paint("blue"),
             },
-            hovertemplate="step %{x}<br>tau %{y:.3f}<extra>replay</extra>",
+            hovertemplate="step %{x}<br>tau %{y:.3f}<extra>replayed</extra>",
         )
     figure.add_scatter(
         x=steps,
         y=[r.tau for r in rows],
-        name="the decoder's count",
+        name="tau_decoded, fewer prompts",
         mode="markers",
         marker={"color": paint("orange"), "symbol": "diamond-open", "size": 9, "line": {"width": 2}},
-        hovertemplate="step %{x}<br>tau %{y:.3f}<extra>decoder</extra>",
+        hovertemplate="step %{x}<br>tau %{y:.3f}<extra>decoded</extra>",
     )
     figure.update_layout(axes("optimizer step", "tau (tokens per target pass)"))
     caption = (

@@ -13,7 +13,7 @@ from decode.evaluation.scorecard import BY_ENGINE, Row, Scorecard, Training, rea
 from decode.verification.rule import changes_greedy
 from distill.scoring import served
 from distill.scoring.paired import FEWEST, speedup_ratio, speedup_text, tau_difference, why_incomparable
-from distill.scoring.tables import grid, target_label
+from distill.scoring.tables import grid, target_label, tau_cell
 from distill.scoring.target_drift import describe
 from distill.scoring.width import fitted
 from distill.utils.redact import hidden, printable
@@ -354,12 +354,6 @@ def minutes(train_seconds: float | None) -> str:
 def draft_ms(row: Row) -> float:
     """Milliseconds of drafting in a round of the whole batch; 0 if an engine decodes."""
     return 1000 * (row.draft_share or 0.0) * (row.tpot or 0.0) * row.tau
-
-
-def tau_cell(row: Row) -> str:
-    """Acceptance length and its interval."""
-    tau, (low, high) = row.acceptance.tau, row.acceptance.tau_interval
-    return f"{tau:.2f}{'' if row.exact else '~'} ({low:.2f}..{high:.2f})"
 
 
 def _difference_cell(scored: Scored, base: Scored, row: Row, other: Row) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from decode.evaluation.quality import QUALITY_HEAD
@@ -10,22 +10,31 @@ from decode.evaluation.scorecard import BY_ENGINE, NOT_RUN, Row, Scorecard
 from distill.scoring import served
 from distill.scoring.run_scorecards import scorecards
 from distill.scoring.target_drift import describe
+from distill.utils.run_folder import best, is_step
 from drafters.hub.untrusted_files import is_hub_id
 
 LEVELS = 5
+NAMES = "tau, s_j: replayed (~: estimated, or decoded); tau_decoded: counted by the decoder, on fewer prompts"
 LEVEL_NAMES = [f"s_{j}" for j in range(1, LEVELS + 1)]
 
 
 def table(folder: Path) -> str:
-    """A line per checkpoint of a run, then every setting of the last one; empty if none was scored."""
-    cards = list(scorecards(folder).values())
+    """A line per checkpoint of a run, then every setting of the best one; empty if none was scored."""
+    cards = scorecards(folder)
     if not cards:
         return ""
-    last = cards[-1]
-    step, drift = last.checkpoint.step, describe(last.checkpoint)
-    text = f"headline: {headline(last)}\n" + grid(*by_step(cards))
+    top = best_card(folder, cards)
+    step, drift = top.checkpoint.step, describe(top.checkpoint)
+    text = f"headline of step {step}: {headline(top)}\n" + grid(*by_step(list(cards.values())))
     text += f"\nstep {step}: {drift}" if drift else ""
-    return text if len(last.rows) == 1 else f"{text}\n\nstep {step}, {settings_table(last)}"
+    return text if len(top.rows) == 1 else f"{text}\n\nstep {step}, {settings_table(top)}"
+
+
+def best_card(folder: Path, cards: Mapping[int, Scorecard]) -> Scorecard:
+    """The scorecard of a run's best checkpoint, or else the newest."""
+    checkpoint = best(folder)
+    newest = cards[max(cards)]
+    return cards.get(int(checkpoint.name), newest) if checkpoint and is_step(checkpoint.name) else newest
 
 
 def target_label(target: str) -> str:
@@ -34,16 +43,17 @@ def target_label(target: str) -> str:
 
 
 def by_step(cards: Sequence[Scorecard]) -> tuple[list[str], list[list[str]]]:
-    """Head and lines of a table with every scorecard's headline, or its draft instead."""
+    """Head and lines of a table with the row of every scorecard's headline."""
     there = served.head(cards)
-    head = ["step", "replay", "tau", *LEVEL_NAMES, "speedup", *there, "draft", "verify", "other", "audit"]
+    head = ["step", "tau", "tau_decoded", *LEVEL_NAMES, "speedup", *there]
+    head += ["draft", "verify", "other", "audit"]
     return head, [[str(c.checkpoint.step), *_cells(c, c.compared, there), c.audited] for c in cards]
 
 
 def by_setting(card: Scorecard) -> tuple[list[str], list[list[str]]]:
     """Head and lines of a table with every setting of a scorecard."""
     there = served.head([card])
-    head = ["decode", "T", "batch", "replay", "tau", *LEVEL_NAMES, "speedup", *there]
+    head = ["decode", "T", "batch", "tau", "tau_decoded", *LEVEL_NAMES, "speedup", *there]
     quality = quality_columns(card)
     lines = [
         [row.decode, f"{row.temperature:g}", str(row.batch_size), *_cells(card, row, there), *more]
@@ -66,11 +76,11 @@ def settings_table(card: Scorecard) -> str:
     notes = [
         f"control={control}: no real score" if control != "none" else "",
         describe(card.checkpoint),
-        _contexts(card.headline),
+        _contexts(card.rows[0]),
         *served.notes(card),
         _audit(card),
     ]
-    return "\n".join([f"all settings:\n{grid(*by_setting(card))}", *filter(None, notes)])
+    return "\n".join([f"all settings:\n{grid(*by_setting(card))}", NAMES, *filter(None, notes)])
 
 
 def _contexts(row: Row) -> str:
@@ -102,31 +112,35 @@ def _audit(card: Scorecard) -> str:
 
 
 def headline(card: Scorecard) -> str:
-    """Plan and conditions of the row that checkpoints are compared by."""
-    row, conditions = card.compared, card.conditions
-    chosen = "" if row is card.headline else f" ({card.headline.decode} was chosen)"
+    """The headline, and the conditions of both of its numbers."""
+    row, conditions, head = card.compared, card.conditions, card.headline
+    chosen = "" if row is card.rows[0] else f" ({card.rows[0].decode} was chosen)"
     if conditions.served_plan:  # the engine does not decode trees of a better headline
         chosen = " (what the engine is asked for)" if row.decode == conditions.served_plan else chosen
     prompts = f"{conditions.prompts} held-out prompts"
     if conditions.elsewhere:
         prompts = f"{BY_ENGINE} and replayed on {len(row.counts.tokens)} held-out answers"
     return (
-        f"{row.decode}{chosen}, T={row.temperature:g}, batch {row.batch_size}, {conditions.dtype}, "
+        f"{head.tau_text}  {head.speedup_text}  {head.setting}{chosen}, {conditions.dtype}, "
         f"{prompts}, {conditions.hardware}"
     )
 
 
+def tau_cell(row: Row) -> str:
+    """Acceptance length and its interval; ~ where it is an estimate or the decoder's count."""
+    tau, (low, high) = row.acceptance.tau, row.acceptance.tau_interval
+    return f"{tau:.2f}{'' if row.exact else '~'} ({low:.2f}..{high:.2f})"
+
+
 def _cells(card: Scorecard, row: Row, there: Sequence[str]) -> list[str]:
     """Acceptance, speedup and shares of a row, with the engine's columns if there are any."""
-    survival = [f"{s:.2f}" for s in row.survival[:LEVELS]]
+    survival = [f"{s:.2f}" for s in row.acceptance.survival[:LEVELS]]
     survival += ["-"] * (LEVELS - len(survival))
     shares = [row.text(name, "{:.0%}") for name in ("draft_share", "verify_share", "other_share")]
-    # Estimates are the decoder's count on more prompts, and are marked.
-    replayed = f"{row.replay.tau:.2f}{'' if row.exact else '~'}" if row.replay else "-"
     engine = served.cells(card, row) if there else []
     return [
-        replayed,
-        f"{row.tau:.2f}",
+        tau_cell(row),
+        "-" if card.conditions.elsewhere else f"{row.tau:.2f}",
         *survival,
         row.text("speedup", "{:.2f}x", BY_ENGINE),
         *engine,

@@ -332,7 +332,7 @@ class Search:
         with publish(folder / search_state.PAGE) as temporary:
             temporary.write_text(search_state.markdown(rows, [took, "", reason]))
         self.reports.page(folder)
-        return read_scorecard(folder / "checkpoints" / "best" / "score.json").compared.tau
+        return read_scorecard(folder / "checkpoints" / "best" / "score.json").headline.tau
 
 
 def _link(folder: Path, family: str) -> None:

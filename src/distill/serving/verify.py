@@ -47,7 +47,7 @@ def verify(options: VerifyOptions) -> bool:
     if first.engine == "vllm" and not first.speculates:
         return _report_off(first)
     _check_chain(first, endpoint)
-    temperature = card.headline.temperature if options.temperature is None else options.temperature
+    temperature = card.rows[0].temperature if options.temperature is None else options.temperature
     if depth := first.depth or options.depth:  # otherwise the answers show it
         _matching_row(options, card, first, depth, temperature)
     traffic = measure(options, card, endpoint, first, models, temperature)

@@ -16,7 +16,7 @@ import torch
 from typing_extensions import override
 
 from decode.errors import UserError
-from decode.evaluation.scorecard import BY_ENGINE, Scorecard, Training, read_scorecard, read_training
+from decode.evaluation.scorecard import Scorecard, Training, read_scorecard, read_training
 from decode.model.target import Target
 from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.ranks import write_processes
@@ -279,7 +279,7 @@ def _rank(checkpoint: Path) -> tuple[bool, float]:
     except UserError:
         return False, -math.inf
     row = card.compared
-    drafts = row is card.headline or row.decode == card.conditions.served_plan
+    drafts = row is card.rows[0] or row.decode == card.conditions.served_plan
     return drafts, row.replay.selection_tau if row.replay else row.tau
 
 
@@ -300,14 +300,12 @@ def _summary(step: int, steps: int, loss: float, checkpoint: Path) -> str:
     card = read_scorecard(checkpoint / "score.json")
     drift = card.checkpoint.target_drift
     note = f"  target moved by KL {drift.kl:.2g}" if drift else ""
-    fastest, compared = card.fastest, card.compared
-    by = "" if fastest is compared else f" ({fastest.decode}, tau {fastest.tau:.2f})"
-    speed = f"speedup {fastest.speed:.2f}x{by}"
-    if card.conditions.elsewhere:
-        speed = BY_ENGINE
-    elif not card.pays:
-        speed = f"no draft faster than plain ({fastest.decode} {fastest.speed:.2f}x)"
-    return f"{text}  tau {compared.tau:.2f}  {speed}  audit {card.audited}{note}"
+    fastest, head = card.fastest, card.headline
+    if not card.conditions.elsewhere and not card.pays:
+        note = "  no draft faster than plain" + note
+    elif fastest is not card.compared:
+        note = f"  fastest: {fastest.decode} {fastest.speed:.2f}x{note}"
+    return f"{text}  {head.tau_text}  {head.speedup_text}  {head.setting}  audit {card.audited}{note}"
 
 
 def _place(temporary: Path, final: Path) -> None:

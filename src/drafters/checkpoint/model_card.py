@@ -114,20 +114,20 @@ def _taps(drafter: Drafter) -> str:
 def _score(score: Scorecard | None) -> str:
     if score is None:
         return "## Score\n\nThere is no scorecard: acceptance and speed are unknown.\n"
-    head = ["decode", "T", "batch", "tau", "replayed", *(f"s_{j}" for j in range(1, LEVELS + 1)), "speedup"]
-    head += ["tokens/s", "plain"]
-    lines = [_row(row) for row in score.rows]
-    used = max(len(row.survival[:LEVELS]) for row in score.rows)
+    head = ["decode", "T", "batch", "tau", "tau_decoded", *(f"s_{j}" for j in range(1, LEVELS + 1))]
+    head += ["speedup", "tokens/s", "plain"]
+    lines = [_row(row, score) for row in score.rows]
+    used = max(len(row.acceptance.survival[:LEVELS]) for row in score.rows)
     dropped = range(5 + used, 5 + LEVELS)  # levels that no plan reaches
     rows = [[cell for i, cell in enumerate(row) if i not in dropped] for row in [head, *lines]]
     conditions = {name: getattr(score.conditions, name) for name in CONDITIONS}
     conditions["commit"] = score.checkpoint.commit
     measured_with = ", ".join(f"{name.replace('_', ' ')} {_line(v)}" for name, v in conditions.items())
     notes = [
-        "tau: tokens settled by one pass of the target, its own included, with the 95 % interval; replayed: "
-        "the same, exactly, on more of the target's stored answers (~: an estimate); s_j: share of passes "
-        "that accept at least j drafted tokens; speedup: over plain decoding by the same code, interleaved "
-        "in one run.",
+        "tau: tokens settled by one pass of the target, its own included, replayed on the target's stored "
+        "answers, with the 95 % interval (~: an estimate, or decoded); tau_decoded: counted while decoding, "
+        "on fewer prompts; s_j: share of passes that accept at least j drafted tokens; speedup: over plain "
+        "decoding by the same code, interleaved in one run.",
         "",
         f"Measured with: {measured_with}.",
     ]
@@ -151,19 +151,28 @@ def _score(score: Scorecard | None) -> str:
             f"{drift.kl:.2g} nats a token, the likeliest token the same at "
             f"{100 * drift.top1_agreement:.1f} %.",
         ]
-    return "\n".join(["## Score", "", *_table(rows), "", *notes, "", _audit(score.audit), ""])
+    return "\n".join(
+        ["## Score", "", _headline(score), "", *_table(rows), "", *notes, "", _audit(score.audit), ""]
+    )
 
 
-def _row(row: Row) -> list[str]:
-    survival = [f"{s:.2f}" for s in row.survival[:LEVELS]]
-    low, high = row.tau_interval
-    replayed = f"{row.replay.tau:.2f}{'' if row.exact else '~'}" if row.replay else "-"
+def _headline(score: Scorecard) -> str:
+    """The two numbers of the checkpoint, and their setting."""
+    head = score.headline
+    return (
+        f"**{head.tau_text}, {head.speedup_text}**: {_line(head.setting)}, {head.prompts} held-out answers."
+    )
+
+
+def _row(row: Row, score: Scorecard) -> list[str]:
+    survival = [f"{s:.2f}" for s in row.acceptance.survival[:LEVELS]]
+    tau, (low, high) = row.acceptance.tau, row.acceptance.tau_interval
     return [
         row.decode + (" (lossy)" if row.lossy else ""),
         f"{row.temperature:g}",
         str(row.batch_size),
-        f"{row.tau:.2f} ({low:.2f}..{high:.2f})",
-        replayed,
+        f"{tau:.2f}{'' if row.exact else '~'} ({low:.2f}..{high:.2f})",
+        "-" if score.conditions.elsewhere else f"{row.tau:.2f}",
         *survival,
         *["-"] * (LEVELS - len(survival)),
         row.text("speedup", "{:.2f}x", BY_ENGINE),

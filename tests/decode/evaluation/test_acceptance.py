@@ -64,21 +64,21 @@ def test_every_row_is_replayed_and_agrees(target):
         assert replay.exact is not bool(inexact)
         assert (replay.difference_interval is None) == bool(inexact)
     text = settings_table(card)
-    assert f"{card.headline.replay.tau:.2f}" in text
+    assert f"{card.rows[0].replay.tau:.2f}" in text
     assert f"{card.rows[-1].replay.tau:.2f}~" in text, "an estimate is marked"
 
 
 def test_match_replays_to_the_round_and_reserved_prompts_choose_the_best(target):
     """Seed and names say which text is drawn, and `match` draws the text that was stored."""
     card = scored(target, Grown(VOCAB), [TREE], [WARM])
-    assert card.headline.replay.difference_interval == pytest.approx([0, 0], abs=1e-9)
+    assert card.rows[0].replay.difference_interval == pytest.approx([0, 0], abs=1e-9)
     answers, options = rollouts(target, WARM), {"max_new_tokens": LENGTH, "stop": STOP}
     (same,) = acceptance(target, Grown(VOCAB), answers[:10], [TREE], WARM, **options)
     (rest,) = acceptance(target, Grown(VOCAB), answers[10:], [TREE], WARM, **options)
-    assert card.headline.tau == pytest.approx(same.counts.tau)
-    assert card.headline.replay.selection_tau == pytest.approx(rest.counts.tau)
-    assert card.headline.replay.selection_tau != pytest.approx(card.headline.replay.tau)
-    low, high = scored(target, Grown(VOCAB), [TREE], [WARM], seed=1).headline.replay.difference_interval
+    assert card.rows[0].tau == pytest.approx(same.counts.tau)
+    assert card.rows[0].replay.selection_tau == pytest.approx(rest.counts.tau)
+    assert card.rows[0].replay.selection_tau != pytest.approx(card.rows[0].replay.tau)
+    low, high = scored(target, Grown(VOCAB), [TREE], [WARM], seed=1).rows[0].replay.difference_interval
     assert low < 0 < high
 
 

@@ -145,7 +145,7 @@ def test_scorecard_says_that_rounds_depend_on_the_batch(tiny_target):
     for row in card.rows:
         assert (row.decode, row.replay.method) == ("chain-2 (adaptive)", f"estimate ({reason})")
     (single,) = acceptance(target, Grown(5), rollouts, [plan], SAMPLER, **OPTIONS, batch_size=1)
-    assert card.headline.replay.tau == pytest.approx(single.counts.tau)
+    assert card.rows[0].replay.tau == pytest.approx(single.counts.tau)
     assert card.audit_passed
 
 

@@ -122,9 +122,9 @@ def test_run_is_scored_with_its_own_tree(bench):
     done = train([*argv, "score.replay_prompts=4"]).succeeded()
     card = json.loads((checkpoints(done.folder)[-1] / "score.json").read_text())
     (chosen,) = card["plan_choices"]
-    assert chosen["chosen"] == card["decode"]
+    assert chosen["chosen"] == card["headline"]["decode"]
     plan = Plan(tree=tuple(map(tuple, chosen["tree"])))
-    assert plan.name == card["decode"]
+    assert plan.name == card["headline"]["decode"]
     assert plan.nodes <= 5
     assert [row["depth"] for row in chosen["curve"]] == [1, 2]
     assert card["audit_passed"]

@@ -86,8 +86,8 @@ def test_drafter_is_trained_on_for_every_newer_model(bench, tmp_path):
     _, second = updates(folder)
     run = folder / second["run"]
     start = read_scorecard(run / "checkpoints" / "0" / "score.json")
-    assert second["stale"] == start.compared.tau
-    assert second["tau"] == read_scorecard(run / "checkpoints" / "best" / "score.json").compared.tau
+    assert second["stale"] == start.headline.tau
+    assert second["tau"] == read_scorecard(run / "checkpoints" / "best" / "score.json").headline.tau
     assert [path.name for path in checkpoints(run)] == ["0", "2"]  # `--then` counts from the second run on
     # It began as the drafter that the run before had made, and belongs to the new model.
     assert same(weights(best(folder / first["run"])), weights(run / "checkpoints" / "0"))

@@ -171,16 +171,19 @@ def test_scorecards_are_tables_and_accepted_lengths_histograms(resumed):
     *_, newest = values_of(history, "scorecard/path").values()
     (file,) = resumed.glob(f"wandb/offline-run-*/files/{newest}")
     table = json.loads(file.read_text())
-    columns = ("step", "tau", "decode", "audit", "drafter", "s_1")
+    columns = ("step", "tau", "tau_decoded", "decode", "audit", "drafter", "s_1")
     lines = [[line[table["columns"].index(name)] for name in columns] for line in table["data"]]
-    rows = [(step, card.headline) for step, card in zip((3, 6), scored, strict=True)]
-    assert lines == [[step, row.tau, row.decode, "pass", "eagle", row.survival[0]] for step, row in rows]
-    name = f"accepted_length/{setting(scored[1].headline)}"
+    rows = [(step, card.rows[0]) for step, card in zip((3, 6), scored, strict=True)]
+    assert lines == [
+        [step, row.replay.tau, row.tau, row.decode, "pass", "eagle", row.replay.survival[0]]
+        for step, row in rows
+    ]
+    name = f"accepted_length/{setting(scored[1].rows[0])}"
     shown = values_of(history, f"{name}/values")
     events = read_events(resumed / "tensorboard")
     histograms = events.Histograms(name)
     assert list(shown) == [histogram.step for histogram in histograms] == [3, 6]
-    assert sum(shown[6]) == histograms[-1].histogram_value.num == scored[1].headline.rounds
+    assert sum(shown[6]) == histograms[-1].histogram_value.num == scored[1].rows[0].rounds
     assert values_of(history, f"{name}/bins")[6][:2] == [-0.5, 0.5]
     text = events.Tensors("scorecard/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert f"{scored[1].headline.tau:.2f}" in text

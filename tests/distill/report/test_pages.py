@@ -289,14 +289,17 @@ def test_no_draft_is_advised_where_plain_is_fastest(rows, tmp_path):
     assert not one.pays
     said = bottleneck(one)
     assert said.startswith("do not draft: ")
-    assert "chain-3, is 0.80x (0.80..0.80): a round writes 2.50 tokens in the time of 3.12 plain" in said
+    assert "chain-3, is 0.80x (0.80..0.80): a timed round writes 2.50 tokens (tau_decoded) in the" in said
+    assert "time of 3.12 plain" in said
     page = str(panels.headline(one))
-    assert ">none<" in page
-    assert "0.80×" in page
+    assert f">{one.compared.speedup:.2f}×<" in page, "of the draft with the headline's tau"
+    assert "do not draft here" in page
+    assert "chain-3, 0.80×" in page
     assert "1.02" not in page
     write_json(tmp_path / "score.json", one.to_json())
     line = _summary(4, 8, 1.0, tmp_path)
-    assert "tau 2.90  no draft faster than plain (chain-3 0.80x)  audit pass" in line
+    said = "tau 2.92 (2.72..3.12, replayed)  speedup 0.70x  tree-8, T=0, batch 1  audit pass"
+    assert f"{said}  no draft faster than plain" in line
 
 
 def test_draft_that_pays_is_named_next_to_plain_decoding():
@@ -319,5 +322,5 @@ def test_checkpoint_whose_draft_pays_is_better_than_all_others(tmp_path):
     paths = [tmp_path / name for name in ("unscored", "a", "c", "b")]
     assert [path.name for path in sorted(paths, key=_rank)] == ["unscored", "a", "b", "c"]
     chosen = cards.card_of(taus["a"])
-    assert tables.headline(chosen).startswith("chain-3 (plain was chosen), T=0, batch 1")
+    assert "  chain-3, T=0, batch 1 (plain was chosen), " in tables.headline(chosen)
     assert [line[-2:] for line in tables.by_step([chosen])[1]] == [["5%", "pass"]]

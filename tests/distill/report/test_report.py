@@ -123,7 +123,11 @@ def test_panels_draw_the_scorecards_numbers(run):
 
     want = {
         "Tau over training": [(steps, [r.replay.tau for r in scored]), (steps, [r.tau for r in scored])],
-        "Acceptance by position": [(places, list(row.replay.survival)), (places, row.alpha[: len(places)])],
+        "Acceptance by position": [
+            (places, list(row.replay.survival)),
+            (places, [b / a if a else None for a, b in pairwise([1.0, *row.replay.survival])]),
+            (places, row.survival),
+        ],
         "Accepted lengths": [lengths(row.replay.survival), lengths(row.survival)],
         "Acceptance by category": [([pytest.approx(kind.tau) for kind in by_category(card, row)], None)],
     }
@@ -343,9 +347,9 @@ def test_acceptance_by_category_is_of_the_replayed_prompts():
     names = ["a", "b", "a", "a", "a", "b", "a"]
     row = cards.row(replay=cards.replay(2.0, Counts([6, 2, 6, 6, 6, 4, 6], [3, 2, 3, 3, 3, 1, 3])))
     card = cards.card_of([row], categories=names)
-    assert by_category(card, card.headline) == [("a", 5, 30, 2.0, (2.0, 2.0)), ("b", 2, 6, 2.0, None)]
-    assert by_category(replace(card, categories=names[1:]), card.headline) == []
-    assert by_category(replace(card, categories=["a"] * 7), card.headline) == []
+    assert by_category(card, card.rows[0]) == [("a", 5, 30, 2.0, (2.0, 2.0)), ("b", 2, 6, 2.0, None)]
+    assert by_category(replace(card, categories=names[1:]), card.rows[0]) == []
+    assert by_category(replace(card, categories=["a"] * 7), card.rows[0]) == []
 
 
 def test_texts_are_of_several_categories():

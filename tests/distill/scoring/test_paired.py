@@ -134,5 +134,5 @@ def test_control_score_is_marked_and_still_lossless(bench, tmp_path):
         cards.append(json.loads(out.read_text()))
     assert [card["control"] for card in cards] == ["none", "shuffled_taps"]
     assert all(card["audit_passed"] for card in cards)
-    assert cards[0]["replay"]["tau"] != cards[1]["replay"]["tau"]
+    assert cards[0]["rows"][0]["replay"]["tau"] != cards[1]["rows"][0]["replay"]["tau"]
     score(bench, "checkpoint=/nowhere", "control=taps").refused("control=taps")

@@ -417,13 +417,13 @@ def test_damaged_scores_are_made_again_and_other_notes_refused(bench, tmp_path):
     """Scores of an old step and of the newest."""
     bench.run(tmp_path)
     scores = {step: tmp_path / "checkpoints" / step / "score.json" for step in ("3", "6")}
-    taus = {step: read_scorecard(file).headline.tau for step, file in scores.items()}
+    taus = {step: read_scorecard(file).rows[0].tau for step, file in scores.items()}
     truncate(scores["3"])
     scores["6"].write_text("[]")
     printed = bench.run(tmp_path)
     for step, file in scores.items():
         assert f"{file}: damaged; step {step} is scored again\n" in printed
-        assert read_scorecard(file).headline.tau == taus[step]
+        assert read_scorecard(file).rows[0].tau == taus[step]
     for name in ("prompts.json", "rollouts.json"):
         note = tmp_path / name
         whole = note.read_text()

@@ -229,6 +229,6 @@ def test_a_run_trains_the_same_drafter_with_and_without_a_head(bench, tmp_path):
     assert all(weight.equal(plain[name]) for name, weight in ours.items())
     assert "train/confidence_1" in (tmp_path / "with" / "csv" / "metrics.csv").read_text()
     card = json.loads((tmp_path / "with" / "checkpoints" / "6" / "score.json").read_text())
-    assert card["decode"] == "chain-2 (confidence 0.3)"
+    assert card["headline"]["decode"] == "chain-2 (confidence 0.3)"
     assert card["replay_agrees"]
     assert card["rows"][0]["offered"][1] < 1
