@@ -14,7 +14,7 @@ from rich.text import Text
 from decode.evaluation.scorecard import Scorecard, read_scorecard
 from distill.report.bottleneck import bottleneck
 from distill.scoring.run_scorecards import scorecards
-from distill.scoring.tables import best_card, by_setting, by_step, headline, table
+from distill.scoring.tables import INTERVAL, LEVEL_NAMES, best_card, by_setting, by_step, headline, table
 from distill.utils.atomic_files import read_json
 from distill.utils.progress import bars_visible, first_rank, say
 from distill.utils.run_folder import REPORT, best
@@ -23,7 +23,7 @@ from drafters.export.formats import NATIVE
 from drafters.export.layout import FILES
 
 # Dropped in this order if the terminal is too narrow; the report and score.json contain them.
-OPTIONAL = ("other", "verify", "draft", "s_5", "s_4", "s_3", "s_2", "s_1", "batch", "tau_decoded", "T")
+OPTIONAL = ("other", "verify", "draft", *reversed(LEVEL_NAMES), "batch", "tau_decoded", INTERVAL, "T")
 
 
 def show(folder: Path) -> None:

@@ -14,6 +14,7 @@ from distill.utils.run_folder import best, is_step
 from drafters.hub.untrusted_files import is_hub_id
 
 LEVELS = 5
+INTERVAL = "95 %"  # column with the interval of tau
 NAMES = "tau, s_j: replayed (~: estimated, or decoded); tau_decoded: counted by the decoder, on fewer prompts"
 LEVEL_NAMES = [f"s_{j}" for j in range(1, LEVELS + 1)]
 
@@ -45,7 +46,7 @@ def target_label(target: str) -> str:
 def by_step(cards: Sequence[Scorecard]) -> tuple[list[str], list[list[str]]]:
     """Head and lines of a table with the row of every scorecard's headline."""
     there = served.head(cards)
-    head = ["step", "tau", "tau_decoded", *LEVEL_NAMES, "speedup", *there]
+    head = ["step", "tau", INTERVAL, "tau_decoded", *LEVEL_NAMES, "speedup", *there]
     head += ["draft", "verify", "other", "audit"]
     return head, [[str(c.checkpoint.step), *_cells(c, c.compared, there), c.audited] for c in cards]
 
@@ -53,7 +54,7 @@ def by_step(cards: Sequence[Scorecard]) -> tuple[list[str], list[list[str]]]:
 def by_setting(card: Scorecard) -> tuple[list[str], list[list[str]]]:
     """Head and lines of a table with every setting of a scorecard."""
     there = served.head([card])
-    head = ["decode", "T", "batch", "tau", "tau_decoded", *LEVEL_NAMES, "speedup", *there]
+    head = ["decode", "T", "batch", "tau", INTERVAL, "tau_decoded", *LEVEL_NAMES, "speedup", *there]
     quality = quality_columns(card)
     lines = [
         [row.decode, f"{row.temperature:g}", str(row.batch_size), *_cells(card, row, there), *more]
@@ -139,7 +140,7 @@ def _cells(card: Scorecard, row: Row, there: Sequence[str]) -> list[str]:
     shares = [row.text(name, "{:.0%}") for name in ("draft_share", "verify_share", "other_share")]
     engine = served.cells(card, row) if there else []
     return [
-        tau_cell(row),
+        *tau_cell(row).removesuffix(")").split(" ("),
         "-" if card.conditions.elsewhere else f"{row.tau:.2f}",
         *survival,
         row.text("speedup", "{:.2f}x", BY_ENGINE),

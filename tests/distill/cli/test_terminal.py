@@ -109,10 +109,10 @@ def test_forked_child_draws_no_bar():
 
 
 CELLS = (
-    "step=800 replay=2.87 tau=3.00 s_1=0.75 s_2=0.59 s_3=0.43 s_4=0.27 s_5=- "
+    "step=800 tau=2.87 95_%=2.80..2.95 tau_decoded=3.00 s_1=0.75 s_2=0.59 s_3=0.43 s_4=0.27 s_5=- "
     "speedup=1.03x draft=32% verify=64% other=4% audit=pass"
 )
-ROW = dict(cell.split("=") for cell in CELLS.split())
+ROW = dict(cell.replace("_%", " %").split("=") for cell in CELLS.split())
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

@@ -182,7 +182,8 @@ def test_steps_are_passes_over_the_answers(overrides, answers, steps, every, cap
     options = with_length(options_of(*common, *overrides), answers)
     said = capsys.readouterr().out
     assert (options.trainer.max_steps, options.score.every) == (steps, every)
-    assert (options.config["trainer"]["max_steps"], options.config["score"]["every"]) == (steps, every)
+    recorded = options.config.values
+    assert (recorded["trainer"]["max_steps"], recorded["score"]["every"]) == (steps, every)
     assert ("score.every=" in said) == ("score.every=20" not in overrides)
     assert ("trainer.max_steps=" in said) == ("trainer.max_steps=60" not in overrides)
     assert options.trainer.build(logger=False, devices=1).max_steps == steps

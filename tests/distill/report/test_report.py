@@ -323,8 +323,8 @@ def test_trackers_get_no_secrets(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", f"rollout.url={url}", "seed=1"])
     made.begin()
     assert [words[0][2] for words in seen] == ["seed=1"]
-    assert seen[0][1]["name"] == "mine owner/target own"
-    assert seen[0][1]["tags"] == ["mine", "owner/target", "own"]
+    assert seen[0][1]["name"] == "mine o/t own"
+    assert seen[0][1]["tags"] == ["mine", "o/t", "own"]
     assert "hunter2" not in str(seen)
     assert sys.argv[1] == f"rollout.url={url}"
 

@@ -94,7 +94,7 @@ def test_a_score_goes_along_while_the_weights_are_those_that_were_scored(made, t
     (folder / "score.json").write_text(json.dumps(card))
     loaded = from_pretrained(folder, target)
     save_pretrained(loaded, tmp_path / "same")
-    assert json.loads((tmp_path / "same" / "scorecard.json").read_text()) == card
+    assert json.loads((tmp_path / "same" / "scorecard.json").read_text()) == card_of().to_json()
     with torch.no_grad():
         next(loaded.parameters()).add_(1)
     save_pretrained(loaded, tmp_path / "changed")
@@ -327,9 +327,10 @@ def test_the_front_matter_is_what_the_hub_reads(facts):
 def test_every_measured_number_is_in_the_table_with_where_it_was_measured(facts):
     text = model_card(facts)
     first = next(line for line in text.splitlines() if line.startswith("| chain-2 | 0 |"))
-    cells = ["chain-2", "0", "1", "1.98 (1.73..2.23)", "2.00", "0.61", "0.37", "1.43x", "211.5", "147.9"]
+    cells = ["chain-2", "0", "1", "2.00 (1.80..2.20)", "1.98", "0.60", "0.35", "1.43x", "211.5", "147.9"]
     assert [cell.strip() for cell in first.strip("|").split("|")] == cells
-    assert "| chain-2 | 1 | 8 | 1.52 (1.27..1.77) | - |" in text
+    assert "| chain-2 | 1 | 8 | 1.52~ (1.27..1.77) | 1.52 |" in text
+    assert "**tau 2.00 (1.80..2.20, replayed), speedup 1.43x**: chain-2, T=0, batch 1, 2 held-out" in text
     parts = ["Abacus 9000, 2 cores", "commit 0123456789ab", "prompts 12", "bfloat16", "load average 0.4"]
     parts += ["audit: passed. Of 640 greedy tokens", "- seed: `11`", "revision cccc"]
     assert all(part in text for part in parts)
