@@ -10,12 +10,11 @@ from typing import Any, NamedTuple, Self
 
 from decode.errors import UserError
 from decode.evaluation.audit import Audit
-from decode.evaluation.headline import BY_ENGINE as BY_ENGINE  # also for readers of scorecards
-from decode.evaluation.headline import Headline
 from decode.evaluation.json_records import build
 from decode.evaluation.quality import Quality
 from decode.evaluation.replay import ContextPart, Counts
-from decode.evaluation.served import Served
+from decode.evaluation.served import BY_ENGINE as BY_ENGINE  # also for readers of scorecards
+from decode.evaluation.served import Headline, Served
 
 NOT_RUN = "not run"  # shown instead of an audit's verdict
 SCHEMA = 4
