@@ -17,6 +17,7 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
+from decode.verification.target_probs import EditLogits
 
 
 def generate(
@@ -37,6 +38,7 @@ def generate(
     clock: Callable[[], float] | None = None,
     batch_size: int | None = None,
     progress: Callable[[float], None] | None = None,
+    edit: EditLogits | None = None,
 ) -> Generation:
     """Decode prompts in a batch, with exactly the target's distribution.
 
@@ -60,6 +62,8 @@ def generate(
             None: all at once.
         progress: called often, with the number of requests that are done; one that runs counts by its
             tokens, as a share of its limit.
+        edit: changes the target's logits, before the sampler; the requests that it gets are indices of
+            prompts. A drafter drafts without it.
 
     Raises:
         UserError: a prompt that is empty or leaves no room in the context; an unknown token; an invalid
@@ -77,10 +81,10 @@ def generate(
     stop = token_ids(stop)
     plan, rest = plan or Plan(), (until, on_round, clock)
     with target.lock:
-        if target.abilities.own_cache and drafter is None and on_round is None:
+        if target.abilities.own_cache and drafter is None and on_round is None and edit is None:
             rest = (until, clock, batch_size, names, progress)
             return _in_turn(target, prompts, limits, sampler, coin, stop, *rest)
-        loop = Loop(target, drafter, prompts, limits, sampler, plan, coin, stop, *rest, batch_size)
+        loop = Loop(target, drafter, prompts, limits, sampler, plan, coin, stop, *rest, batch_size, edit)
         loop.names = names
         for _ in loop.rounds():
             if progress:

@@ -40,7 +40,7 @@ from decode.transfer import RowInts, Settled, upload
 from decode.verification.descent import match
 from decode.verification.result import VerificationResult
 from decode.verification.rule import verify
-from decode.verification.target_probs import TargetProbs, TextState
+from decode.verification.target_probs import EditedProbs, EditLogits, TargetProbs, TextState
 
 SHARE = 8  # rows join once 1 / SHARE of the batch is free, because their prompts need an extra pass
 
@@ -103,6 +103,7 @@ class Loop:
         on_round: Callable[[Round], None] | None = None,
         clock: Callable[[], float] | None = None,
         batch_size: int | None = None,
+        edit: EditLogits | None = None,
     ) -> None:
         if isinstance(drafter, ReadsTaps):
             target.check_taps(drafter.taps)
@@ -115,7 +116,7 @@ class Loop:
         self.drafter = adapt_depth(drafter, plan) if drafter and plan.depth else None
         self.proposer = type(drafter).__name__
         self.observer = self.drafter if isinstance(self.drafter, Observes) else None
-        self.sampler, self.plan, self.coin = sampler, plan, coin
+        self.sampler, self.plan, self.coin, self.edit = sampler, plan, coin, edit
         self.stop = frozenset(stop)
         self.stop_tests = [until() for _ in prompts] if until else None
         self.on_round = on_round
@@ -221,7 +222,7 @@ class Loop:
         logits = target.head(forward.last[rows, end])[:, None]  # (B, 1, V)
         coin = batch.coin.at(batch.position, batch.rounds)
         draft = Draft.empty(len(prompts), device)
-        result = match(draft, TargetProbs(logits, self.sampler, batch.seen), coin)
+        result = match(draft, self._probs(logits), coin)
         self.state = self.drafter.new_state(len(prompts)) if self.drafter else None
         running = self._settle(draft, result, broken_slot(logits, draft))
         self._report(logits, draft, result)
@@ -252,8 +253,7 @@ class Loop:
         times.draft += draft_end - begin
         times.verify += verify_end - draft_end
 
-        probs = TargetProbs(logits, self.sampler, batch.seen, batch.followed)
-        result = verify(self.plan.rule, draft, probs, coin)
+        result = verify(self.plan.rule, draft, self._probs(logits, batch.followed), coin)
         answers = logits.argmax(-1) if self.observer else None
         running = self._settle(draft, result, broken_slot(logits, draft), fault, answers)
         self._report(logits, draft, result)
@@ -267,6 +267,14 @@ class Loop:
         tokens = torch.cat([batch.root[:, None], draft.tokens], 1).gather(1, path)  # (B, K + 1)
         row = torch.arange(path.shape[0], device=path.device)[:, None]
         self._advance(running, tokens, forward.taps[row, path], counts, result)
+
+    def _probs(self, logits: Tensor, state: TextState | None = None) -> TargetProbs:
+        """The target's distributions for the (B, S, V) logits of a round."""
+        batch = self.batch
+        if self.edit is None:
+            return TargetProbs(logits, self.sampler, batch.seen, state)
+        texts = [[*self.prompts[request], *self.outputs[request].tokens] for request in batch.request]
+        return EditedProbs(logits, self.sampler, batch.seen, state, self.edit, batch.request, texts)
 
     def _report(self, logits: Tensor, draft: Draft, result: VerificationResult) -> None:
         """Call `on_round`."""

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import (
@@ -227,6 +228,33 @@ def load_target(
         reason = target.compile()
         if reason:
             print(f"target.compile=true: not compiled; {reason}", file=sys.stderr, flush=True)
+    return target
+
+
+def target_of(model: PreTrainedModel) -> Target:
+    """Probe a causal LM that is loaded already; its mode and what needs gradients stay as they are.
+
+    Raises:
+        UserError: no causal language model, one on several devices, or one that cannot verify drafts.
+    """
+    config, name = model.config, f"target: {type(model).__name__}"
+    if not (_is_causal(config) or hasattr(config, "auto_map")):
+        raise UserError(f"{name}: a {config.model_type!r} model is no causal language model")
+    if len({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}) > 1:
+        raise UserError(
+            f"{name} is spread over devices: load it by its name, with target.placement=device_map"
+        )
+    Abilities(decode=why_undecodable(config)).check_decode(name)
+    training = [module for module in model.modules() if module.training]
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    try:
+        target = Target(model)
+        find_abilities(target).check_decode(name)
+    finally:
+        for module in training:
+            module.training = True
+        for weight in trained:
+            weight.requires_grad_(True)
     return target
 
 

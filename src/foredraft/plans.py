@@ -1,0 +1,45 @@
+"""Plans by name, for the Python interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hydra.utils import instantiate
+
+from decode.errors import UserError
+from decode.plan import Plan
+from distill.config.compose import compose
+from distill.config.validate import refused
+from distill.utils.paths import CONF
+from drafters.base import Drafter
+
+
+def named_plan(decode: str = "dynamic") -> Plan:
+    """The plan that a name of conf/decode stands for: dynamic (a tree), chain, static, drafts, ...
+
+    Raises:
+        UserError: no such name.
+    """
+    with refused():
+        plan = instantiate(compose(["prompt=-", f"decode={decode}"], CONF, "generate").decode)
+    if not isinstance(plan, Plan):
+        raise UserError(f"plan: {decode!r} is measured by a command; give a foredraft.Plan, or another name")
+    return plan
+
+
+def chosen_plan(plan: Plan | str | None, drafter: Drafter | None) -> Plan:
+    """The plan that a caller gave, by name or not at all: a dynamic tree, or plain decoding.
+
+    Raises:
+        UserError: no plan, or one that the drafter does not support.
+    """
+    given: Any = plan
+    if isinstance(given, str):
+        given = named_plan(given)
+    elif given is None:
+        given = named_plan() if drafter else Plan()
+    if not isinstance(given, Plan):
+        raise UserError(f"plan: give a foredraft.Plan or a name, as in 'chain', not {given!r}"[:200])
+    if drafter:
+        drafter.check(given)
+    return given
