@@ -1,30 +1,79 @@
 """foredraft: train drafters for speculative decoding, and decode with them without changing a distribution.
 
 import foredraft
-model = foredraft.load_target("data/pocket")
-drafter = foredraft.load_drafter("outputs/<date>/<time>/checkpoints/best", model)
-print(foredraft.generate(model, "How do I use grep?", drafter).text)
-print(foredraft.score(model, drafter, ["How do I use grep?"]).headline.tau)
+target = foredraft.load_target("data/pocket")
+drafter = foredraft.load_drafter("outputs/<date>/<time>/checkpoints/best", target)
+print(foredraft.generate(target, "How do I use grep?", drafter).text)
+print(foredraft.score(target, drafter, ["How do I use grep?"]).headline.tau)
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
-from distill.utils.thread_waiting import wait_passively
+from distill.utils.thread_waiting import wait_passively as _wait_passively
 
-if TYPE_CHECKING:
-    from foredraft.api import Answer, Model, generate, load_drafter, load_target, score, stream
+if _TYPE_CHECKING:
+    from decode.errors import UserError
+    from decode.plan import Plan
+    from distill.text_generation import Model
+    from foredraft.api import (
+        Answer,
+        generate,
+        load_drafter,
+        push_drafter,
+        save_drafter,
+        score,
+        stream,
+    )
+    from foredraft.custom_generate import assist
+    from foredraft.targets import load_target
+    from foredraft.training import TrainedRun, train
 
-__all__ = ["Answer", "Model", "generate", "load_drafter", "load_target", "score", "stream"]
+# Public name -> its module. `foredraft --help` imports this package too, and does not wait for torch.
+_PLACES = {
+    "Answer": "foredraft.api",
+    "Model": "distill.text_generation",
+    "Plan": "decode.plan",
+    "TrainedRun": "foredraft.training",
+    "UserError": "decode.errors",
+    "assist": "foredraft.custom_generate",
+    "generate": "foredraft.api",
+    "load_drafter": "foredraft.api",
+    "load_target": "foredraft.targets",
+    "push_drafter": "foredraft.api",
+    "save_drafter": "foredraft.api",
+    "score": "foredraft.api",
+    "stream": "foredraft.api",
+    "train": "foredraft.training",
+}
+__all__ = [
+    "Answer",
+    "Model",
+    "Plan",
+    "TrainedRun",
+    "UserError",
+    "assist",
+    "generate",
+    "load_drafter",
+    "load_target",
+    "push_drafter",
+    "save_drafter",
+    "score",
+    "stream",
+    "train",
+]
 
-wait_passively()  # before torch is imported
+_wait_passively()  # before torch is imported
 
 
-def __getattr__(name: str) -> Any:
-    # The command `foredraft --help` imports this package too, and does not wait for torch.
-    if name not in __all__:
+def __getattr__(name: str) -> _Any:
+    if name not in _PLACES:
         raise AttributeError(f"module 'foredraft' has no attribute {name!r}")
-    from foredraft import api
+    return getattr(_import_module(_PLACES[name]), name)
 
-    return getattr(api, name)
+
+def __dir__() -> list[str]:
+    return __all__

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
-
-from hydra.utils import instantiate
+from os import PathLike
+from pathlib import Path
+from typing import Any, Unpack, overload
 
 from decode.errors import UserError
 from decode.evaluation import score as scoring
@@ -19,18 +19,11 @@ from decode.integers import whole_number
 from decode.model.load import stop_tokens
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.cli.main import rewrite
-from distill.config.build import TargetSource, quiet
-from distill.config.compose import compose
-from distill.config.read import checked_options
-from distill.config.validate import refused
-from distill.options import GenerateOptions
 from distill.text_generation import Messages, Model, TextGenerator
-from distill.utils.paths import CONF
 from drafters.base import Drafter
-from drafters.checkpoint import io as checkpoint_io
-
-GREEDY = Sampler(0.0)
+from drafters.checkpoint import pretrained
+from foredraft.arguments import Decoding, check_drafter, check_target, sampler
+from foredraft.plans import chosen_plan
 
 
 @dataclass(frozen=True)
@@ -51,79 +44,82 @@ class Answer:
     tokens_per_second: float
 
 
-def load_target(target: str = "data/pocket", *options: str) -> Model:
-    """Load a causal language model and its tokenizer.
-
-    Args:
-        target: a folder, a Hub id, or `data/pocket`, the bundled one.
-        options: of `foredraft generate --help`, as in "target.dtype=float32", "trainer.accelerator=gpu".
-
-    Raises:
-        UserError: no such model, or an unknown option.
-    """
-    quiet()
-    command = (
-        ["prompt=-", f"target={target}", *options] if target != "data/pocket" else ["prompt=-", *options]
-    )
-    settings = checked_options(GenerateOptions, compose(rewrite(command, CONF), CONF, "generate"))
-    prompts = settings.prompts
-    source = TargetSource(settings.target)
-    chat = source.chat(prompts.template, prompts.template_options, prompts.moment)
-    return Model(source.load(chat=chat), chat)
-
-
-def load_drafter(checkpoint: str, model: Model) -> Drafter:
+def load_drafter(checkpoint: str | PathLike[str], target: Model, *, revision: str | None = None) -> Drafter:
     """Load a drafter that was trained for this target.
 
     Args:
         checkpoint: a run's checkpoint folder, or a Hub id; no code that comes with it is run.
-        model: the target that it was trained for.
+        target: from `load_target`, the model that it was trained for.
+        revision: of a Hub id.
 
     Raises:
         UserError: no drafter there, or one of another target.
     """
-    return checkpoint_io.load(checkpoint_io.fetch(checkpoint), model.target)
+    given: Any = checkpoint
+    if not isinstance(given, str | PathLike):
+        raise UserError(f"checkpoint: give a folder or a Hub id, not {type(given).__name__}")
+    check_target(target)
+    return pretrained.from_pretrained(str(given), target.target, revision)
 
 
-def default_plan(decode: str = "dynamic") -> Plan:
-    """How much to draft, as a name of conf/decode says: dynamic (a tree), chain, static, hybrid, ..."""
-    with refused():
-        plan = instantiate(compose(["prompt=-", f"decode={decode}"], CONF, "generate").decode)
-    assert isinstance(plan, Plan)
-    return plan
+def save_drafter(drafter: Drafter, folder: str | PathLike[str], target: Model | None = None) -> None:
+    """Write a folder for `load_drafter`, with a model card, and the scorecard if there is one.
+
+    Args:
+        drafter: to save.
+        folder: new or empty.
+        target: of the drafter; None: the target that it was loaded with.
+
+    Raises:
+        UserError: the target is unknown, or the folder is not empty.
+    """
+    check_drafter(drafter, optional=False)
+    pretrained.save_pretrained(drafter, Path(folder), target and target.target)
+
+
+def push_drafter(drafter: Drafter, repo: str, target: Model | None = None, private: bool = True) -> str:
+    """Upload the folder of `save_drafter` to the Hub, in one commit.
+
+    Args:
+        drafter: to upload.
+        repo: owner/name; created if it does not exist.
+        target: as in `save_drafter`.
+        private: visibility of a new repository.
+
+    Returns:
+        URL of the commit.
+
+    Raises:
+        UserError: the target is unknown; no token, or a token without write access.
+        RemoteError: the Hub is unreachable, or the upload failed; nothing is committed.
+    """
+    check_drafter(drafter, optional=False)
+    return pretrained.push_to_hub(drafter, repo, target and target.target, private)
 
 
 @overload
 def generate(  # pyright: ignore[reportOverlappingOverload]  a str is a Sequence[str], too
-    model: Model,
-    prompt: str | Messages,
-    drafter: Drafter | None = None,
-    *,
-    plan: Plan | None = None,
-    sampler: Sampler = GREEDY,
-    max_new_tokens: int = 256,
-    stop: str | Sequence[str] = (),
-    seed: int = 0,
+    target: Model, prompt: str | Messages, drafter: Drafter | None = None, **options: Unpack[Decoding]
 ) -> Answer: ...
 @overload
 def generate(
-    model: Model,
+    target: Model,
     prompt: Sequence[str | Messages],
     drafter: Drafter | None = None,
-    *,
-    plan: Plan | None = None,
-    sampler: Sampler = GREEDY,
-    max_new_tokens: int = 256,
-    stop: str | Sequence[str] = (),
-    seed: int = 0,
+    **options: Unpack[Decoding],
 ) -> list[Answer]: ...
 def generate(
-    model: Model,
+    target: Model,
     prompt: str | Sequence[Any],
     drafter: Drafter | None = None,
     *,
-    plan: Plan | None = None,
-    sampler: Sampler = GREEDY,
+    plan: Plan | str | None = None,
+    do_sample: bool | None = None,
+    temperature: float | None = None,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
     max_new_tokens: int = 256,
     stop: str | Sequence[str] = (),
     seed: int = 0,
@@ -131,12 +127,18 @@ def generate(
     """Answer prompts; a drafter does not change the distribution of the answers.
 
     Args:
-        model: from `load_target`.
+        target: from `load_target`.
         prompt: a user's message, or a conversation as [{"role": ..., "content": ...}]; or a list of these,
             which are decoded side by side.
         drafter: from `load_drafter`; None decodes plainly.
-        plan: what is drafted in a round and how it is verified; default: a dynamic tree.
-        sampler: temperature, top_k, top_p, min_p; default: greedy.
+        plan: what is drafted in a round and how it is verified: a Plan, or a name as in "chain"; default: a
+            dynamic tree.
+        do_sample: draw tokens, at temperature 1 if none is given; None: if a temperature is given.
+        temperature: divides the logits; 0 or None is greedy.
+        top_k: draw from the k most likely tokens; 0: from all.
+        top_p: draw from the most likely tokens that have this mass.
+        min_p: draw from tokens of at least this share of the largest probability.
+        repetition_penalty: divides the logits of tokens that are in the text.
         max_new_tokens: of the answer.
         stop: string or strings that end it.
         seed: of all draws.
@@ -145,27 +147,34 @@ def generate(
         One answer to one prompt, a list to a list.
 
     Raises:
-        UserError: no prompts, one that is no conversation or leaves no room, or a plan that the drafter does
-            not support.
+        UserError: no prompts, one that is no conversation or leaves no room, an argument of another type, or
+            a plan that the drafter does not support.
     """
+    check_target(target)
     prompts, single = _prompts(prompt)
-    generator = _generator(model, drafter, plan, sampler, max_new_tokens, stop, seed)
-    generation = generator.generate([model.encode(one) for one in prompts])
+    drawn = sampler(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
+    generator = _generator(target, drafter, plan, drawn, max_new_tokens, stop, seed)
+    generation = generator.generate([target.encode(one) for one in prompts])
     seconds = generation.times.total
     answers = [
-        Answer(_text(model, out), out.tokens, out.tau, sum(out.emitted) / seconds if seconds else 0.0)
+        Answer(_text(target, out), out.tokens, out.tau, sum(out.emitted) / seconds if seconds else 0.0)
         for out in generation.outputs
     ]
     return answers[0] if single else answers
 
 
 def stream(
-    model: Model,
+    target: Model,
     prompt: str | Messages,
     drafter: Drafter | None = None,
     *,
-    plan: Plan | None = None,
-    sampler: Sampler = GREEDY,
+    plan: Plan | str | None = None,
+    do_sample: bool | None = None,
+    temperature: float | None = None,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
     max_new_tokens: int = 256,
     stop: str | Sequence[str] = (),
     seed: int = 0,
@@ -175,23 +184,25 @@ def stream(
     Raises:
         UserError: as `generate`, before the first of it.
     """
-    generator = _generator(model, drafter, plan, sampler, max_new_tokens, stop, seed)
-    return _texts(model, generator, model.encode(prompt))
+    check_target(target)
+    drawn = sampler(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
+    generator = _generator(target, drafter, plan, drawn, max_new_tokens, stop, seed)
+    return _texts(target, generator, target.encode(prompt))
 
 
-def _texts(model: Model, generator: TextGenerator, ids: list[int]) -> Iterator[str]:
-    detokenizer = Detokenizer(model.chat.tokenizer, skip_special_tokens=True)
+def _texts(target: Model, generator: TextGenerator, ids: list[int]) -> Iterator[str]:
+    detokenizer = Detokenizer(target.chat.tokenizer, skip_special_tokens=True)
     for piece in generator.stream(ids):
         yield "".join(map(detokenizer.add, piece.tokens))
     yield detokenizer.end()
 
 
 def score(
-    model: Model,
+    target: Model,
     drafter: Drafter,
     prompts: Sequence[str | Messages],
     *,
-    plans: Sequence[Plan] = (),
+    plans: Sequence[Plan | str] = (),
     temperatures: Sequence[float] = (0.0,),
     batch_size: int = 1,
     max_new_tokens: int = 64,
@@ -200,10 +211,10 @@ def score(
     """Measure a drafter on prompts: tau, speedup over plain decoding, where time goes, an audit of exactness.
 
     Args:
-        model: from `load_target`.
+        target: from `load_target`.
         drafter: from `load_drafter`.
         prompts: as in `generate`; acceptance is replayed on the target's answers to them.
-        plans: the first is the headline; default: a dynamic tree.
+        plans: a Plan or a name each; the first is the headline; default: a dynamic tree.
         temperatures: 0 is greedy.
         batch_size: prompts decoded side by side.
         max_new_tokens: of an answer.
@@ -216,33 +227,37 @@ def score(
         UserError: no prompts or temperatures, a prompt that is no conversation, a number out of range, or a
             plan that the drafter does not support.
     """
-    plans, seed = list(plans) or [default_plan()], whole_number(seed, "seed")
-    for plan in plans:
-        drafter.check(plan)
+    check_target(target)
+    check_drafter(drafter, optional=False)
+    shapes = [chosen_plan(plan, drafter) for plan in plans] or [chosen_plan(None, drafter)]
+    seed = whole_number(seed, "seed")
     batch_size = whole_number(batch_size, "batch_size", 1)
     max_new_tokens = whole_number(max_new_tokens, "max_new_tokens", 1)
-    ids = [model.encode(prompt) for prompt in _prompts(prompts)[0]]
+    ids = [target.encode(prompt) for prompt in _prompts(prompts)[0]]
     samplers = [Sampler(temperature) for temperature in temperatures]
     if not samplers:
         raise UserError("no temperatures: give at least one, such as 0.0")
-    with model.target.lock:  # of other threads; the whole score is of one state of the target
-        target = TextGenerator(model, drafter, plans[0], GREEDY, max_new_tokens).tapped_target()
+    with target.target.lock:  # of other threads; the whole score is of one state of the target
+        generator = TextGenerator(target, drafter, shapes[0], Sampler(0.0), max_new_tokens)
+        verifier = generator.tapped_target()
         rollouts = {}
         for sampler in samplers:
-            plain = TextGenerator(Model(target, model.chat), None, Plan(), sampler, max_new_tokens, seed=seed)
+            plain = TextGenerator(
+                Model(verifier, target.chat), None, Plan(), sampler, max_new_tokens, seed=seed
+            )
             answers = plain.generate(ids).outputs if ids else []
             rollouts[sampler] = [Rollout(prompt, o.tokens) for prompt, o in zip(ids, answers, strict=True)]
-        target.tap(drafter.taps)
+        verifier.tap(drafter.taps)
         return scoring.score(
-            target,
+            verifier,
             drafter,
             HeldOut(ids, rollouts=rollouts),
             [
                 Setting(sampler, plan.resolved(sampler.temperature, drafter.traits.proposals), batch_size)
                 for sampler in samplers
-                for plan in plans
+                for plan in shapes
             ],
-            ScoreOptions(max_new_tokens, stop_tokens(target), seed),
+            ScoreOptions(max_new_tokens, stop_tokens(verifier), seed),
         )
 
 
@@ -257,27 +272,18 @@ def _prompts(given: Any) -> tuple[list[Any], bool]:
 
 
 def _generator(
-    model: Model,
+    target: Model,
     drafter: Drafter | None,
-    plan: Plan | None,
-    sampler: Sampler,
+    plan: Plan | str | None,
+    drawn: Sampler,
     max_new_tokens: int,
     stop: str | Sequence[str],
     seed: int,
 ) -> TextGenerator:
-    for name, value, kind in (
-        ("plan", plan, Plan),
-        ("sampler", sampler, Sampler),
-        ("drafter", drafter, Drafter),
-    ):
-        if not isinstance(value, kind) and (value is not None or name == "sampler"):
-            raise UserError(f"{name}: give a {kind.__name__}, not {value!r}"[:200])
-    plan = plan or (default_plan() if drafter else Plan())
-    if drafter:
-        drafter.check(plan)
-    return TextGenerator(model, drafter, plan, sampler, max_new_tokens, stop, seed)
+    check_drafter(drafter)
+    return TextGenerator(target, drafter, chosen_plan(plan, drafter), drawn, max_new_tokens, stop, seed)
 
 
-def _text(model: Model, output: Output) -> str:
-    detokenizer = Detokenizer(model.chat.tokenizer, skip_special_tokens=True)
+def _text(target: Model, output: Output) -> str:
+    detokenizer = Detokenizer(target.chat.tokenizer, skip_special_tokens=True)
     return "".join(map(detokenizer.add, output.tokens)) + detokenizer.end()

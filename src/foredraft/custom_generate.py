@@ -1,4 +1,4 @@
-"""Decoding with a drafter inside transformers: `model.generate(..., custom_generate=foredraft.assist(drafter))`."""
+"""Decoding with a drafter inside transformers: `custom_generate=foredraft.assist(drafter)` of `generate`."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def assist(
     """Decode with a drafter in transformers' `generate`, without changing the distribution of its texts.
 
     `model.generate(**inputs, custom_generate=foredraft.assist(drafter))` has the texts of `generate` at
-    temperature 0, up to the rounding of its passes, and its distribution otherwise; draws differ. docs/notebook.md
-    lists the arguments that are supported and refused.
+    temperature 0, up to the rounding of its passes, and its distribution otherwise; draws differ.
+    docs/notebook.md lists the arguments that are supported and refused.
 
     Args:
         drafter: from `load_drafter`, or a checkpoint's folder or hub id, loaded for the model that calls.
@@ -62,7 +62,7 @@ def assist(
     """
     given: Any = drafter
     if not isinstance(given, Drafter | str | PathLike):
-        raise UserError(f"assist: give a drafter or its checkpoint, not {given!r}"[:200])
+        raise UserError(f"assist: give a drafter or its checkpoint, not {type(given).__name__}")
     chosen = chosen_plan("dynamic" if plan is None else plan, given if isinstance(given, Drafter) else None)
     if chosen.lossy:
         raise UserError(f"assist: plan {chosen.name} changes the text; give a lossless plan")
@@ -101,8 +101,8 @@ class Assisted:
     ) -> GenerateDecoderOnlyOutput | Tensor:
         """Decode a batch.
 
-        `generate` finds `stop_strings` among the parameters and hands it over; without that it would look for a
-        tokenizer, which it has dropped.
+        `generate` finds `stop_strings` among the parameters and hands it over; without that it would look
+        for a tokenizer, which it has dropped.
 
         Raises:
             UserError: an argument that is not supported, or a drafter of another model.
@@ -154,7 +154,7 @@ class Assisted:
         _, target, drafter = self._loaded
         if drafter.traits.tunes_target:
             raise UserError(
-                f"assist: a {type(drafter).__name__} drafter tunes its target, so the text would be another one; "
+                f"assist: a {type(drafter).__name__} drafter tunes its target, so the text would differ; "
                 "decode with foredraft.generate"
             )
         where = next(((p.device, p.dtype) for p in drafter.parameters()), None)
@@ -172,7 +172,7 @@ def _arguments(frame: FrameType | None) -> dict[str, Any]:
     Without its streamer, text would appear nowhere, and a reader of TextIteratorStreamer would wait for ever.
     """
     caller = frame and frame.f_back
-    if caller is None or caller.f_code is not inspect.unwrap(GenerationMixin.generate).__code__:
+    if caller is None or caller.f_code is not inspect.unwrap(vars(GenerationMixin)["generate"]).__code__:
         return {}
     names = ("streamer", "synced_gpus", "assistant_model")
     return {name: value for name in names if (value := caller.f_locals.get(name)) is not None}
@@ -181,7 +181,7 @@ def _arguments(frame: FrameType | None) -> dict[str, Any]:
 def _tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
     """The tokenizer next to a model's files."""
     try:
-        return load_tokenizer(model.name_or_path)
+        return load_tokenizer(model.name_or_path or "")
     except UserError:
         raise UserError(
             "generate: stop_strings: foredraft.assist(drafter, tokenizer=tokenizer) reads them"

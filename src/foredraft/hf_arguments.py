@@ -24,9 +24,11 @@ SUPPORTED = {
     # length and ends
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings",
     # sampling
-    "do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p",
+    "epsilon_cutoff", "eta_cutoff",
     # logits
-    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
     "bad_words_ids", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias",
     "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "watermarking_config",
     # tokens and outputs
@@ -82,7 +84,7 @@ def check_config(config: GenerationConfig) -> None:
         if name in SUPPORTED or name in WITHOUT_EFFECT:
             continue
         value, default = getattr(config, name, None), defaults.get(name)
-        if value is not None and value is not False and value != default or (value is False and default):
+        if (value is not None and value is not False and value != default) or (value is False and default):
             reason = WHY.get(name, "no drafter is known to be lossless with it; leave it out")
             raise UserError(
                 f"generate: {name}={value!r} with custom_generate=foredraft.assist: {reason}"[:240]
@@ -127,8 +129,8 @@ def read_prompts(input_ids: Tensor, arguments: Mapping[str, Any]) -> Prompts:
         arguments: of the model, from `generate`.
 
     Raises:
-        UserError: an argument of the model that is not the text, padding that is not on the left, a cache that
-            is not empty.
+        UserError: an argument of the model that is not the text, padding that is not on the left, a cache
+            that is not empty.
     """
     for name, value in arguments.items():
         if value is not None and name not in MODEL_ARGUMENTS:
@@ -176,7 +178,7 @@ class Ends:
     rest: StoppingCriteriaList
 
     def until(self, prompts: Prompts) -> Until | None:
-        """Factory of the stop tests of these prompts, in their order; None if end tokens and length are all."""
+        """Factory of the stop tests of these prompts, in order; None if end tokens and length are all."""
         if not self.rest:
             return None
         rows: Iterator[list[int]] = iter(prompts.ids.tolist())
@@ -196,8 +198,8 @@ def read_ends(criteria: StoppingCriteriaList, prompts: Prompts, model: PreTraine
     """Divide criteria into a length, end tokens and the rest.
 
     Raises:
-        UserError: a text would pass the end of the model's context; rows could end at different lengths and no
-            end token says what follows them.
+        UserError: a text would pass the end of the model's context; rows could end at different lengths, and
+            there is no end token to pad them.
     """
     lengths = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
     stop = [one.eos_token_id.tolist() for one in criteria if type(one) is EosTokenCriteria]

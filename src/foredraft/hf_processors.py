@@ -1,4 +1,4 @@
-"""Processors of logits of transformers' `generate`, for the decoder: as a `Sampler`, or as edits of logits."""
+"""Processors of logits of transformers' `generate`, as a `Sampler` and as edits of logits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from transformers import LogitsProcessorList
 from decode.errors import UserError
 from decode.sampling import Sampler
 
-# Classes of transformers whose result depends on the text and the logits alone. A class that is not here, such
-# as one of a newer release, is refused: with state, or with passes of its own, it would not be lossless.
+# Classes of transformers with a result that depends on the text and the logits alone. Others, such as a class
+# of a newer release, are refused: with state or passes of their own they would not be lossless.
 STATELESS = {
     "EncoderNoRepeatNGramLogitsProcessor",
     "EncoderRepetitionPenaltyLogitsProcessor",
@@ -66,8 +66,8 @@ class Processing(NamedTuple):
 class LogitsEdit:
     """Runs processors on rows of different lengths; see `decode.verification.target_probs.EditLogits`.
 
-    `generate` calls processors with rows of one length, all of the batch, and some keep a number for each row.
-    So a call has the shape of `generate`'s, and rows that were not asked for hold another row's text.
+    `generate` calls processors with all rows of a batch, of one length, and some keep a number for each row.
+    So a call has the same shape here, and rows that were not asked for hold another row's text.
 
     Args:
         processors: of transformers.
@@ -87,7 +87,7 @@ class LogitsEdit:
         for call in _calls(requests, rows):
             some = next(iter(call.values()))
             index = [call.get(request, some) for request in range(len(self._padding))]
-            ids = torch.tensor([rows[i] for i in index], device=self._device)
+            ids: Any = torch.tensor([rows[i] for i in index], device=self._device)
             found: Any = self._processors(ids, scores[index])  # a copy: processors write to it
             mine = torch.tensor(list(call), device=self._device)
             edited[list(call.values())] = found[mine].to(edited)
@@ -141,8 +141,8 @@ def _check(processor: Any, rows: int) -> None:
     name = _name(processor)
     if name and name not in STATELESS:
         raise UserError(
-            f"generate: {name} depends on more than the text before a token, so a draft cannot be verified with "
-            "it; leave out the argument or the processor that asks for it"
+            f"generate: {name} depends on more than the text before a token, so drafts cannot be verified "
+            "with it; leave out the argument or the processor that asks for it"
         )
     if name == "PrefixConstrainedLogitsProcessor" and rows > 1:
         raise UserError("generate: prefix_allowed_tokens_fn is for one prompt at a time here; give one row")

@@ -39,7 +39,7 @@ def chosen_plan(plan: Plan | str | None, drafter: Drafter | None) -> Plan:
     elif given is None:
         given = named_plan() if drafter else Plan()
     if not isinstance(given, Plan):
-        raise UserError(f"plan: give a foredraft.Plan or a name, as in 'chain', not {given!r}"[:200])
+        raise UserError(f"plan: give a foredraft.Plan or a name, as in 'chain', not {type(given).__name__}")
     if drafter:
         drafter.check(given)
     return given

@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from workbench import ROOT, make_target
+from transformers import AutoModelForCausalLM
+from workbench import QUICK, ROOT, make_target
 
 import foredraft
 from decode.errors import UserError
+from decode.evaluation.scorecard import read_scorecard
 from decode.generation.generate import generate
 from decode.model.load import load_target
 from decode.plan import Plan
@@ -34,12 +36,12 @@ def folders(tmp_path_factory, make_drafter):
 @pytest.fixture(scope="module")
 def loaded(folders):
     """The model in float32, and its drafter."""
-    model = foredraft.load_target(str(folders / "target"), "target.dtype=float32")
+    model = foredraft.load_target(str(folders / "target"), dtype="float32")
     return model, foredraft.load_drafter(str(folders / "drafter"), model)
 
 
 def test_documented_lines_run_from_any_folder(folders, tmp_path, monkeypatch, capsys):
-    text = (ROOT / "docs" / "start.md").read_text()
+    text = (ROOT / "docs" / "notebook.md").read_text()
     (block,) = re.findall(r"```python\n(import foredraft\n.*?)```", text, re.S)
     monkeypatch.chdir(tmp_path)
     block = block.replace("data/pocket", str(folders / "target"))
@@ -51,7 +53,7 @@ def test_documented_lines_run_from_any_folder(folders, tmp_path, monkeypatch, ca
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafter_changes_no_greedy_answer_and_stream_is_what_is_generated(loaded, temperature):
     model, drafter = loaded
-    options = {"max_new_tokens": 12, "sampler": Sampler(temperature)}
+    options = {"max_new_tokens": 12, "temperature": temperature}
     prompt = [{"role": "user", "content": "say 3"}]
     drafted = foredraft.generate(model, "say 3", drafter, **options)
     assert drafted.tokens == foredraft.generate(model, prompt, drafter, **options).tokens
@@ -118,7 +120,7 @@ def test_wrong_prompt_is_refused_in_one_line(prompt, said, loaded):
 def test_tuned_target_is_merged_once(folders, loaded, monkeypatch):
     """Merging copies the decoder layers."""
     model, drafter = loaded
-    tuned = foredraft.load_target(str(folders / "target"), "target.dtype=float32").target
+    tuned = foredraft.load_target(str(folders / "target"), dtype="float32").target
     merged = []
     monkeypatch.setattr(drafter, "verifier", lambda target: merged.append(target) or tuned)
     answers = [foredraft.generate(model, "say 3", drafter, max_new_tokens=4).tokens for _ in range(2)]
@@ -147,7 +149,7 @@ def test_wrong_calls_are_refused(folders, loaded):
 
 def test_number_of_any_type_gives_the_same_answers_and_scores(loaded):
     model, drafter = loaded
-    options = {"sampler": Sampler(1.0), "max_new_tokens": 8}
+    options = {"temperature": 1.0, "max_new_tokens": 8}
     expected = foredraft.generate(model, "say 3", seed=3, **options)
     for seed in (np.int64(3), torch.tensor(3)):
         assert foredraft.generate(model, "say 3", seed=seed, **options).tokens == expected.tokens
@@ -177,7 +179,7 @@ def test_wrong_number_is_named(loaded, name):
                 next(foredraft.stream(loaded[0], "say 3", **wrong))
 
 
-WRONG = {"stop": [5, b"a", [5], [None]], "sampler": [None, 0.7], "plan": ["dynamic"], "drafter": ["eagle"]}
+WRONG = {"stop": [5, b"a", [5], [None]], "plan": [3, Sampler()], "drafter": ["eagle", 3]}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -185,6 +187,160 @@ def test_argument_of_another_type_is_named(loaded, name):
     for value in WRONG[name]:
         with pytest.raises(UserError, match=f"^{name}: give a "):
             foredraft.generate(loaded[0], "say 3", **{name: value})
+
+
+def test_public_names_are_listed_and_exist():
+    assert dir(foredraft) == sorted(foredraft.__all__)
+    assert set(foredraft._PLACES) == set(foredraft.__all__)
+    assert all(getattr(foredraft, name).__name__ == name for name in dir(foredraft))
+
+
+def test_sampling_is_asked_for_as_in_transformers(loaded):
+    model, _ = loaded
+    greedy, *drawn = (
+        foredraft.generate(model, "say 3", max_new_tokens=8, **options).tokens
+        for options in (
+            {"do_sample": False},
+            {"do_sample": True},
+            {"temperature": 1.0},
+            {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
+        )
+    )
+    assert greedy == foredraft.generate(model, "say 3", max_new_tokens=8).tokens
+    assert drawn[0] == drawn[1] == drawn[2] != greedy
+    only = foredraft.generate(model, "say 3", max_new_tokens=8, do_sample=True, top_k=1)
+    assert only.tokens == greedy
+    for options, said in (
+        ({"top_p": 0.9}, "top_p=0.9: greedy decoding draws nothing"),
+        ({"temperature": 0.7, "do_sample": False}, "temperature=0.7: greedy"),
+        ({"temperature": 0, "do_sample": True}, "leave one of them out"),
+        ({"do_sample": "yes"}, "give True, False or None"),
+        ({"temperature": "hot"}, "temperature='hot' is out of range"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p=0.0 is out of range"),
+    ):
+        with pytest.raises(UserError, match=said):
+            foredraft.generate(model, "say 3", **options)
+
+
+def test_model_of_transformers_is_taken_as_it_is(folders, loaded):
+    model, drafter = loaded
+    network = AutoModelForCausalLM.from_pretrained(folders / "target", dtype=torch.float32)
+    network.generation_config.eos_token_id = None
+    network.train()
+    taken = foredraft.load_target(network)
+    options = {"max_new_tokens": 12}
+    for tokenizer in (None, taken.chat.tokenizer, str(folders / "target")):
+        taken = foredraft.load_target(network, tokenizer=tokenizer)
+        again = foredraft.generate(taken, "say 3", drafter, **options)
+        assert again.tokens == foredraft.generate(model, "say 3", **options).tokens
+    assert all(weight.requires_grad for weight in network.parameters())
+    assert network.generation_config.eos_token_id is None
+    assert foredraft.load_drafter(folders / "drafter", taken).taps == drafter.taps
+    network.name_or_path = ""
+    with pytest.raises(UserError, match=r"no tokenizer at ''; give tokenizer="):
+        foredraft.load_target(network)
+    for keywords in ({"dtype": "float32"}, {"device": "cpu"}):
+        with pytest.raises(UserError, match=r"is for a name; change the model itself"):
+            foredraft.load_target(network, tokenizer=taken.chat.tokenizer, **keywords)
+
+
+def test_name_or_model_in_place_of_a_target_says_what_to_do(folders, loaded):
+    model, drafter = loaded
+    calls = [
+        lambda target: foredraft.generate(target, "say 3"),
+        lambda target: foredraft.stream(target, "say 3"),
+        lambda target: foredraft.score(target, drafter, ["say 3"]),
+        lambda target: foredraft.load_drafter(folders / "drafter", target),
+    ]
+    for call in calls:
+        for wrong, said in (
+            ("data/pocket", r"load it first: target = foredraft\.load_target\('data/pocket'\)"),
+            (model.target.model, r"wrap it first: target = foredraft\.load_target\(model\)"),
+            (None, "give what foredraft.load_target returns, not NoneType"),
+        ):
+            with pytest.raises(UserError, match=said) as caught:
+                call(wrong)
+            assert "\n" not in str(caught.value)
+    for make in (
+        lambda: foredraft.load_target(3),
+        lambda: foredraft.load_target(str(folders / "target"), dtype=3),
+        lambda: foredraft.load_target(str(folders / "target"), tokenizer=3),
+        lambda: foredraft.load_drafter(None, model),
+        lambda: foredraft.score(model, None, ["say 3"]),
+        lambda: foredraft.score(model, drafter, ["say 3"], plans=[3]),
+        lambda: foredraft.assist(3),
+        lambda: foredraft.assist(drafter, plan="dinamic"),
+        lambda: foredraft.save_drafter(None, "folder"),
+        lambda: foredraft.train(target=model),
+        lambda: foredraft.train(drafter=drafter),
+        lambda: foredraft.train(prompts=[]),
+        lambda: foredraft.train(prompts=3),
+        lambda: foredraft.train(3),
+    ):
+        with pytest.raises(UserError) as caught:
+            make()
+        assert "\n" not in str(caught.value)
+
+
+def test_keywords_of_a_target_are_its_options(folders):
+    target = foredraft.load_target(
+        folders / "target", dtype=torch.float64, device="cpu", template="none"
+    ).target
+    assert (target.dtype, target.device.type) == (torch.float64, "cpu")
+    with pytest.raises(UserError, match=r"target\.dtype=int3: choose auto"):
+        foredraft.load_target(folders / "target", dtype="int3")
+
+
+def test_plan_is_a_name_or_a_plan(loaded):
+    model, drafter = loaded
+    named, made, plain = (
+        foredraft.generate(model, "say 3", drafter, plan=plan, max_new_tokens=8)
+        for plan in ("chain", foredraft.Plan(2), foredraft.Plan())
+    )
+    assert named.tokens == made.tokens == plain.tokens
+    assert plain.tau == 1
+    card = foredraft.score(model, drafter, ["say 3"], plans=["chain"], max_new_tokens=6)
+    assert card.headline.decode.startswith("chain")
+
+
+def test_saved_drafter_is_loaded_again(loaded, tmp_path):
+    model, drafter = loaded
+    foredraft.save_drafter(drafter, tmp_path / "saved", model)
+    again = foredraft.load_drafter(tmp_path / "saved", model)
+    assert again.settings == drafter.settings
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert "foredraft.load_drafter(" in card
+    assert "from_pretrained" not in card
+
+
+def test_training_in_a_notebook_is_the_command(folders, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prompts = [f"say {i}" for i in range(40)]
+    run = foredraft.train(
+        *(
+            option
+            for option in QUICK
+            if not option.startswith(("prompts.self", "trainer.max_steps", "rollout."))
+        ),
+        "prompts.heldout_share=0.2",
+        drafter="eagle",
+        target=folders / "target",
+        prompts=prompts,
+        max_steps=6,
+        output_dir=tmp_path / "out",
+        rollout={"max_new_tokens": 8, "shard_size": 4, "samples": 1},
+    )
+    assert run.best
+    assert run.folder.parent.parent == tmp_path / "out"
+    assert run.scorecard == read_scorecard(run.best / "score.json")
+    record = (run.folder / ".hydra" / "overrides.yaml").read_text()
+    assert "rollout.max_new_tokens=8" in record
+    target = foredraft.load_target(folders / "target")
+    drafter = foredraft.load_drafter(run.best, target)
+    assert foredraft.generate(target, "say 3", drafter, max_new_tokens=4).tokens
+    with pytest.raises(UserError, match="no such option"):
+        foredraft.train(drafer="eagle", output_dir=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_one_stop_string_is_not_read_as_its_letters(loaded):

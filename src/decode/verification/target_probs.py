@@ -12,9 +12,8 @@ from torch import Tensor
 from decode.draft import PAD, Draft
 from decode.sampling import Sampler
 
-
-# Changes logits: (the request of each row, its text, (R, V) fp32 logits after it) -> (R, V). Must be a function
-# of these alone, because a slot may be asked for or not, and in any order.
+# Changes logits: (the request of each row, its text, (R, V) fp32 logits after it) -> (R, V). Must be a
+# function of these alone, because a slot may be asked for or not, and in any order.
 EditLogits = Callable[[Sequence[int], Sequence[Sequence[int]], Tensor], Tensor]
 
 

@@ -116,6 +116,56 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
         print(run.path, flush=True)
 
 
+def run_here(
+    task: Task, overrides: Sequence[str], program: str, config_dir: Path, config_name: str = "config"
+) -> Path:
+    """Run a command with a run folder from Python, as `main` does; errors are raised.
+
+    Args:
+        task: see `main`.
+        overrides: options of the command.
+        program: file that starts the command; Lightning starts other ranks with it.
+        config_dir: folder of configurations.
+        config_name: the primary configuration.
+
+    Returns:
+        Folder of the run.
+
+    Raises:
+        UserError: an invalid option, a sweep, or a launcher's process.
+    """
+    failed: list[Exception] = []
+
+    def job(cfg: DictConfig) -> None:
+        try:
+            remember(list(HydraConfig.get().overrides.task))
+            with _finishing(run):
+                task(cfg, Path(HydraConfig.get().runtime.output_dir))
+        except Exception as error:  # Hydra would print a text of its own
+            failed.append(error)
+
+    if launch():
+        raise UserError("several processes are started with the command: torchrun -m foredraft train ...")
+    check_flags(overrides)
+    argv = rewrite(with_run_settings(overrides, config_dir, config_name), config_dir)
+    if sweep.wanted(argv, config_dir, config_name):
+        raise UserError("a sweep runs as a command: foredraft train -m ...")
+    argv, run = _with_folder(argv, config_dir, config_name)
+    assert run, "the configuration has a folder of runs"
+    before, sys.argv = sys.argv, [program, *argv]
+    try:
+        with configurations(config_dir) as reader:
+            reader.run(config_name, job, argv)
+        for error in failed:
+            if isinstance(error, UserError):
+                run.discard_if_empty()
+            raise error
+    finally:
+        sys.argv = before
+        run.close()
+    return run.path
+
+
 @contextmanager
 def _finishing(run: Run | None) -> Iterator[None]:
     """Mark the run as complete at the end, even if a follow-up step fails."""
