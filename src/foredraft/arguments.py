@@ -90,5 +90,5 @@ def check_drafter(drafter: Any, optional: bool = True) -> None:
     if isinstance(drafter, Drafter) or (drafter is None and optional):
         return
     raise UserError(
-        f"drafter: give a drafter from foredraft.load_drafter(checkpoint, target), not {type(drafter).__name__}"
+        f"drafter: give one from foredraft.load_drafter(checkpoint, target), not {type(drafter).__name__}"
     )
