@@ -117,9 +117,9 @@ class Assisted:
         ends = read_ends(stopping_criteria, prompts, model)
         draws = bool(generation_config.do_sample)
         done = processing(logits_processor, draws, prompts.padding, input_ids.device)
-        pad = (
-            None if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
-        )
+        # private API: transformers has no public name for the padding token that it has chosen.
+        chosen = generation_config._pad_token_tensor
+        pad = None if chosen is None else int(chosen)
         streamed = call["streamer"] and _Streamed(call["streamer"], len(prompts.texts), pad)
         with _ready(model):
             target, drafter = self._load(model)
