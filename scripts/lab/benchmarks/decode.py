@@ -28,6 +28,7 @@ from distill.utils.progress import bar, say
 from drafters.checkpoint.folder import first_line
 from drafters.models.lm import DraftLM
 from drafters.registry import short_name
+from foredraft.custom_generate import assist
 
 BUNDLED = "data/pocket-draft"  # the default of drafter.path
 
@@ -127,6 +128,9 @@ def _contenders(cfg: DictConfig, target: Target, draft: DraftLM | None) -> list[
                 trained.verifier(target), trained, plan, **options, taps=trained.taps, seed=cfg.seed
             )
             contenders.append(Contender(f"ours-{short_name(trained)}-{name}", decode))
+            if not trained.traits.tunes_target:
+                custom = hugging_face(target, **options, custom=assist(trained, plan))
+                contenders.append(Contender(f"hf-{short_name(trained)}-{name}", custom))
     return contenders
 
 

@@ -23,6 +23,7 @@ from decode.model.own_cache import cache_name
 from decode.model.target import Tap, Target
 from decode.plan import Plan
 from decode.sampling import Sampler
+from foredraft.custom_generate import Assisted
 
 WARM_UP = 8  # tokens that each contender decodes before timing
 
@@ -75,6 +76,7 @@ def hugging_face(
     depth: int = 0,
     stop: Sequence[int] = (),
     static: int = 0,
+    custom: Assisted | None = None,
 ) -> Callable[[Sequence[int], int], Text]:
     """`generate` of transformers on the module of the target.
 
@@ -87,6 +89,7 @@ def hugging_face(
         stop: end tokens.
         static: tokens that a static cache holds, with which passes over one token run compiled, the way of
             gpt-fast; the first of them compile. 0: a growing cache and no compiler.
+        custom: decodes in place of `generate`'s loop, as `custom_generate`.
     """
     options: dict[str, Any] = {"do_sample": sampler.temperature > 0, "repetition_penalty": 1.0}
     if options["do_sample"]:
@@ -103,6 +106,8 @@ def hugging_face(
         config.assistant_confidence_threshold = 0.0  # else drafts may end early
     elif depth:
         options["prompt_lookup_num_tokens"] = depth
+    if custom is not None:
+        arguments["custom_generate"] = custom
     model: Any = target.model
     cache = StaticCache(config=target.config, max_cache_len=static) if static else None
     if cache is not None:

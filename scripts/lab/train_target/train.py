@@ -30,6 +30,7 @@ from distill.utils.paths import bundled
 from distill.utils.progress import say, switch
 from distill.utils.provenance import commit, digest
 from distill.utils.run_folder import checkpoints
+from distill.utils.run_record import ResolvedOptions, RunRecord
 from drafters.checkpoint.atomic import publish
 from train_target.corpus import given_tokenizer, hold_out, read_corpus, train_tokenizer
 from train_target.module import PretrainModule, Saver, TextData
@@ -74,7 +75,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
     logger = read_options(LoggerOptions, cfg.logger)
     trainer = build_trainer(
         read_options(TrainerOptions, cfg.trainer),
-        loggers(logger, resolved(cfg), folder, first_step),
+        loggers(logger, RunRecord(folder, ResolvedOptions.of(resolved(cfg), {})), first_step),
         folder,
         state,
         callbacks=[timer, Saver(folder, cfg.every, stop), TrainingBar()],

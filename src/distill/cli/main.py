@@ -146,7 +146,7 @@ def run_here(
 
     if launch():
         raise UserError("several processes are started with the command: torchrun -m foredraft train ...")
-    check_flags(overrides)
+    check_flags(overrides, partial(without_dashes, config_dir=config_dir, config_name=config_name))
     argv = rewrite(with_run_settings(overrides, config_dir, config_name), config_dir)
     if sweep.wanted(argv, config_dir, config_name):
         raise UserError("a sweep runs as a command: foredraft train -m ...")
