@@ -34,7 +34,7 @@ RULED = "ab30d324"  # the last commit before subjects were looked at
 def test_the_readme_has_a_command_that_trains_and_one_that_ci_runs():
     """.ci/run takes the first line that ends with pytest from README.md."""
     run, test = [line.strip() for line in README.splitlines() if line.startswith("    python3 -m venv")]
-    assert run.endswith("train.py drafter=eagle")
+    assert run.endswith("python train.py")
     assert test == next(line.strip() for line in README.splitlines() if line.endswith("pytest"))
     assert test.endswith("-m pytest")
     assert "grep -m1 'pytest$' README.md" in (ROOT / ".ci" / "run").read_text()

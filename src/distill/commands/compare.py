@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from distill.report.field import field_page
-from distill.report.readme_results import as_text, insert, results
 from distill.scoring.compare import Choice, comparison, read
 from distill.utils.atomic_files import put
 
@@ -42,13 +41,6 @@ def main() -> None:
         metavar="FILE",
         help="write a Markdown page of one target: all drafters, the bound above them, which to take when",
     )
-    parser.add_argument("--results", type=Path, metavar="FILE", help="write the results as JSON")
-    parser.add_argument(
-        "--readme",
-        type=Path,
-        metavar="FILE",
-        help="Markdown whose results table is replaced, between <!-- results --> and <!-- /results -->",
-    )
     arguments = parser.parse_args()
     choice = Choice(arguments.temperatures, arguments.batch, arguments.decode, arguments.against)
     scored = read(arguments.runs)
@@ -63,9 +55,3 @@ def main() -> None:
         put(arguments.html, page_of(scored, choice))
     if arguments.field:
         put(arguments.field, field_page(scored, choice))
-    if arguments.results or arguments.readme:
-        values = results(scored, choice)
-        if arguments.results:
-            put(arguments.results, as_text(values))
-        if arguments.readme:
-            insert(arguments.readme, values)
