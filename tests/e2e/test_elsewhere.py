@@ -29,7 +29,7 @@ def done(bench, target) -> Outcome:
 def test_it_is_trained_scored_by_replay_and_exported(done, kind):
     assert done.out.count("only an engine can verify drafts") == 1
     assert REASONS[kind] in done.out
-    assert "decoded by an engine  chain-2, T=0, batch 1  audit not run" in done.out
+    assert "decoded by an engine  chain-3, T=0, batch 1  audit not run\n" in done.out
     for step in (3, 6):
         card = read_scorecard(done.folder / "checkpoints" / str(step) / "score.json")
         assert card.rows[0].exact

@@ -301,7 +301,9 @@ def _summary(step: int, steps: int, loss: float, checkpoint: Path) -> str:
     drift = card.checkpoint.target_drift
     note = f"  target moved by KL {drift.kl:.2g}" if drift else ""
     fastest, head = card.fastest, card.headline
-    if not card.conditions.elsewhere and not card.pays:
+    if card.conditions.elsewhere:  # nothing was timed
+        pass
+    elif not card.pays:
         note = "  no draft faster than plain" + note
     elif fastest is not card.compared:
         note = f"  fastest: {fastest.decode} {fastest.speed:.2f}x{note}"
@@ -350,5 +352,14 @@ class TrainingBar(L.Callback):
 
     @override
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._close()
+
+    @override
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        self._close()  # Lightning skips `teardown`; in a notebook, the process continues
+
+    def _close(self) -> None:
         if hasattr(self, "bar"):
             self.bar.close()

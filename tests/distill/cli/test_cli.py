@@ -216,7 +216,7 @@ def refusal(cfg: DictConfig, folder: Path) -> str:
     [
         (["rollout.answers=guess"], "rollout.answers=guess"),
         (["score.temperatures=[-1]"], "temperature=-1"),
-        (["optimizer.optimizer.lr=-1"], "learning rate"),
+        (["optimizer.optimizer.lr=-1"], "must be more than 0"),
         (["+drafter.colour=red"], "colour"),
         (["trainer.accelerator=abacus"], "abacus"),
         (["+trainer.colour=red"], "colour"),
@@ -270,7 +270,7 @@ def test_broken_target_is_one_line(files, content, said, ready, bench_target, tm
     [
         ('{"prompt": "a"}\n\n{\n', "prompts.strict=true", "my, prompts.jsonl:3: "),
         ("\n\n", "seed=0", "no prompts in it"),
-        ('{"prompt": "a"}\n{"prompt": "b"}\n', "optimizer.optimizer.lr=-1", "learning rate"),
+        ('{"prompt": "a"}\n{"prompt": "b"}\n', "optimizer.optimizer.lr=-1", "must be more than 0"),
         ('{"prompt": "a"}\n', "output_dir={file}", "output_dir"),
     ],
 )

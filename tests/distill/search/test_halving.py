@@ -199,7 +199,7 @@ class Made:
             if rung == SCORE:
                 folder = self.folder / trials.FOLDER / name / "checkpoints" / "best"
                 folder.mkdir(parents=True)
-                (folder / "score.json").write_text(json.dumps(scorecard([row(tau=2.5)])))
+                (folder / "score.json").write_text(json.dumps(scorecard([row(tau=2.5, replay=None)])))
                 self.clock.now += 8.0
         return None
 

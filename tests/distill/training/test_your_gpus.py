@@ -45,7 +45,7 @@ def test_experiment_ends_with_a_scored_drafter_for_vllm(experiment, bench, tmp_p
     assert "shards made by each of 2 processes" in first.out
     assert f"serve it: vllm serve {target}" in first.out
     best = first.folder / "checkpoints" / "best"
-    assert json.loads((best / "score.json").read_text())["tau"] >= 1
+    assert json.loads((best / "score.json").read_text())["headline"]["tau"] >= 1
     assert json.loads((first.folder / "export" / "2-vllm" / "config.json").read_text())["architectures"]
 
 

@@ -14,12 +14,13 @@ from decode.model.load import load_target
 from distill.datastore.build import make_datastore
 from distill.utils import progress
 from distill.utils.progress import bar
-from distill.utils.progress_lines import SECONDS, VARIABLE, State, duration, every
+from distill.utils.progress_lines import SECONDS, VARIABLE, Lines, State, duration, every
 
 
 @pytest.fixture
 def lines(monkeypatch):
     """All lines: with an interval of no seconds, each update writes one."""
+    monkeypatch.setattr(progress, "_lines", Lines())  # without bars that other tests left open
     monkeypatch.setenv(VARIABLE, "0")
     monkeypatch.setitem(progress.switch, "on", True)
 
