@@ -47,7 +47,10 @@ def test_a_race_writes_a_row_for_everybody(bench, checkpoint):
     done = benchmark(bench, f"checkpoint={checkpoint}", "plans.tree.depth=3").succeeded()
     card = json.loads((bench.root / "race.json").read_text())
     rows = {row["name"]: row for row in card["rows"]}
-    assert list(rows) == [*EVERYBODY, *(f"ours-eagle-{plan}" for plan in ("chain", "tree", "hybrid"))]
+    drafted = [f"{who}-eagle-{plan}" for plan in ("chain", "tree", "hybrid") for who in ("ours", "hf")]
+    assert list(rows) == [*EVERYBODY, *drafted]
+    for own, inside in zip(drafted[::2], drafted[1::2], strict=True):
+        assert rows[own]["tau"] == rows[inside]["tau"], "assist decodes the same rounds inside generate"
     for name, row in rows.items():
         assert row["spread"][0] <= row["tokens_per_second"] <= row["spread"][1]
         assert row["ratio_spread"][0] <= row["ratio"] <= row["ratio_spread"][1]

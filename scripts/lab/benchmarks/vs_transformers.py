@@ -131,7 +131,8 @@ def hugging_face(
                 streamer=rounds,
                 **arguments,
             )
-        return Text(out[0, len(prompt) :].tolist(), rounds.sizes[2:])
+        emitted = custom.outputs[0].emitted if custom else rounds.sizes[2:]  # custom streams single tokens
+        return Text(out[0, len(prompt) :].tolist(), emitted)
 
     return decode
 
