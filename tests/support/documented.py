@@ -292,6 +292,8 @@ def sized(text: str, places: Places) -> list[str]:
         return [*argv, *sizes, f"prompts.heldout={places.heldout}", "--updates", "1"]
     said = dict(g.partition("=")[::2] for g in given)
     more = [f"{key}={value}" for key, value in SIZES.items() if has(name, key)]
+    uploads = said.keys() & {"push_to", "export.push_to"}
+    more += [f"{key.replace('push_to', 'dry_run')}=true" for key in uploads]  # there is no token here
     if said.get("decode") == "auto":
         more += ["decode.repeats=1", "decode.prompts=1"]
     if said.get("drafter") == "auto":
