@@ -16,7 +16,7 @@ from typing import Any as _Any
 from distill.utils.thread_waiting import wait_passively as _wait_passively
 
 if _TYPE_CHECKING:
-    from decode.errors import UserError
+    from decode.errors import FollowUpError, RemoteError, UserError
     from decode.plan import Plan
     from distill.text_generation import Model
     from foredraft.api import (
@@ -35,8 +35,10 @@ if _TYPE_CHECKING:
 # Public name -> its module. `foredraft --help` imports this package too, and does not wait for torch.
 _PLACES = {
     "Answer": "foredraft.api",
+    "FollowUpError": "decode.errors",
     "Model": "distill.text_generation",
     "Plan": "decode.plan",
+    "RemoteError": "decode.errors",
     "TrainedRun": "foredraft.training",
     "UserError": "decode.errors",
     "assist": "foredraft.custom_generate",
@@ -51,8 +53,10 @@ _PLACES = {
 }
 __all__ = [
     "Answer",
+    "FollowUpError",
     "Model",
     "Plan",
+    "RemoteError",
     "TrainedRun",
     "UserError",
     "assist",

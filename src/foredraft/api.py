@@ -73,7 +73,7 @@ def save_drafter(drafter: Drafter, folder: str | PathLike[str], target: Model | 
     Raises:
         UserError: the target is unknown, or the folder is not empty.
     """
-    check_drafter(drafter, optional=False)
+    check_drafter(drafter, target and target.target, optional=False)
     pretrained.save_pretrained(drafter, Path(folder), target and target.target)
 
 
@@ -93,7 +93,7 @@ def push_drafter(drafter: Drafter, repo: str, target: Model | None = None, priva
         UserError: the target is unknown; no token, or a token without write access.
         RemoteError: the Hub is unreachable, or the upload failed; nothing is committed.
     """
-    check_drafter(drafter, optional=False)
+    check_drafter(drafter, target and target.target, optional=False)
     return pretrained.push_to_hub(drafter, repo, target and target.target, private)
 
 
@@ -228,7 +228,7 @@ def score(
             plan that the drafter does not support.
     """
     check_target(target)
-    check_drafter(drafter, optional=False)
+    check_drafter(drafter, target.target, optional=False)
     shapes = [chosen_plan(plan, drafter) for plan in plans] or [chosen_plan(None, drafter)]
     seed = whole_number(seed, "seed")
     batch_size = whole_number(batch_size, "batch_size", 1)
@@ -280,7 +280,7 @@ def _generator(
     stop: str | Sequence[str],
     seed: int,
 ) -> TextGenerator:
-    check_drafter(drafter)
+    check_drafter(drafter, target.target)
     return TextGenerator(target, drafter, chosen_plan(plan, drafter), drawn, max_new_tokens, stop, seed)
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, TypedDict
+from weakref import WeakKeyDictionary, WeakSet
 
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.text_generation import Model
 from drafters.base import Drafter
+
+_fitting: WeakKeyDictionary[Drafter, WeakSet[Target]] = WeakKeyDictionary()  # pairs that were compared
 
 
 class Decoding(TypedDict, total=False):
@@ -81,14 +85,45 @@ def check_target(target: Any) -> None:
     raise UserError(f"target: give what foredraft.load_target returns, not {type(target).__name__}")
 
 
-def check_drafter(drafter: Any, optional: bool = True) -> None:
-    """Check that it was loaded.
+def check_drafter(drafter: Any, target: Target | None = None, optional: bool = True) -> None:
+    """Check that it was loaded, and for this target.
 
     Raises:
-        UserError: a name or something else, or None where one is needed.
+        UserError: a name or something else, or None where one is needed; a drafter of another target, on
+            another device or in another dtype.
     """
-    if isinstance(drafter, Drafter) or (drafter is None and optional):
+    if drafter is None and optional:
         return
-    raise UserError(
-        f"drafter: give one from foredraft.load_drafter(checkpoint, target), not {type(drafter).__name__}"
-    )
+    if not isinstance(drafter, Drafter):
+        raise UserError(
+            f"drafter: give one from foredraft.load_drafter(checkpoint, target), not {type(drafter).__name__}"
+        )
+    if target is not None:
+        check_fit(drafter, target)
+
+
+def check_fit(drafter: Drafter, target: Target) -> None:
+    """Check that a drafter was made for a target; its weights are compared once.
+
+    A drafter of another target would draft without a match, or with another vocabulary.
+
+    Raises:
+        UserError: a drafter of another target, on another device or in another dtype.
+    """
+    again = "load it for this target: foredraft.load_drafter(checkpoint, target)"
+    where = next(((p.device, p.dtype) for p in drafter.parameters()), None)
+    if where and where != (target.device, target.dtype):
+        raise UserError(
+            f"drafter: it is on {where[0]} in {where[1]}, and the target on {target.device} in "
+            f"{target.dtype}; {again}"
+        )
+    known = _fitting.setdefault(drafter, WeakSet())
+    if target in known:
+        return
+    origin = drafter.origin
+    if origin is not None and origin.fingerprint != target.fingerprint():
+        raise UserError(
+            f"drafter: it was made for target {origin.name or '(unnamed)'!r}, with other weights or another "
+            f"vocabulary; {again}"
+        )
+    known.add(target)

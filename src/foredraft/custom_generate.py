@@ -29,6 +29,7 @@ from decode.model.target import Target
 from decode.plan import Plan
 from drafters.base import Drafter
 from drafters.checkpoint import io as checkpoint_io
+from foredraft.arguments import check_fit
 from foredraft.hf_arguments import (
     Prompts,
     check_call,
@@ -78,7 +79,7 @@ class Assisted:
 
     def __init__(self, drafter: Drafter | str, plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._drafter, self._plan, self._tokenizer = drafter, plan, tokenizer
-        self._loaded: tuple[PreTrainedModel, Target, Drafter] | None = None
+        self._loaded: tuple[PreTrainedModel, Target, Drafter, tuple[torch.device, torch.dtype]] | None = None
         self.outputs: list[Output] = []
 
     @property
@@ -145,23 +146,20 @@ class Assisted:
 
     def _load(self, model: PreTrainedModel) -> tuple[Target, Drafter]:
         """The model as a target, and its drafter; both are kept for the next call."""
-        if self._loaded is None or self._loaded[0] is not model:
+        known = self._loaded
+        where = model.device, model.dtype
+        if known is None or known[0] is not model or known[3] != where:
             target, drafter = target_of(model), self._drafter
             if isinstance(drafter, str):
                 drafter = checkpoint_io.load(checkpoint_io.fetch(drafter), target)
                 drafter.check(self._plan)
-            self._loaded = model, target, drafter
-        _, target, drafter = self._loaded
+            check_fit(drafter, target)
+            known = self._loaded = model, target, drafter, where
+        _, target, drafter, _ = known
         if drafter.traits.tunes_target:
             raise UserError(
                 f"assist: a {type(drafter).__name__} drafter tunes its target, so the text would differ; "
                 "decode with foredraft.generate"
-            )
-        where = next(((p.device, p.dtype) for p in drafter.parameters()), None)
-        if where and where != (target.device, target.dtype):
-            raise UserError(
-                f"assist: the drafter is on {where[0]} in {where[1]}, and the model on {target.device} in "
-                f"{target.dtype}; give the checkpoint's folder, which is loaded for the model"
             )
         return target, drafter
 

@@ -21,6 +21,7 @@ from distill.options import GenerateOptions
 from distill.prompts.chat_template import Chat
 from distill.text_generation import Model
 from distill.utils.paths import CONF
+from drafters.checkpoint.folder import first_line
 
 BUNDLED = "data/pocket"
 
@@ -55,9 +56,16 @@ def load_target(
     given: Any = target
     named = {"target.device": device, "target.dtype": dtype, "target.revision": revision}
     settings = {name: _text(name, value) for name, value in named.items() if value is not None}
+    if device is not None:
+        _check_device(device)
     if trust_remote_code:
         settings["target.trust_remote_code"] = "true"
     if isinstance(given, PreTrainedModel):
+        if not given.can_generate():
+            raise UserError(
+                f"target: a {type(given).__name__} has no head that predicts tokens; load it with "
+                "AutoModelForCausalLM"
+            )
         if settings or any(option.startswith("target") for option in options):
             name = [*settings, *(option for option in options if option.startswith("target"))][0]
             raise UserError(
@@ -109,6 +117,13 @@ def _tokenizer(given: Any) -> PreTrainedTokenizerBase:
     if isinstance(given, str | PathLike):
         return load_tokenizer(str(given), what="tokenizer")
     raise UserError(f"tokenizer: give a tokenizer of transformers or its name, not {type(given).__name__}")
+
+
+def _check_device(device: Any) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
+        raise UserError(f"device={device}: not on this machine ({first_line(error)})"[:200]) from None
 
 
 def _text(name: str, value: Any) -> str:

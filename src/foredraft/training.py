@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class TrainedRun:
 
     folder: Path
     best: Path | None
-    scorecard: Scorecard | None
+    scorecard: Scorecard | None = field(repr=False)
 
 
 def train(

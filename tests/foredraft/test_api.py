@@ -313,6 +313,48 @@ def test_saved_drafter_is_loaded_again(loaded, tmp_path):
     assert "from_pretrained" not in card
 
 
+def test_drafter_of_another_target_is_refused(folders, loaded, tmp_path):
+    """Both have the same sizes, so nothing else would notice."""
+    model, drafter = loaded
+    state = AutoModelForCausalLM.from_pretrained(folders / "target", dtype=torch.float32)
+    inputs = {"input_ids": torch.tensor([[1, 2, 3]]), "do_sample": False, "max_new_tokens": 2}
+    assisted = foredraft.assist(drafter)
+    state.generate(**inputs, custom_generate=assisted)
+    with torch.no_grad():
+        state.lm_head.weight.mul_(-1)
+    state.generate(**inputs, custom_generate=assisted)  # a model that is being trained
+    other = foredraft.load_target(state, tokenizer=model.chat.tokenizer)
+    for call in (
+        lambda: foredraft.generate(other, "say 3", drafter),
+        lambda: foredraft.stream(other, "say 3", drafter),
+        lambda: foredraft.score(other, drafter, ["say 3"]),
+        lambda: foredraft.save_drafter(drafter, tmp_path / "saved", other),
+        lambda: state.generate(**inputs, custom_generate=foredraft.assist(drafter)),
+    ):
+        with pytest.raises(UserError, match=r"made for target .*; load it for this target"):
+            call()
+    half = foredraft.load_target(str(folders / "target"), dtype="bfloat16")
+    with pytest.raises(UserError, match=r"in torch\.float32, and the target on cpu in torch\.bfloat16"):
+        foredraft.generate(half, "say 3", drafter)
+
+
+def test_checkpoint_is_loaded_again_for_a_model_in_another_dtype(folders):
+    model = AutoModelForCausalLM.from_pretrained(folders / "target", dtype=torch.float32)
+    inputs = {"input_ids": torch.tensor([[1, 2, 3]]), "do_sample": False, "max_new_tokens": 2}
+    assisted = foredraft.assist(str(folders / "drafter"))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert model.to(dtype).generate(**inputs, custom_generate=assisted).shape == (1, 5)
+
+
+def test_wrong_device_and_headless_model_are_named_in_one_line(folders):
+    for device in ("cuda", "gpu"):
+        if device != "cuda" or not torch.cuda.is_available():
+            with pytest.raises(UserError, match=f"device={device}: not on this machine"):
+                foredraft.load_target(str(folders / "target"), device=device)
+    with pytest.raises(UserError, match="AutoModelForCausalLM"):
+        foredraft.load_target(AutoModelForCausalLM.from_pretrained(folders / "target").model)
+
+
 def test_training_in_a_notebook_is_the_command(folders, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prompts = [f"say {i}" for i in range(40)]

@@ -84,6 +84,7 @@ def answer(options: GenerateOptions) -> float:
         assert drafter is not None, "check_svg asks for a checkpoint"
         picture = answer_picture(printable(prompt), parts, short_name(drafter), last.output.tau)
         atomic_files.put(Path(options.svg), picture)
+        print(f"written: {options.svg}", file=sys.stderr)
     return last.output.tau
 
 

@@ -41,7 +41,7 @@ def roll_out(options: RolloutCommandOptions) -> float:
     with refused():
         store = open_store(options, Path(options.stores), target, chat, plan, result.train)
         split.list_rejected(result, store.folder)
-        split.describe(result, store.folder)
+        split.describe(result, store.folder, options.prompts.self)
         fill(options, target, chat, store, rollout.drafter, None)
     say(str(store.mirror.url if store.mirror else store.folder))
     return float(store.manifest()["counts"]["answer_tokens"])

@@ -182,7 +182,7 @@ class PromptReader:
             )
         if folder:
             split.keep_record(result, folder)
-        split.describe(result, folder)
+        split.describe(result, folder, prompts.self if self.answers == "write" else 0)
         return chat, result.train, result.held[: max(score.prompts, score.replay_prompts)]
 
     def read_for_run(

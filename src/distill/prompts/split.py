@@ -239,8 +239,8 @@ def list_rejected(inputs: Inputs, folder: Path) -> None:
             file.writelines(json.dumps(one._asdict()) + "\n" for one in listed)
 
 
-def describe(inputs: Inputs, folder: Path | None) -> None:
-    """Print rejected and duplicate prompts, and the parts of a mixture."""
+def describe(inputs: Inputs, folder: Path | None, written: int = 0) -> None:
+    """Print rejected and duplicate prompts, the parts of a mixture, and how many the target writes."""
     where = f", listed in {folder / QUARANTINE}" if folder else ""
     if rejected := inputs.rejected:
         total = sum(r.records for r in [*inputs.readings, *inputs.heldout])
@@ -258,6 +258,9 @@ def describe(inputs: Inputs, folder: Path | None) -> None:
     for reading in [*inputs.readings, *inputs.heldout]:
         if line := reading.unread_line():
             say(f"prompts: {line}")
+    if written and inputs.readings:
+        count = sum(len(r.prompts) for r in inputs.readings)
+        say(f"prompts: {count} given, and {written} that the target writes (prompts.self)")
     if len(inputs.readings) > 1:
         parts = ", ".join(f"{len(r.prompts)} of {r.source.label}" for r in inputs.readings)
         say(f"prompts: {parts}")

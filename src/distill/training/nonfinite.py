@@ -57,9 +57,10 @@ class NonFiniteGuard:
         if math.isfinite(loss) and (scaled or math.isfinite(norm)):
             return
         step, rank = self._micros[0].step, trainer.global_rank
-        cause = (
-            _target_fault(trainer, self._micros) or "lower optimizer.optimizer.lr, or look at the rollouts"
-        )
+        advice = "lower optimizer.optimizer.lr, or look at the rollouts"
+        if not step:  # no rate has been applied
+            advice = "look at the objective and its options, at initial weights, and at the rollouts"
+        cause = _target_fault(trainer, self._micros) or advice
         path = Path(trainer.default_root_dir) / FAILED / f"step-{step}-rank-{rank}.safetensors"
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         try:
@@ -68,9 +69,7 @@ class NonFiniteGuard:
             where = f"The batch is in {path}"
         except OSError as error:
             where = f"The batch could not be saved to {path} ({error.strerror})"
-        raise UserError(
-            f"training: {what} at step {step}; {cause}. {where}; the last checkpoint is untouched"
-        )
+        raise UserError(f"training: {what} at step {step}; {cause}. {where}; checkpoints are untouched")
 
 
 def _target_fault(trainer: L.Trainer, micros: Sequence[MicroBatch]) -> str:
