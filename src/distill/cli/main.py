@@ -241,6 +241,7 @@ def one_line_errors(
         run: removed if it has no results.
         leave: called with exit code and text, instead of exiting.
     """
+    lost = False
     try:
         yield
         sys.stdout.flush()
@@ -249,6 +250,7 @@ def one_line_errors(
             run.discard_if_empty()
         code, text = 2, f"error: {error}"
     except (TooLargeError, LostRankError, RemoteError, FollowUpError) as error:
+        lost = isinstance(error, LostRankError)
         code, text = 1, f"error: {error}"
     except KeyboardInterrupt:
         hint = f"; the same command continues in {run.path}" if run else ""
@@ -266,12 +268,12 @@ def one_line_errors(
         return
     if leave:
         return leave(code, text)
-    _report(text)
+    _report(text, lost)
     raise SystemExit(code)
 
 
-def _report(text: str) -> None:
-    if not reported_by_rank_0():
+def _report(text: str, lost: bool) -> None:
+    if lost or not reported_by_rank_0():  # a rank 0 that was killed has reported nothing
         print(printable(hidden(text)), file=sys.stderr, flush=True)
 
 
