@@ -47,6 +47,7 @@ from distill.training.start import WarmStart, fit_counts
 from distill.training.strategies import check_placement, check_strategy, join_processes
 from distill.training.throughput import Throughput
 from distill.training.trainer import build_optimizer, build_trainer, fit
+from distill.utils.launcher import launch, started_by_rank_0
 from distill.utils.phase_log import PhaseLog
 from distill.utils.progress import say, switch
 from distill.utils.reports import NO_REPORTS, Reports
@@ -144,7 +145,9 @@ def _train(
     stores = cache(partial(produce, options, target, chat, prompts, drafter, folder))
     if drafter.trains or drafter.needs_fit:
         target.tap(drafter.taps)  # before `stores`: engines return taps with answers
-        join_processes(trainer)  # to share the rollouts
+        # A process that torchrun restarts loses no shard: it joins in the fit, unless all wait for one vLLM.
+        if not launch() or started_by_rank_0() or options.rollout.engine == "vllm":
+            join_processes(trainer)  # to share the rollouts
         fit_counts(drafter, stores(0), target, has_counts)
         record.choose("what decides the rows", {"rollout.store": str(stores(0).folder)})
     else:

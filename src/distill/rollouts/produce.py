@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -139,11 +139,12 @@ def produce(
         say(f"rollouts: time {phase + 1}" + (f", drafted by {helper}" if helper else ""))
     else:
         _same_rollouts(folder, store.plan)
+    missing = store.missing()
     with PhaseLog(folder).time("rollouts") as part:
         fill(options, target, chat, store, helper, drafter)
         target.join()
         made = gather(store.made)
-        part |= store.amounts([*chain(*made)] if rollout.answers == "write" else [])
+        part |= store.amounts(missing if rollout.answers == "write" else [])
     if len(made) > 1 and any(made):
         say(f"rollouts: shards made by each of {len(made)} processes: {', '.join(map(str, map(len, made)))}")
     return store
