@@ -134,7 +134,7 @@ def read_prompts(input_ids: Tensor, arguments: Mapping[str, Any]) -> Prompts:
     """
     for name, value in arguments.items():
         if value is not None and name not in MODEL_ARGUMENTS:
-            raise UserError(f"generate: {name} is not read by foredraft's decoder; give input_ids alone")
+            raise UserError(f"generate: {name} is not read by foredraft's decoder; give only input_ids")
     cache = arguments.get("past_key_values")
     if cache is not None and cache.get_seq_length():
         raise UserError(f"generate: past_key_values: {CACHE}; give the whole text as input_ids")

@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList
 from decode.errors import UserError
 from decode.sampling import Sampler
 
-# Classes of transformers with a result that depends on the text and the logits alone. Others, such as a class
+# Classes of transformers with a result that depends on the text and the logits only. Others, such as a class
 # of a newer release, are refused: with state or passes of their own they would not be lossless.
 STATELESS = {
     "EncoderNoRepeatNGramLogitsProcessor",

@@ -1,4 +1,4 @@
-"""Time of rollouts beside busy processes, for each way in which threads wait for one another."""
+"""Time of rollouts next to busy processes, for each way in which threads wait for one another."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ LOOP = "while True: pass"
 
 
 def waiting(cfg: DictConfig, folder: Path) -> float:
-    """Make rollouts with every setting beside every number of busy loops, in turn; write `out` as JSON.
+    """Make rollouts with every setting and every number of busy loops, in turn; write `out` as JSON.
 
     Args:
         cfg: composed from conf/lab/waiting.yaml.
         folder: unused; nothing is written but `out`.
 
     Returns:
-        The largest ratio of the first setting's times beside busy loops to its time alone.
+        The largest ratio of the first setting's times with busy loops to its time without.
 
     Raises:
         UserError: bad input, or a run that fails, with its last line.
@@ -59,14 +59,14 @@ def waiting(cfg: DictConfig, folder: Path) -> float:
         {"setting": setting, "loops": loops, "seconds": seconds[setting, loops]} for setting, loops in cases
     ]
     write_json(Path(cfg.out), {"what": "waiting", "count": cfg.count, "rows": rows, **conditions})
-    print(grid(["seconds beside busy loops:", *map(str, cfg.loops)], _lines(cfg, medians)))
+    print(grid(["seconds with busy loops:", *map(str, cfg.loops)], _lines(cfg, medians)))
     print(f"{conditions['hardware']}, load {span(load, 2)}, commit {conditions['commit']}")
     alone, first = int(cfg.loops[0]), str(cfg.settings[0])
     return max(medians[first, int(loops)] for loops in cfg.loops) / medians[first, alone]
 
 
 def _lines(cfg: DictConfig, medians: Mapping[tuple[str, int], float]) -> list[list[str]]:
-    """A line per setting: seconds, and the ratio to its own time beside the first number of loops."""
+    """A line per setting: seconds, and the ratio to its own time with the first number of loops."""
 
     def cell(setting: str, loops: int) -> str:
         own = medians[setting, loops]

@@ -28,7 +28,7 @@ Divergence = Callable[[Student, Teacher], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class by_autograd:  # noqa: N801  a decorator
-    """A divergence from a function of its values alone; autograd computes the gradients.
+    """A divergence from a function of its values; autograd computes the gradients.
 
     Args:
         values: `(log_q, teacher, its options) -> (M,)`, with log_q (M, V') the draft's log probabilities, at
