@@ -45,6 +45,7 @@ class Target(CausalLM):
 
     source = ""  # name of the engine that runs the layers, if any
     read_ahead = 0  # preferred tokens per `read`, if each call waits for a server
+    starting_seconds = 0.0  # in which this process waited for engines that the run starts
 
     def __init__(self, model: PreTrainedModel, taps: Sequence[Tap] = ()) -> None:
         super().__init__(model.eval().requires_grad_(False))

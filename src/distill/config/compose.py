@@ -28,8 +28,16 @@ MOVED = {"rollout.max_prompt_tokens": "prompts.max_tokens"}  # renamed options: 
 MERGING = "Error merging override "  # Hydra's error for a list instead of a mapping
 
 
-def compose(overrides: Sequence[str], config_dir: Path, config_name: str = "config") -> DictConfig:
+def compose(
+    overrides: Sequence[str], config_dir: Path, config_name: str = "config", own: Sequence[str] = ()
+) -> DictConfig:
     """Compose the configuration of these overrides.
+
+    Args:
+        overrides: of the configuration.
+        config_dir: folder of configurations.
+        config_name: the primary configuration.
+        own: options that the command has besides; an unknown option may be one of them.
 
     Raises:
         UserError: an unknown or invalid override; the message names close matches.
@@ -43,7 +51,7 @@ def compose(overrides: Sequence[str], config_dir: Path, config_name: str = "conf
     try:
         defaults = _defaults(chosen, config_dir, config_name)
         for key in keys:
-            _check_key(defaults, key)
+            _check_key(defaults, key, own)
         with configurations(config_dir):
             cfg = hydra.compose(config_name, overrides=list(overrides))
         for key in keys:
@@ -93,7 +101,7 @@ def _check_override(override: str, groups: Sequence[str], config_dir: Path) -> N
     check_choice(config_dir, group, value)
 
 
-def _check_key(cfg: DictConfig, key: str) -> None:
+def _check_key(cfg: DictConfig, key: str, own: Sequence[str] = ()) -> None:
     if key in MOVED:
         raise UserError(f"{key}: renamed; write {MOVED[key]}")
     node: Any = OmegaConf.to_container(cfg, resolve=False)  # unset values and interpolations as strings
@@ -104,7 +112,9 @@ def _check_key(cfg: DictConfig, key: str) -> None:
                 _check_moved_number(part)
             names = [str(k) for k in node if str(k)[0] != "_"] if isinstance(node, dict) else []
             where = f" in {'.'.join(done)}" if done else ""
-            raise UserError(f"{key}: no such option{where}; {_hint(part, names, cfg)}")
+            raise UserError(
+                f"{key}: no such option{where}; {_hint(part, names if done else [*own, *names], cfg)}"
+            )
         done.append(part)
         node = node[part]
 

@@ -29,7 +29,7 @@ from distill.data.taps_memory import (
 from distill.data.vectors import FORMATS
 from distill.distributed.watchdog import Watchdog
 from distill.rollouts.store import RolloutStore
-from distill.utils.phase_log import PhaseLog
+from distill.utils.phase_log import STARTING, PhaseLog
 from distill.utils.progress import say
 
 AHEAD = 4  # micro-batches that an engine reads ahead
@@ -204,10 +204,12 @@ class RolloutData(L.LightningDataModule):
         rows = open_rows(store)
         steps = min(self.every, trainer.max_steps) if self.every else trainer.max_steps
         batches = steps * trainer.accumulate_grad_batches * trainer.world_size
+        before = self.keep.target.starting_seconds
         with self.phases.time("taps") as part:
             cache = self.keep(rows, store, self.max_tokens, batches * self.batch_size / len(rows))
             if cache and cache.tokens_read:
                 part |= {"tokens": cache.tokens_read, "bytes": cache.bytes}
+                part[STARTING] = self.keep.target.starting_seconds - before
                 if isinstance(cache, BoundedTaps):
                     part["share"] = cache.share
         self.keep.target.join()

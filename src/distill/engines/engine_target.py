@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -168,6 +169,7 @@ class EngineTarget(HeadTarget):
                 path.unlink()
         log = self._folder / "engine.log"
         say(f"taps=engine: starting {SERVER}; its output is in {log}")
+        waiting = time.perf_counter()
         begun = engine.serve_target(
             self._options,
             options.model or str(bundled(self._options.name)),
@@ -176,7 +178,9 @@ class EngineTarget(HeadTarget):
             *states_arguments(layers, str(states.absolute())),
             variables={"PYTHONPATH": str(Path(inside.__path__[0]).absolute())},
         )
-        return f"{self._stack.enter_context(begun)}/v1"
+        url = f"{self._stack.enter_context(begun)}/v1"
+        self.starting_seconds += time.perf_counter() - waiting
+        return url
 
 
 def load_engine_target(

@@ -34,7 +34,7 @@ from distill.rollouts.store import EVERY, RolloutPlan, RolloutStore, whole_plan
 from distill.rollouts.surprisal import mismatch_warning
 from distill.rollouts.writer import check_plan
 from distill.utils.atomic_files import read_json, sha256, write_json
-from distill.utils.phase_log import PhaseLog
+from distill.utils.phase_log import STARTING, PhaseLog
 from distill.utils.progress import first_rank, rank_and_world, say
 from distill.utils.provenance import digest
 from distill.utils.run_folder import checkpoints
@@ -139,12 +139,13 @@ def produce(
         say(f"rollouts: time {phase + 1}" + (f", drafted by {helper}" if helper else ""))
     else:
         _same_rollouts(folder, store.plan)
-    missing = store.missing()
+    missing, before = store.missing(), target.starting_seconds
     with PhaseLog(folder).time("rollouts") as part:
         fill(options, target, chat, store, helper, drafter)
         target.join()
         made = gather(store.made)
         part |= store.amounts(missing if rollout.answers == "write" else [])
+        part[STARTING] = target.starting_seconds - before
     if len(made) > 1 and any(made):
         say(f"rollouts: shards made by each of {len(made)} processes: {', '.join(map(str, map(len, made)))}")
     return store

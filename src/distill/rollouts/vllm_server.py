@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -76,6 +77,7 @@ def _shared_server(options: AnswerOptions, target: Target, store: RolloutStore) 
         raise UserError("rollout=vllm: vLLM takes all GPUs; start one process of this command on a machine")
     rank = rank_and_world()[0] if len(hosts) > 1 else 0
     here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    waiting = time.perf_counter()
     with ExitStack() as running:  # errors in this block include the engine's output
         started: Started = "", 0
         if rank == here[0]:
@@ -87,6 +89,7 @@ def _shared_server(options: AnswerOptions, target: Target, store: RolloutStore) 
         if failed := next((text for text, copies in every if text and not copies), None):
             raise UserError(failed)
         url, copies = every[here[0]]
+        target.starting_seconds += time.perf_counter() - waiting
         flights = max(1, store.plan.batch_size * copies // len(here))
         limits = rollout.engine_timeout, rollout.engine_retries, GONE
         yield Server(f"{url}/v1", name, flights, *limits, NO_KEY, "rollout.engine_")

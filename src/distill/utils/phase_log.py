@@ -12,6 +12,7 @@ from distill.utils.atomic_files import read_json, write_json
 from distill.utils.progress import first_rank, rank_and_world
 
 FILE = "phases.json"
+STARTING = "starting_seconds"  # amount of a phase: those of its seconds in which an engine started
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,10 @@
 """foredraft plan before any run: from a target's shape and a card's data sheet."""
 
 import json
+import re
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -8,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig
-from workbench import ROOT, Bench, foredraft
+from workbench import CONF, ROOT, Bench, foredraft
 
 from decode.errors import UserError
-from distill.commands.plan import plan, read_arguments
+from distill.cli.main import rewrite
+from distill.commands.plan import read_arguments
 from distill.commands.planning.before_run import BeforeRun, Work
 from distill.commands.planning.constants import CARDS, EAGLE3, GIB, Card
 from distill.commands.planning.expected_tau import eagle3_range
 from distill.commands.planning.known_models import known, known_names
+from distill.commands.planning.large_run import plan
 from distill.commands.planning.shape import (
     DrafterShape,
     TargetShape,
@@ -23,6 +29,8 @@ from distill.commands.planning.shape import (
     target_config,
     target_shape,
 )
+from distill.config.compose import compose
+from distill.config.validate import check_ranges
 
 QWEN, LLAMA = "Qwen/Qwen3-8B", "meta-llama/Llama-3.3-70B-Instruct"
 # EAGLE-3 for Qwen3-8B
@@ -257,12 +265,58 @@ def test_processor_is_measured_where_there_is_no_card():
         f"target={QWEN} prompts=gsm8k": "give their number",
         f"target={QWEN} prompts=5 drafter=auto": "name a drafter",
         f"target={QWEN} prompts=5 drafter=dflash": "train a small run",
-        f"target={QWEN} prompts=5 gpu=8": "no such option",
+        f"target={QWEN} prompts=5 gpu=8": "write gpus=8",
+        f"target={QWEN} prompts=5 gpu=h100": "write card=h100",
+        f"target={QWEN} prompts=5 sample=2": "did you mean samples?",
+        f"target={QWEN} prompts=5 --gpu 8": "write gpus=8",
+        f"target={QWEN} prompts=5 drafter=lm_given": "drafter.path=data/pocket-draft",
         f"target={LLAMA} prompts=5": "give gpus=4",
     }.items(),
 )
 def test_mistake_is_one_line(given, text):
     foredraft("plan", *given.split()).refused(text)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        f"target={QWEN} prompts=1000 gpus=8 drafter=eagle3 samples=2 steps=100 saves=5",
+        "experiment=qwen3_8b prompts=100000 gpus=16",
+        f"target={QWEN} prompts=1000 drafter=lm",
+        f"target={LLAMA} prompts=2000 gpus=8 drafter=eagle3 taps=engine",
+        "experiment=quick gpus=0",
+    ],
+)
+def test_printed_command_trains_what_was_planned(given):
+    estimate = words(*given.split())
+    command = shlex.split(estimate.command)
+    start = command.index("train") + 1
+    cfg = compose(rewrite(command[start:], CONF), CONF)
+    check_ranges(cfg)
+    planned = read_arguments(given.split())[0]
+    taps = re.search(r" taps=(\w+)", estimate.purpose)
+    assert taps
+    assert cfg.taps == taps[1]
+    assert cfg.taps_gb >= estimate.disk.get("hidden states", 0)
+    if planned.prompts:
+        assert (cfg.prompts.path, cfg.prompts.limit) == ("/path/to/prompts.jsonl", planned.prompts)
+    gpus = 1 if planned.gpus is None else planned.gpus
+    assert cfg.trainer.devices * cfg.trainer.num_nodes == max(1, gpus)
+    assert (cfg.trainer.accelerator == "cpu") == (not gpus)
+    if planned.samples:
+        assert cfg.rollout.samples == planned.samples
+        assert (cfg.trainer.max_steps, cfg.score.every) == (planned.steps, 20)
+    assert f"drafter.depth={cfg.drafter.get('depth')}" in estimate.purpose or "cut from the target" in (
+        estimate.purpose
+    )
+
+
+def test_option_is_refused_before_torch_is_imported():
+    code = "import sys; from distill.cli.main import one_line_errors; from distill.commands import plan\n"
+    code += "sys.argv = ['plan', 'prompts=0']\ntry:\n    plan.main()\nexcept BaseException as e: print(e)\n"
+    code += "print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "prompts=0: give 1 or more\nFalse\n"
 
 
 def test_no_weights_are_made(qwen):

@@ -1,14 +1,18 @@
 """foredraft plan: hours, memory and disk of a large run from those of a small one."""
 
 import json
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from workbench import Bench, foredraft
+from workbench import CONF, Bench, foredraft
 
-from distill.commands.planning.from_run import Job, plan_from_run
-from distill.utils.phase_log import FILE, PhaseLog, read_phases
+from distill.cli.main import rewrite
+from distill.commands.planning.command import Job
+from distill.commands.planning.from_run import plan_from_run
+from distill.config.compose import compose
+from distill.utils.phase_log import FILE, STARTING, PhaseLog, read_phases
 
 PROMPTS, STEPS = 8, 4
 PHASES = ("prompts", "rollouts", "taps", "training", "checkpoints")
@@ -111,11 +115,43 @@ def test_command_prints_and_writes_the_plan(small, tmp_path):
         "prompts=5 faster=0": "more than 0",
         "prompts=5 gpus=0": "1 or more",
         "prompts=5 drafter=eagle": "takes it from that run",
+        "prompts=5 gpu=8": "write gpus=8",
         "--prompts 5": "write prompts=",
         "--processes=8 prompts=5": "write gpus=8",
         "gpus=2": "as in prompts=100000",
     }.items():
         foredraft("plan", str(small), *words.split()).refused(text)
+
+
+def test_start_of_an_engine_is_no_time_of_answers(small, tmp_path):
+    """Two starts of the run waited for vLLM; a large run waits once."""
+    other = changed(small, tmp_path, "taps: memory", "taps: online")
+    phases = [asdict(phase) for phase in read_phases(small) if phase.name != "taps"]
+    (rollouts,) = (phase for phase in phases if phase["name"] == "rollouts")
+    seconds, made = rollouts["seconds"], rollouts["amounts"]["made"]
+    for phase, start in ((rollouts, 90.0), (rollouts | {"amounts": rollouts["amounts"] | {"made": 0}}, 70.0)):
+        phase["amounts"] = phase["amounts"] | {STARTING: start}
+        phase["seconds"] = start + seconds / 2
+        phases += [phase] * (phase is not rollouts)
+    (other / FILE).unlink()  # a link
+    (other / FILE).write_text(json.dumps({"phases": phases}))
+    took = hours(other)
+    assert took["rollouts"] == pytest.approx(hours(small)["rollouts"])
+    assert took["engine"] == pytest.approx(70 / 3600)
+    assert made
+    said = foredraft("plan", str(other), "prompts=1000", "gpus=4").succeeded().out
+    for part in (
+        "taps=online",
+        "10 GB/s is assumed",
+        "tau to expect: the small run has tau",
+        "for: drafter=",
+    ):
+        assert part in said
+    command = shlex.split(said.splitlines()[-1])
+    assert command[:2] == ["foredraft", "train"]
+    cfg = compose(rewrite(command[2:], CONF), CONF)
+    assert (cfg.prompts.limit, cfg.trainer.devices, cfg.trainer.max_steps) == (1000, 4, None)
+    assert cfg.drafter.depth == 2
 
 
 def test_run_that_wrote_its_own_prompts_has_a_plan(small, tmp_path):

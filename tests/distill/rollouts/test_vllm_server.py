@@ -1,6 +1,7 @@
 """`rollout=vllm`: sizes by the GPUs, one server that all processes of a machine share, and its errors."""
 
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from distill.engines import vllm
 from distill.engines.gpus import Gpu, spread, visible_gpus
 from distill.prompts.chat_template import Chat
 from distill.rollouts import vllm_server
+from distill.utils.phase_log import STARTING, read_phases
 
 GIB = 2**30
 H100 = Gpu(79 * GIB, 80 * GIB)
+START = 0.2  # seconds
 SHORT = ["score.enabled=false", "trainer.max_steps=1", "score.every=1"]
 
 
@@ -84,6 +87,7 @@ def shared(bench, tmp_path):
             def started(self, target, name, place, *arguments):
                 with log.open("a") as lines:
                     lines.write(f"{rank} {' '.join(arguments)}\n")
+                time.sleep(START)
                 yield serve(place)
 
             patch = pytest.MonkeyPatch()  # of a process that ends
@@ -106,6 +110,8 @@ def test_ranks_share_one_server_and_both_make_rows(bench, shared):
         fake.kill()
     assert [one.code for one in done] == [0, 0], done
     assert starts == ["0 --gpu-memory-utilization=0.9 --data-parallel-size=2"]
+    (rollouts,) = (phase for phase in read_phases(max(bench.runs())) if phase.name == "rollouts")
+    assert START <= rollouts.amounts[STARTING] < rollouts.seconds  # which foredraft plan takes out
     (line,) = [line for line in done[0].out.splitlines() if "shards made by each of 2 processes" in line]
     assert all(int(count) for count in line.rpartition(": ")[2].split(", "))
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from decode.errors import UserError
 from distill.commands.planning import constants as c
+from distill.commands.planning.command import Chosen
 from distill.commands.planning.estimate import Estimate, Part
 from distill.commands.planning.expected_tau import expected_tau
 from distill.commands.planning.shape import HALF, DrafterShape, TargetShape
@@ -121,6 +122,19 @@ class BeforeRun:
         self.passes = self.steps * in_step / work.rows
         self.saves = ceil(self.steps / steps_between_saves(self.steps)) if work.saves is None else work.saves
 
+    def chosen(self) -> Chosen:
+        """What this plan chose, for the command that starts the run.
+
+        Raises:
+            UserError: see `estimate`.
+        """
+        vllm = self.work.answers == "vllm"
+        if not self.drafter.trains:
+            return Chosen(self.steps, self.saves, vllm=vllm)
+        taps = self._cheapest()
+        sharded = taps.resident < self.target.bytes and taps.way == "online"
+        return Chosen(self.steps, self.saves, taps.way, taps.disk / GIB, sharded, vllm)
+
     def estimate(self) -> Estimate:
         """Return the estimate of all phases.
 
@@ -132,7 +146,7 @@ class BeforeRun:
         parts += self._rollouts()
         disk = {"target": self.target.bytes, "rollouts": c.ROLLOUT_BYTES * work.rows * work.row}
         memory = {"target": min(self.target.bytes / self.group, self.card.memory)}
-        choices, sent = [self._setup()], 0.0
+        choices, sent, scored = [self._setup()], 0.0, work.scored
         if drafter.trains:
             taps = self._cheapest()
             trained, sent = self._training(taps)
@@ -140,8 +154,9 @@ class BeforeRun:
             disk |= {"hidden states": taps.disk}
             memory = self._memory(taps)
             choices.append(self._taps_choice(taps))
+            scored = work.scored and taps.way != "engine"  # which has no target to score with
         disk["checkpoints"] = drafter.parameters * (4 * max(1, self.saves) + 24)  # and two trainer states
-        parts += self._checkpoints()
+        parts += self._checkpoints(scored)
         choices += self._assumptions()
         tau = expected_tau(
             self.target.name, self.target.parameters, drafter.name, work.prompts or work.written
@@ -311,16 +326,16 @@ class BeforeRun:
 
     # -- scores, and what is said ----------------------------------------------------------------------
 
-    def _checkpoints(self) -> list[Part]:
+    def _checkpoints(self, scored: bool) -> list[Part]:
         target, card = self.target, self.card
         saves = self.saves if self.drafter.trains else 1
         one_pass = max(
             target.layers * card.layer_seconds, target.bytes / self.group / (card.bandwidth * card.reading)
         )
-        seconds = c.SCORE_PASSES * one_pass if self.work.scored else 0.0
+        seconds = c.SCORE_PASSES * one_pass if scored else 0.0
         written = 6 * self.drafter.parameters / c.DISK_SPEED  # read in fp32, written in bf16
-        scored = Part("scores", f"{saves:,} save points", f"{seconds:,.0f} s each", saves * seconds / 3600)
-        return [*([scored] if seconds else []), Part("export", "best checkpoint", "", written / 3600)]
+        scores = Part("scores", f"{saves:,} save points", f"{seconds:,.0f} s each", saves * seconds / 3600)
+        return [*([scores] if seconds else []), Part("export", "best checkpoint", "", written / 3600)]
 
     def _setup(self) -> str:
         target, work = self.target, self.work
@@ -345,11 +360,21 @@ class BeforeRun:
         why = f", {taps.why}" if taps.why else ""
         return f"hidden states: {how}, {chosen}{why}; stored, they would take {states:,.1f} GiB"
 
+    def _network(self) -> list[str]:
+        """What is assumed of the network."""
+        if self.work.network or self.work.gpus == 1 or not self.drafter.trains:
+            return []
+        where = "the link between its cards" if self.work.machines == 1 else "between machines"
+        return [
+            f"network: {self._link() / 1e9:g} GB/s is assumed, {where}; network=<GB/s> gives another speed"
+        ]
+
     def _assumptions(self) -> list[str]:
         work = self.work
         makers = {"vllm": "by vLLM on all devices", "own": "by this program's own loop", "given": "given"}
         return [
             f"answers: {work.rows:,} {makers[work.answers]}, prompts of {work.prompt_tokens:,} tokens and "
             f"answers of {work.answer_tokens:,}; {self.passes:,.1f} passes over them",
+            *self._network(),
             "an estimate: no phase was measured; plan again from a small run (foredraft plan RUN)",
         ]

@@ -69,6 +69,8 @@ CARDS = {
     "rtx4090": Card("NVIDIA RTX 4090 24 GB", 24e9, 1.008e12, 165e12, PCIE4),
 }
 DEFAULT_CARD = "h100"
+
+
 GPUS_OF_MACHINE = 8  # cards in one machine; more are several machines
 NETWORK = 10e9  # bytes a second between machines, as `network=` has it
 CPU_LAYER_SECONDS = 1.2e-3  # measured: bundled target, 12 layers, 69.9 tokens a second (docs/speed.md)
@@ -76,6 +78,14 @@ CPU_DEPTH_SECONDS = 0.0  # a CPU computes while it prepares the next operation
 # Shares of a large product's speed in small models. Measured: experiment=quick, one thread of an EPYC among
 # other programs. Sampling and attention take most of a step of decoding.
 CPU_DECODING, CPU_FORWARD, CPU_TRAINING = 0.09, 0.27, 0.33
+
+
+def known_card(hardware: str) -> Card | None:
+    """The card of this name, as its driver calls it; None: no known one."""
+    words = hardware.lower().replace(" ", "")
+    by_length = sorted(CARDS, key=len, reverse=True)
+    return next((CARDS[key] for key in by_length if key.partition("_")[0] in words), None)
+
 
 # -- memory and disk ------------------------------------------------------------------------------
 

@@ -27,7 +27,9 @@ class Estimate:
         disk, memory: sizes by what they are of; `memory` is of one process.
         sent: that one process sends in a step.
         choices: what the plan chose and assumes, a sentence each.
-        tau: what acceptance length to expect, with its source; "" for a plan from a small run.
+        tau: what acceptance length to expect, with its source.
+        purpose: the run that is planned: drafter, its depth, rows of a step, hidden states.
+        command: that starts this run.
     """
 
     parts: Sequence[Part]
@@ -36,6 +38,8 @@ class Estimate:
     sent: float
     choices: Sequence[str] = ()
     tau: str = ""
+    purpose: str = ""
+    command: str = ""
 
     @property
     def hours(self) -> float:
@@ -44,19 +48,21 @@ class Estimate:
 
 
 def as_text(estimate: Estimate) -> str:
-    """Format tables of hours, disk and memory, and the longest phase."""
+    """Format what is planned, tables of hours, disk and memory, the longest phase, and the command."""
     lines = [[p.name, p.amount, p.rate, _time(p.hours)] for p in estimate.parts]
     lines.append(["all", "", "", _time(estimate.hours)])
     longest = max(estimate.parts, key=lambda part: part.hours)
     share = f"{longest.hours / estimate.hours:.0%}" if estimate.hours else "0%"
     return "\n".join(
         [
+            *([f"for: {estimate.purpose}"] if estimate.purpose else []),
             grid(["phase", "amount", "of a device", "time"], lines),
             f"disk: {_sizes(estimate.disk)}",
             f"memory of a process: {_sizes(estimate.memory)}",
             f"bottleneck: {longest.name}, {share} of the time",
             *([f"tau to expect: {estimate.tau}"] if estimate.tau else []),
             *estimate.choices,
+            *([f"this run:\n  {estimate.command}"] if estimate.command else []),
         ]
     )
 

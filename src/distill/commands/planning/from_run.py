@@ -10,47 +10,40 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil, prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors import safe_open
+from transformers import AutoConfig
 
 from decode.errors import UserError
-from distill.commands.planning.constants import GIB, PROMPT_BYTES, PROMPT_SECONDS
+from decode.evaluation.scorecard import Scorecard
+from distill.commands.planning.command import Chosen, Job, drafter_choice, from_small, purpose
+from distill.commands.planning.constants import (
+    GIB,
+    GPUS_OF_MACHINE,
+    NETWORK,
+    PROMPT_BYTES,
+    PROMPT_SECONDS,
+    known_card,
+)
 from distill.commands.planning.estimate import Estimate, Part
-from distill.config.recorded import shown_settings
+from distill.commands.planning.expected_tau import expected_tau
+from distill.commands.planning.known_models import known
+from distill.commands.planning.shape import empty_target, target_shape
+from distill.config.recorded import readable_overrides, shown_settings
 from distill.config.target_size import steps_between_saves, training_steps
 from distill.options import answers_each
+from distill.scoring.compare import scorecard
 from distill.training.trainer_state import STATE
-from distill.utils.phase_log import FILE, Phase, read_phases
+from distill.utils.phase_log import FILE, STARTING, Phase, read_phases
 from distill.utils.run_folder import checkpoints
 
 ARROW_BYTES = 5  # per token in the memory-mapped copy: an id and its mask
 WEIGHTS = "model.safetensors"
 STATES = 2  # checkpoints that keep the trainer's state
 OWN_PROMPTS = "{run} wrote its own prompts: the plan's prompts are self-written too, one answer each"
+ENGINE = "engine"  # its start
 WORK = ("made", "tokens", "anchors", "steps", "checkpoints")  # amounts summed over the starts of a run
-
-
-class Job(NamedTuple):
-    """The large run.
-
-    Attributes:
-        prompts: number of prompts.
-        samples: answers per prompt; None: derived from the small run's options.
-        steps: optimizer steps; None: the default of a run.
-        processes: number of processes, with one device each.
-        faster: speed of one device, relative to the small run's.
-        network: gigabytes a second between processes.
-        saves: number of scored checkpoints; None: the default of a run.
-    """
-
-    prompts: int
-    samples: int | None
-    steps: int | None
-    processes: int
-    faster: float
-    network: float
-    saves: int | None
 
 
 def plan_from_run(run: Path, job: Job) -> Estimate:
@@ -70,15 +63,25 @@ def plan_from_run(run: Path, job: Job) -> Estimate:
 
 
 def _sums(phases: Sequence[Phase]) -> dict[str, Phase]:
-    """Merge phases by name: sums of work and seconds over all starts of a run, sizes of the last start."""
+    """Merge phases by name: sums of work and seconds over all starts of a run, sizes of the last start.
+
+    The start of an engine is a phase of its own, since it does not grow with the work.
+    """
     found: dict[str, Phase] = {}
+    starts: dict[str, float] = {}  # an engine starts once in each of these phases
     for phase in phases:
         before = found.get(phase.name, Phase(phase.name, 0.0))
         amounts = {
             name: value + (before.amounts.get(name, 0) if name in WORK else 0)
             for name, value in phase.amounts.items()
         }
-        found[phase.name] = Phase(phase.name, before.seconds + phase.seconds, phase.processes, amounts)
+        seconds = before.seconds + phase.seconds
+        if start := amounts.pop(STARTING, 0.0):
+            starts[phase.name] = start
+            seconds -= start
+        found[phase.name] = Phase(phase.name, seconds, phase.processes, amounts)
+    if starts:
+        found[ENGINE] = Phase(ENGINE, sum(starts.values()))
     return found
 
 
@@ -112,7 +115,10 @@ class _Extrapolation:
         batch = config["batch_size"] * config["trainer"]["accumulate_grad_batches"]
         self.steps = job.steps or training_steps(asked, self.samples, written, batch * job.processes)
         self.saves = ceil(self.steps / steps_between_saves(self.steps)) if job.saves is None else job.saves
-        self.choices = () if small else (OWN_PROMPTS.format(run=run),)
+        self.asked, self.written = asked, written
+        self.card = _scorecard(run)
+        self.network, network = _network(job, self.card)
+        self.notes = [*([] if small else [OWN_PROMPTS.format(run=run)]), *network]
         self.on_disk = config["taps"] in ("cache", "engine")
         # Shares of tokens with stored hidden states; the others are computed in every step.
         self.share = self.small_share = self.taps_gib = 0.0
@@ -134,12 +140,18 @@ class _Extrapolation:
         memory = {"target, drafter and a step": (training["peak_bytes"] - kept) / GIB}
         memory["prompts"] = PROMPT_BYTES * self.job.prompts / GIB
         (disk if self.on_disk else memory)["taps"] = self.taps_gib
-        parts = [self._prompts(), *self._rollouts(), *self._taps(), self._training(), self._gradients(sent)]
-        return Estimate([*parts, *self._checkpoints()], disk, memory, sent / GIB, self.choices)
+        parts = [self._prompts(), *self._engine(), *self._rollouts(), *self._taps()]
+        parts += [self._training(), self._gradients(sent), *self._checkpoints()]
+        said = [*self._choices(), *self.notes]
+        return Estimate(parts, disk, memory, sent / GIB, said, self._tau(), *self._run())
 
     def _prompts(self) -> Part:
         count = self.job.prompts
         return Part("prompts", f"{count:,} prompts", "", PROMPT_SECONDS * count / 3600)
+
+    def _engine(self) -> list[Part]:
+        phase = self.phases.get(ENGINE)
+        return [Part(ENGINE, "start", "", phase.seconds / 3600)] if phase else []
 
     def _rollouts(self) -> list[Part]:
         phase = self.phases["rollouts"]
@@ -170,8 +182,8 @@ class _Extrapolation:
         return self._part("training", self.steps, "steps", phase.amounts["steps"] / seconds, 1)
 
     def _gradients(self, sent: float) -> Part:
-        seconds = self.steps * sent / 1e9 / self.job.network
-        return Part("gradients", f"{sent / 1e6:,.1f} MB a step", f"{self.job.network:g} GB/s", seconds / 3600)
+        seconds = self.steps * sent / 1e9 / self.network
+        return Part("gradients", f"{sent / 1e6:,.1f} MB a step", f"{self.network:g} GB/s", seconds / 3600)
 
     def _checkpoints(self) -> list[Part]:
         phase = self.phases.get("checkpoints")
@@ -180,9 +192,91 @@ class _Extrapolation:
         rate = phase.amounts["checkpoints"] / phase.seconds
         return [self._part("checkpoints", self.saves, "saves", rate, 1)]
 
+    # -- what is said ----------------------------------------------------------------------------
+
+    def _choices(self) -> list[str]:
+        """What the small run measured, and what of it the hours do not contain."""
+        steps = self.phases["training"].amounts["steps"]
+        where = f", {self.card.conditions.hardware}" if self.card else ""
+        faster = f"; devices {self.job.faster:g} times as fast" if self.job.faster != 1 else ""
+        rows = self.phases["rollouts"].amounts["rows"]
+        return [
+            f"measured: {self.run}, {rows:,.0f} answers and {steps:,.0f} steps{where}{faster}",
+            self._answers(),
+            self._hidden_states(),
+        ]
+
+    def _answers(self) -> str:
+        rollout, made = self.config["rollout"], self.phases["rollouts"].amounts["made"]
+        if rollout["answers"] == "given":
+            return "answers: given"
+        if not made:
+            return (
+                "answers: the small run found them stored, so this plan lacks their time; a small run "
+                "with another output_dir measures it"
+            )
+        if rollout["engine"] == "ray" and rollout.get("engine_python"):
+            return "answers: by engines of Ray's workers, whose start counts as a part of the answers"
+        return f"answers: by rollout={rollout['engine']}, as in the small run"
+
+    def _hidden_states(self) -> str:
+        taps = self.config["taps"]
+        if not self.taps_gib:
+            how = "taps=auto found them cheaper" if taps == "auto" else f"taps={taps}"
+            return f"hidden states: computed in each step of training, {how}; their time is in training"
+        place = "stored on disk" if self.on_disk else "held in memory"
+        rest = f"; {1 - self.share:.0%} do not fit taps_gb and are computed in each step"
+        return f"hidden states: {place} (taps={taps}){rest * (self.share < 1)}"
+
+    def _tau(self) -> str:
+        if self.card is None:
+            return "the small run has no score (score.enabled=false)"
+        said = f"the small run has {self.card.headline.tau_text}, {self.card.headline.setting}"
+        public = _public_tau(self.config, drafter_choice(readable_overrides(self.run)), self.job.prompts)
+        return f"{said}; more prompts and steps raise it{public and f'; {public}'}"
+
+    def _run(self) -> tuple[str, str]:
+        """What the large run is, and its command."""
+        overrides = readable_overrides(self.run)
+        name, taps = drafter_choice(overrides), self.config["taps"]
+        chosen = Chosen(self.steps, self.saves)
+        shown = purpose(self.config, name, self.job.processes, taps)
+        return shown, from_small(self.job, self.config, overrides, chosen)
+
     def _part(self, name: str, amount: float, unit: str, rate: float, shared: int) -> Part:
         hours = amount / rate / shared / self.job.faster / 3600
         return Part(name, f"{amount:,.0f} {unit}", f"{rate:,.4g} {unit}/s", hours)
+
+
+def _public_tau(config: Mapping[str, Any], drafter: str, prompts: int) -> str:
+    """Public figures for a run's target and drafter; "" for a target outside the table of known models."""
+    name = str(config["target"]["path"])
+    if not (settings := known(name)):
+        return ""
+    shape = target_shape(empty_target(AutoConfig.for_model(**settings), name), name, "")
+    return expected_tau(name, shape.parameters, drafter, prompts)
+
+
+def _scorecard(run: Path) -> Scorecard | None:
+    """The scorecard of the run's best checkpoint; None for a run without scores."""
+    try:
+        return scorecard(run)
+    except UserError:
+        return None
+
+
+def _network(job: Job, card: Scorecard | None) -> tuple[float, list[str]]:
+    """Gigabytes a second between processes, and what is assumed for it."""
+    if job.network or job.processes == 1:
+        return job.network or NETWORK / 1e9, []
+    found = known_card(card.conditions.hardware) if card else None
+    if found and job.processes <= GPUS_OF_MACHINE:
+        speed, what = found.link / 1e9, f"the link between cards of one machine ({found.name})"
+    elif job.processes <= GPUS_OF_MACHINE:
+        speed, what = NETWORK / 1e9, "since the small run's device is none of the known cards"
+    else:
+        speed, what = NETWORK / 1e9, f"between machines of {GPUS_OF_MACHINE} devices"
+    return speed, [f"network: {speed:g} GB/s is assumed, {what}; network=<GB/s> gives another speed"]
 
 
 def _checkpoint(run: Path) -> tuple[int, int, int]:

@@ -19,6 +19,7 @@ from distill.commands.planning.constants import (
     CPU_TRAINING,
     DEFAULT_CARD,
     Card,
+    known_card,
 )
 
 ROWS, SIZE, MIB = 1024, 1024, 2**20
@@ -37,10 +38,7 @@ def find_card(name: str | None) -> Card:
             return card
         raise UserError(f"card={name}: choose one of {', '.join(CARDS)}")
     if torch.cuda.is_available():
-        words = hardware(torch.device("cuda")).lower().replace(" ", "")
-        by_length = sorted(CARDS, key=len, reverse=True)
-        found = next((key for key in by_length if key.partition("_")[0] in words), None)
-        return CARDS[found or DEFAULT_CARD]
+        return known_card(hardware(torch.device("cuda"))) or CARDS[DEFAULT_CARD]
     return CARDS[DEFAULT_CARD]
 
 

@@ -202,9 +202,15 @@ def drafter_shape(cfg: Any, name: str, target: Target) -> DrafterShape:
     Raises:
         UserError: a drafter that is sized by weights, or settings that it refuses.
     """
+    if option := next((key for key in ("path", "first") if cfg.get(key)), None):
+        cut = ", or plan drafter=lm without a path, a model cut from the target" * (
+            name in ("lm", "lm_given")
+        )
+        raise UserError(
+            f"drafter={name} drafter.{option}={cfg[option]}: the size of this model is known only when it is "
+            f"loaded; train a small run, and give its folder to foredraft plan{cut}"
+        )
     try:
-        if cfg.get("path") or cfg.get("first"):
-            raise NotImplementedError  # a model or checkpoint, which would be loaded
         with torch.device("meta"):
             drafter: Drafter = read_options(DrafterOptions, cfg, "drafter").build(target)
     except (RuntimeError, NotImplementedError):  # it reads values of the target's weights
