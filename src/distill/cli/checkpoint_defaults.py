@@ -1,4 +1,4 @@
-"""Defaults of commands on a checkpoint: target and prompts of its training run."""
+"""Defaults of commands on a checkpoint: target, prompts and plan of its training run."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ PROMPTS = {"prompts", "prompts.path", "prompts.dataset", "prompts.sources"}
 def with_run_settings(argv: Sequence[str], config_dir: Path, config_name: str) -> list[str]:
     """Add target and prompts of `checkpoint=` to a command line, unless it names others.
 
+    A command that scores decodes by the plan of the run as well.
+
     The checkpoint records its target. The prompts are known if the checkpoint is in its run's folder
     (`config.run_prompts`). A command on a store of rollouts uses the target that wrote the store.
 
@@ -39,6 +41,8 @@ def with_run_settings(argv: Sequence[str], config_dir: Path, config_name: str) -
     # A configuration that sets `target` itself handles checkpoints itself.
     target = "target" in groups and "target" not in settings and not keys & TARGET
     prompts = ("prompts" in groups or "prompts" in settings) and not keys & PROMPTS
+    own_plan = "decode" in settings or "override /decode" in groups
+    plan = {"decode", "score"} <= groups and not own_plan and "decode" not in keys
     overrides: list[str] = []
     if any(argument.startswith("-") for argument in argv):
         pass
@@ -46,7 +50,7 @@ def with_run_settings(argv: Sequence[str], config_dir: Path, config_name: str) -
         overrides = _target_overrides(**_writer(argv, settings["stores"])) if target else []
     elif (
         "checkpoint" in settings
-        and (target or prompts)
+        and (target or prompts or plan)
         and _has_weights(source := _value(argv, "checkpoint"))
     ):
         from drafters.checkpoint import io as checkpoint_io  # slow import, needed by such commands only
@@ -59,11 +63,20 @@ def with_run_settings(argv: Sequence[str], config_dir: Path, config_name: str) -
             run, wanted = folder.resolve().parent.parent, settings.get("prompts")
             overrides += run_prompts.of_run(run, config_dir, wanted, keys)
             overrides += _limit(run, wanted, {line.partition("=")[0] for line in overrides}) if target else []
+        if plan:
+            overrides += _plan(folder.resolve().parent.parent, config_dir)
         if target and "prompts.template" not in keys | {line.partition("=")[0] for line in overrides}:
             overrides += _published_template(folder)
     if overrides:
         print(f"as in training: {' '.join(overrides)}", flush=True)
     return [*overrides, *argv]
+
+
+def _plan(run: Path, config_dir: Path) -> list[str]:
+    """Overrides that select the plan of a run; names the default where no run is recorded."""
+    if not (run / run_prompts.RECORD).is_file():
+        print("plan: decode=dynamic, the default, since no run around the checkpoint records one", flush=True)
+    return run_prompts.plan_of_run(run, config_dir)
 
 
 def _value(argv: Sequence[str], key: str) -> str:

@@ -13,6 +13,7 @@ from distill.scoring.scorer import Scorer
 from distill.scoring.tables import headline, settings_table
 from distill.serving import engine_scores
 from distill.utils.atomic_files import write_json
+from distill.utils.progress import say
 from drafters.checkpoint import io as checkpoint_io
 
 
@@ -27,6 +28,7 @@ def score(options: ScoreCommandOptions) -> float:
     checkpoint = checkpoint_io.fetch(options.checkpoint)
     moment = clock.of_run(checkpoint)
     chat, _, held = PromptReader(options.target, options.prompts, options.score).read(moment)
+    _say_fewer(options, len(held))
     target = TargetSource(options.target).load(decodes=False, chat=chat)
     score, served_plan, folder = options.score, "", Path(options.answers).parent / "engine"
     if score.engine != engine_scores.NONE:
@@ -48,9 +50,23 @@ def score(options: ScoreCommandOptions) -> float:
     )
     training = earlier(checkpoint)
     card = scorer(checkpoint, training.step or 0).after(training)
-    if options.out:
-        write_json(Path(options.out), card.to_json())
     print(f"headline: {headline(card)}\n{settings_table(card)}")
     if line := bottleneck(card):
         print(line)
+    if options.out:
+        write_json(Path(options.out), card.to_json())
+        print(f"scorecard: {options.out}")
+    else:
+        print("the scorecard is not kept; out=score.json writes it to a file")
     return card.headline.tau
+
+
+def _say_fewer(options: ScoreCommandOptions, held: int) -> None:
+    """Print which numbers of prompts are more than the held-out ones."""
+    asked = {"prompts": options.score.prompts, "replay_prompts": options.score.replay_prompts}
+    more = [f"score.{name}={count}" for name, count in asked.items() if count > held]
+    if more:
+        say(
+            f"{', '.join(more)}: there are {held} held-out prompts, and all of them are scored; "
+            "prompts.heldout=<file> gives more"
+        )

@@ -1,4 +1,4 @@
-"""Read the prompts options that a checkpoint's run recorded; the record is untrusted.
+"""Read the options of prompts and plan that a checkpoint's run recorded; the record is untrusted.
 
 A run's folder can come from anywhere, so its record is treated as data. Hydra parses each override;
 its value is checked and quoted again. No text of the record reaches Hydra unchanged. Accepted are choices of
@@ -32,7 +32,7 @@ from distill.utils.paths import ROOT
 from distill.utils.redact import printable
 
 RECORD = Path(".hydra") / "overrides.yaml"  # in a run's folder
-GROUP = "prompts"
+GROUP, PLAN = "prompts", "decode"
 KEY = re.compile(r"[A-Za-z_][\w-]*")  # mapping key that Hydra reads without quotes
 NAME = re.compile(r"[A-Za-z_]\w*")
 NO_NAMES = ("true", "false", "null", "nan", "inf")
@@ -43,6 +43,7 @@ NUMBERS = ("limit", "strict", "max_bytes", "max_tokens", "max_left_out", "heldou
 SHOWN = 400  # longest shown value, in characters
 MAPPINGS = ("columns", "template_options")
 OF_PROMPTS = re.compile(rf"{GROUP}(\W|$)")
+OF_PLAN = re.compile(r"decode(?:/rule|(?:\.[A-Za-z]\w*)+)?")
 ASK = "give prompts on the command line"
 DAMAGED = f"no record of a run's options; remove it, and {ASK}"
 OUTSIDE = "it is a file outside of the run's folder"
@@ -71,9 +72,48 @@ def of_run(run: Path, config_dir: Path, wanted: Collection[str] | None, given: C
         faults = {key: why for key, why in faults.items() if why not in (OUTSIDE, REQUEST)}
     if faults:
         raise UserError(_question(run / RECORD, {key: values[key] for key in taken}, faults))
-    stated = _of_experiment(experiment, config_dir) if experiment else {}
+    stated = _of_experiment(experiment, config_dir, GROUP) if experiment else {}
     stated = {key: value for key, value in stated.items() if key not in recorded and _is_wanted(key, wanted)}
     return [assignment(key, value) for key, value in (stated | {key: values[key] for key in taken}).items()]
+
+
+def plan_of_run(run: Path, config_dir: Path) -> list[str]:
+    """Overrides that select the plan of a run: choices of `conf/decode`, and plain settings of them.
+
+    Args:
+        run: folder of the run.
+        config_dir: folder of configurations.
+
+    Raises:
+        UserError: the record is damaged, or has something else about the plan.
+    """
+    parsed = _parsed(run / RECORD, _read(run / RECORD))
+    recorded = {one.key_or_group: one for one in parsed if one.key_or_group.startswith(PLAN)}
+    for one in recorded.values():
+        if not _is_of_plan(one, config_dir):
+            line = printable(str(one.input_line))[:SHOWN]
+            raise UserError(f"{run / RECORD}: {line!r} is no setting of a plan; give decode=... yourself")
+    experiment = next((one for one in parsed if one.key_or_group == "experiment"), None)
+    stated = _of_experiment(experiment, config_dir, PLAN) if experiment else {}
+    values = stated | {key: one.value() for key, one in recorded.items()}
+    groups = sorted(values, key=lambda key: "." in key)  # choices first
+    return [assignment(key, values[key]) for key in groups]
+
+
+def _is_of_plan(one: Override, config_dir: Path) -> bool:
+    key, value = one.key_or_group, one.value()
+    if one.is_delete() or one.is_add() or one.is_force_add() or one.package or not OF_PLAN.fullmatch(key):
+        return False
+    if "." not in key:
+        return value in options(config_dir, key)
+    return _is_plain(value) and not _names_a_class(value)
+
+
+def _names_a_class(value: Any) -> bool:
+    """Whether Hydra would call something that a value names."""
+    if isinstance(value, dict):
+        return any(str(key)[:1] == "_" or _names_a_class(part) for key, part in value.items())
+    return isinstance(value, list) and any(map(_names_a_class, value))
 
 
 def too_long(run: Path) -> int | None:
@@ -131,12 +171,16 @@ def _read(path: Path) -> list[str]:
     return lines or []
 
 
-def _about_prompts(path: Path, lines: list[str]) -> list[Override]:
-    """Overrides of a record that concern prompts, and its experiment."""
+def _parsed(path: Path, lines: list[str]) -> list[Override]:
     try:
-        parsed = OverridesParser.create().parse_overrides(lines)
+        return OverridesParser.create().parse_overrides(lines)
     except (HydraException, RecursionError):
         raise UserError(f"{path}: {DAMAGED}") from None
+
+
+def _about_prompts(path: Path, lines: list[str]) -> list[Override]:
+    """Overrides of a record that concern prompts, and its experiment."""
+    parsed = _parsed(path, lines)
     mine = [one for one in parsed if one.key_or_group == "experiment" or OF_PROMPTS.match(one.key_or_group)]
     for one in mine:
         if one.is_delete() or one.is_add() or one.is_force_add() or one.package:
@@ -226,14 +270,14 @@ def _word(key: str, value: Any) -> str:
     return f'"{word}"' if "'" in word and not re.search(r'["$`!\\]', word) else shlex.quote(word)
 
 
-def _of_experiment(experiment: Override, config_dir: Path) -> dict[str, Any]:
-    """Prompt settings of an experiment of conf/experiment."""
+def _of_experiment(experiment: Override, config_dir: Path, group: str) -> dict[str, Any]:
+    """Settings of a group in an experiment of conf/experiment."""
     name = experiment.value()
     if name not in options(config_dir, "experiment"):
         return {}
     shown: Any = OmegaConf.to_container(OmegaConf.load(config_dir / "experiment" / f"{name}.yaml"))
     choices = dict(entry.popitem() for entry in shown.get("defaults", []) if isinstance(entry, dict))
-    values = {GROUP: choices["override /prompts"]} if "override /prompts" in choices else {}
+    values = {group: choices[f"override /{group}"]} if f"override /{group}" in choices else {}
     # null removes a default, which overrides cannot express
-    stated = {key: value for key, value in shown.get(GROUP, {}).items() if value is not None}
-    return values | {f"{GROUP}.{key}": value for key, value in stated.items()}
+    stated = {key: value for key, value in shown.get(group, {}).items() if value is not None}
+    return values | {f"{group}.{key}": value for key, value in stated.items()}

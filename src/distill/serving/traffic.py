@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from distill.serving.metrics import Reading, difference
 from distill.utils.paths import bundled
 from distill.utils.progress import say
 
+MORE = "prompts.heldout=<file> gives more"
 READ_INTERVAL, MAX_READS = 0.5, 10  # seconds between reads of counters that lag behind, and number of reads
 
 
@@ -32,6 +34,7 @@ class Traffic(NamedTuple):
         reading: counters of this traffic only.
         histograms: accepted tokens by answer, if the engine reports them.
         prompts: number of prompts sent.
+        available: number of held-out prompts that there are.
         answer_tokens: tokens of the answers; None: other users' traffic.
         description: description of the traffic, for messages.
         answers: answers to the prompts that were sent.
@@ -45,6 +48,7 @@ class Traffic(NamedTuple):
     description: str
     answers: Sequence[Answer] = ()
     seconds: float = 0.0
+    available: int = 0
 
 
 def measure(
@@ -69,14 +73,14 @@ def measure(
         time.sleep(options.seconds)
         reading = difference(first, endpoint.reading(options.model), where)
         return Traffic(reading, (), 0, None, f"{options.seconds:g} s of traffic")
-    engine, requests = _prepare(options, card, first, models)
+    engine, requests, available = _prepare(options, card, first, models)
     params = SamplingParams(
         {"temperature": temperature, "top_k": options.score.top_k, "top_p": options.score.top_p},
         card.conditions.max_new_tokens,
         _stop_tokens(engine, options.target, card),
     )
     say(f"sending {len(requests)} held-out prompts to {endpoint.url} at T={temperature:g}")
-    return send(endpoint, engine, requests, params, options.model)
+    return send(endpoint, engine, requests, params, options.model)._replace(available=available)
 
 
 def send(
@@ -116,22 +120,28 @@ def send(
 
 def _prepare(
     options: VerifyOptions, card: Scorecard, first: Reading, models: Sequence[Model]
-) -> tuple[OpenAIEngine, list[Request]]:
-    """The engine and its requests: the replayed prompts, or the decoded ones if none was replayed."""
+) -> tuple[OpenAIEngine, list[Request], int]:
+    """The engine, its requests, and the number of held-out prompts.
+
+    Requests are the replayed prompts, or the decoded ones if none was replayed.
+    """
     if options.score.min_p or options.score.repetition_penalty != 1:
         raise UserError("score.min_p, score.repetition_penalty: not sent to servers; use send=false")
     replay = card.compared.replay
     count = options.count or (replay.prompts if replay else card.conditions.prompts)
-    score = replace(options.score, prompts=count, replay_prompts=0)
+    score = replace(options.score, prompts=sys.maxsize, replay_prompts=0)  # all, to count them
     target = replace(options.target, path=options.target.path or card.checkpoint.target)
     moment = clock.of_run(Path(options.checkpoint))
     chat, _, held = PromptReader(target, options.prompts, score).read(moment)
+    if options.count and count > len(held):
+        say(f"count={count}: there are {len(held)} held-out prompts, and all of them are sent; {MORE}")
+    available, held = len(held), held[:count]
     requests = [Request(p.id, 0, chat.encode(p.messages, p.tools), tuple(p.messages), p.tools) for p in held]
     name = options.model or first.model or (models[0].id if models else card.checkpoint.target)
     limits = (options.concurrency, options.timeout, options.retries, options.patience, options.api_key_env)
     server = Server(f"{Endpoint(options.url, 0, '').url}/v1", name, *limits, group="", stored=False)
     extra = {"return_spec_tokens_details": True} if first.engine == "sglang" else {}
-    return OpenAIEngine(server, chat, card.conditions.seed, None, extra), requests
+    return OpenAIEngine(server, chat, card.conditions.seed, None, extra), requests, available
 
 
 def _stop_tokens(engine: OpenAIEngine, target: TargetOptions, card: Scorecard) -> list[int]:

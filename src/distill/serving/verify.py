@@ -17,7 +17,7 @@ from distill.serving.agreement import Comparison, compare, matching_row
 from distill.serving.diagnosis import ServerFacts, causes
 from distill.serving.endpoint import Endpoint
 from distill.serving.metrics import Reading, served_acceptance
-from distill.serving.traffic import Traffic, measure
+from distill.serving.traffic import MORE, Traffic, measure
 from distill.utils.progress import say
 
 FLAGS = {
@@ -131,6 +131,15 @@ def _report_idle(endpoint: Endpoint, traffic: Traffic) -> bool:
     return False
 
 
+def _more(traffic: Traffic) -> str:
+    """What gives more rounds."""
+    if not traffic.prompts:
+        return "watch longer (seconds=), or send prompts (send=true)"
+    if traffic.prompts < traffic.available:
+        return f"raise count= above {traffic.prompts}; there are {traffic.available} held-out prompts"
+    return f"all {traffic.available} held-out prompts were sent; {MORE}"
+
+
 def _report(
     comparison: Comparison, reasons: Sequence[str], traffic: Traffic, endpoint: Endpoint, card: Scorecard
 ) -> bool:
@@ -157,8 +166,7 @@ def _report(
     )
     if comparison.agrees and comparison.inconclusive:
         raise UserError(
-            f"{served.rounds:.0f} rounds are too few to tell whether it is the same drafter; raise count= or "
-            "seconds="
+            f"{served.rounds:.0f} rounds are too few to tell whether it is the same drafter; {_more(traffic)}"
         )
     say("agrees with the scorecard" if comparison.agrees else "DIFFERS from the scorecard; likely causes:")
     for reason in reasons:

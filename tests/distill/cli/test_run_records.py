@@ -277,6 +277,50 @@ def test_unnamed_target_and_prompts_are_as_in_training(best, capsys, name, given
     assert ("as in training: " in capsys.readouterr().out) == bool(expected)
 
 
+@pytest.mark.parametrize(
+    ("recorded", "given", "expected"),
+    [
+        (["decode=chain", "decode.depth=7"], [], ["decode=chain", "decode.depth=7"]),
+        (["decode.depth=7", "decode=chain"], ["decode.depth=2"], ["decode=chain", "decode.depth=7"]),
+        (["decode=chain", "decode/rule=block"], ["decode=dynamic"], []),
+        (["decode=chain", "decode/rule=block"], [], ["decode=chain", "decode/rule=block"]),
+        (["experiment=qwen3_8b"], [], ["decode=chain"]),
+        (["experiment=qwen3_8b", "decode=static"], [], ["decode=static"]),
+        (["drafter=eagle"], [], []),
+    ],
+)
+def test_score_decodes_by_the_plan_of_the_run(run, recorded, given, expected):
+    taken = found(run(*recorded), "score_checkpoint", *given)
+    assert [word for word in taken if word.startswith("decode")] == expected
+    compose(rewrite([*taken, *given, "checkpoint=x"], CONF), CONF, "score_checkpoint")
+    assert not [word for word in found(run(*recorded), "generate") if word.startswith("decode")]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "decode._target_=os.system",
+        "decode.rule={_target_: os.system}",
+        "decode.rule=[{a: {_target_: os.system}}]",
+        "decode={_target_: os.system}",
+        "decode.depth='${oc.env:OPENAI_API_KEY}'",
+        "+decode.x=1",
+        "~decode.depth",
+        "decode@score=chain",
+        "decode=../../etc/x",
+    ],
+)
+def test_plan_of_a_record_is_plain(run, line):
+    refused([f"checkpoint={run(line)}"], "is no setting of a plan; give decode=")
+
+
+def test_score_says_which_plan_where_no_run_is_recorded(run, capsys):
+    checkpoint = run("decode=chain")
+    (checkpoint.parent.parent / ".hydra" / "overrides.yaml").unlink()
+    assert not [word for word in found(checkpoint) if word.startswith("decode")]
+    assert "plan: decode=dynamic, the default" in capsys.readouterr().out
+
+
 def test_prompts_of_an_experiment_are_taken(run):
     def prompts(*overrides):
         return compose(rewrite([*overrides, "checkpoint=x"], CONF), CONF, "score_checkpoint").prompts

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from fake_engine import PROMPTS, TOKENS, Engine, a_card, a_row
 from metric_pages import VLLM
+from omegaconf import OmegaConf
 from workbench import CONF, changed, foredraft, make_target, make_tokenizer, train, write_prompts
 
 from decode.errors import UserError
@@ -183,7 +184,7 @@ def test_watched_traffic_and_all_since_the_start(ask, start):
 
 
 def test_readings_that_cannot_be_compared_are_refused(ask, start):
-    with pytest.raises(UserError, match="too few to tell"):
+    with pytest.raises(UserError, match=f"too few to tell .* count= above 1; there are {PROMPTS} held-out"):
         ask(start(), count=1)
     server = start()
     serve(server, 1)
@@ -200,6 +201,14 @@ def test_readings_that_cannot_be_compared_are_refused(ask, start):
     server.pages["/metrics"] = lambda: (200, page)  # of another replica
     with pytest.raises(UserError, match="not of the engine that answers"):
         ask(server)
+
+
+def test_all_prompts_that_are_too_few_ask_for_more_prompts(base, place, start, tmp_path, capsys):
+    file = write_prompts(tmp_path / "heldout.jsonl", 1, first=100)
+    few = OmegaConf.merge(base, {"prompts": {"heldout": str(file)}})
+    with pytest.raises(UserError, match=r"all 1 held-out prompts were sent; prompts\.heldout=<file>"):
+        verify(changed(few, VerifyOptions, url=start().url, count=50))
+    assert "count=50: there are 1 held-out prompts, and all of them are sent" in capsys.readouterr().out
 
 
 def test_traffic_of_others_is_noticed(ask, start):
