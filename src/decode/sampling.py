@@ -13,6 +13,13 @@ from decode.errors import UserError
 
 BLOCK = 1024  # values per block of `_argmax`
 MANY = 40_000  # number of values from which on `_argmax` takes two steps
+RANGES = {  # in words
+    "temperature": "0 or more",
+    "top_k": "a whole number, 0 or more",
+    "top_p": "more than 0, at most 1",
+    "min_p": "0 to 1",
+    "repetition_penalty": "more than 0, 1 changes nothing",
+}
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
@@ -51,7 +58,8 @@ class Sampler:
         }
         for name, valid in ok.items():
             if not valid:
-                raise UserError(f"sampling: {name}={_shown(getattr(self, name))} is out of range")
+                shown = _shown(getattr(self, name))
+                raise UserError(f"sampling: {name}={shown} is out of range: give {RANGES[name]}")
         if self.temperature < SMALLEST:
             object.__setattr__(self, "temperature", 0.0)  # sets a field of a frozen dataclass
 

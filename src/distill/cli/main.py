@@ -24,6 +24,7 @@ from distill.cli import sweep
 from distill.cli.checkpoint_defaults import with_run_settings
 from distill.config.choices import options, register_choices
 from distill.config.compose import compose, configurations, without_dashes
+from distill.config.engine import check_engine, check_started
 from distill.config.help import show_help
 from distill.config.own_runs import remember
 from distill.config.recorded import settings
@@ -186,6 +187,10 @@ def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[l
     cfg, run = compose(argv, config_dir, config_name), None
     check_ranges(cfg)  # before the slow imports of the command
     check_paths(cfg)
+    if OmegaConf.select(cfg, "rollout.engine"):
+        check_started(cfg.rollout)
+    if "taps" in cfg:
+        check_engine(cfg)
     if "output_dir" not in cfg:
         return argv, None
     if (info := launch()) and not info[0]:

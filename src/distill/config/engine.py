@@ -1,17 +1,44 @@
-"""Check `taps=engine` before any work starts."""
+"""Check `taps=engine` and `rollout=vllm` before any work starts."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from decode.errors import UserError
 from distill.config.validate import processes
-from distill.options import RunOptions
+
+if TYPE_CHECKING:
+    from distill.options import RunOptions
+
+OPTION = "rollout.engine_python"
 
 
-def check_engine(options: RunOptions) -> None:
+def check_started(rollout: Any) -> None:
+    """Check that `rollout=vllm` names an interpreter.
+
+    Args:
+        rollout: its options, or their part of a configuration.
+
+    Raises:
+        UserError: it does not.
+    """
+    if rollout.engine != "vllm":
+        return
+    if not hasattr(rollout, "engine_python"):
+        raise UserError("rollout.engine=vllm: choose it with rollout=vllm, which has its settings")
+    if not rollout.engine_python:
+        raise UserError(
+            f"rollout=vllm: give {OPTION} or FOREDRAFT_VLLM_PYTHON, an interpreter that has vLLM: python -m "
+            f"venv vllm && vllm/bin/pip install vllm, then {OPTION}=vllm/bin/python"
+        )
+
+
+def check_engine(options: RunOptions | Any) -> None:
     """Check the requirements and exclusions of `taps=engine`.
+
+    Args:
+        options: of a run, or their configuration, before the slow imports of a run.
 
     Raises:
         UserError: names the first incompatible option.

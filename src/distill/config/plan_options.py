@@ -6,7 +6,7 @@ Hydra cannot compose them: `prompts` is a number here, and a group of conf/ ther
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -58,6 +58,19 @@ def plan_option(name: str, value: str) -> str:
 def value_of(name: str, words: Sequence[str]) -> str:
     """The last value that options, written as name=value, give to a name; "" if none does."""
     return next((word.partition("=")[2] for word in reversed(words) if word.startswith(f"{name}=")), "")
+
+
+def drafter_choice(words: Sequence[str]) -> str:
+    """The name in conf/drafter that options of a run choose."""
+    if name := value_of("drafter", words):
+        return name
+    experiment = CONF / "experiment" / f"{value_of('experiment', words)}.yaml"
+    for path, key in ((experiment, "override /drafter"), (CONF / "config.yaml", "drafter")):
+        config: Any = OmegaConf.load(path) if path.is_file() else {}
+        entries = config.get("defaults", [])
+        if found := next((e[key] for e in entries if OmegaConf.is_dict(e) and key in e), None):
+            return str(found)
+    raise AssertionError("conf/config.yaml names a drafter")
 
 
 def plan_settings(given: Sequence[str]) -> DictConfig:

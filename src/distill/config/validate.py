@@ -24,6 +24,7 @@ LEAST = {
     "logits_rows": 0,
     "drafter.depth": 1,
     "drafter.layers": 1,
+    "drafter.anchors": 0,
     "drafter.lora.r": 1,
     "drafter.minutes": 0.01,
     "drafter.answers": 1,
@@ -32,7 +33,8 @@ LEAST = {
     "prompts.limit": 0,
     "prompts.max_bytes": 1,
     "prompts.max_tokens": 1,
-    "prompts.max_left_out": 0,
+    "rollout.temperature": 0,
+    "rollout.top_k": 0,
     "rollout.max_new_tokens": 1,
     "rollout.shard_size": 1,
     "rollout.samples": 1,
@@ -52,6 +54,8 @@ LEAST = {
     "engine.timeout": 0.001,
     "engine.retries": 0,
     "engine.patience": 0,
+    "score.temperatures": 0,
+    "score.top_k": 0,
     "score.every": 1,
     "score.batch_sizes": 1,
     "score.prompts": 1,
@@ -71,6 +75,9 @@ LEAST = {
     "concurrency": 1,
     "seconds": 0,
     "tolerance": 0,
+    "decode.depth": 0,
+    "decode.width": 1,
+    "decode.nodes": 0,
     "depth": 1,
     "threads": 0,
     "tokens": 3,
@@ -94,6 +101,11 @@ LEAST = {
     "trainer.accumulate_grad_batches": 1,
 }
 MOST = {"drafter.depth": 256}  # longer drafts are no drafts: each depth is a pass of training
+SHARES = (  # 0 to 1
+    *("optimizer.warmup", "optimizer.final_lr", "on_policy.share", "on_policy.cut"),
+    *("prompts.heldout_share", "prompts.max_left_out"),
+    *("rollout.top_p", "score.top_p", "score.min_p", "decode.min_confidence"),
+)
 POSITIVE = ("optimizer.optimizer.lr",)
 FILES = {
     "target.path": "folder; give a model folder, a GGUF file or a hub id (owner/name)",
@@ -156,12 +168,7 @@ def check_ranges(cfg: DictConfig) -> None:
             raise UserError(f"{key}={value}: must be a number")
         if any(v is not None and v < least for v in values):
             raise UserError(f"{key}={value}: must be at least {least}")
-    for key, most in MOST.items():
-        if isinstance(value := OmegaConf.select(cfg, key), int | float) and value > most:
-            raise UserError(f"{key}={value}: must be at most {most}")
-    for key in POSITIVE:
-        if isinstance(value := OmegaConf.select(cfg, key), int | float) and value <= 0:
-            raise UserError(f"{key}={value}: must be more than 0, or nothing is trained")
+    _check_upper_ends(cfg)
     for key, names in CHOICES.items():
         group, _, name = key.rpartition(".")
         choices = OmegaConf.select(cfg, group)
@@ -169,6 +176,20 @@ def check_ranges(cfg: DictConfig) -> None:
             raise UserError(f"{key}={choices[name]}: choose {' or '.join(names)}")
     check_server(cfg)
     check_secrets(OmegaConf.to_container(cfg, resolve=False))
+
+
+def _check_upper_ends(cfg: DictConfig) -> None:
+    """Check numbers that have an upper end, or that must be more than 0."""
+    for key, most in MOST.items():
+        if isinstance(value := OmegaConf.select(cfg, key), int | float) and value > most:
+            raise UserError(f"{key}={value}: must be at most {most}")
+    for key in SHARES:
+        value = OmegaConf.select(cfg, key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and not 0 <= value <= 1:
+            raise UserError(f"{key}={value}: must be from 0 to 1")
+    for key in POSITIVE:
+        if isinstance(value := OmegaConf.select(cfg, key), int | float) and value <= 0:
+            raise UserError(f"{key}={value}: must be more than 0, or nothing is trained")
 
 
 def check_secrets(value: Any, key: str = "") -> None:

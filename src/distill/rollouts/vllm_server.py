@@ -11,6 +11,7 @@ from pathlib import Path
 
 from decode.errors import UserError
 from decode.model.target import Target
+from distill.config.engine import OPTION, check_started
 from distill.distributed.ranks import gather
 from distill.engines.engine_target import GONE
 from distill.engines.gpus import spread, visible_gpus
@@ -24,7 +25,6 @@ from distill.rollouts.writer import Writer
 from distill.utils.progress import rank_and_world, say
 
 NO_KEY = "FOREDRAFT_NO_KEY"  # engines that a run starts need no key
-OPTION = "rollout.engine_python"
 Started = tuple[str, int]  # url and copies of the target; the text of an error and 0
 
 
@@ -37,13 +37,9 @@ def check_vllm(options: AnswerOptions) -> VLLM | None:
     rollout = options.rollout
     if rollout.engine != "vllm":
         return None
-    if not isinstance(rollout, VLLMRolloutOptions):
-        raise UserError("rollout.engine=vllm: choose it with rollout=vllm, which has its settings")
-    if not rollout.engine_python:
-        raise UserError(
-            f"rollout=vllm: give {OPTION} or FOREDRAFT_VLLM_PYTHON, an interpreter that has vLLM: python -m "
-            f"venv vllm && vllm/bin/pip install vllm, then {OPTION}=vllm/bin/python"
-        )
+    check_started(rollout)
+    assert isinstance(rollout, VLLMRolloutOptions)
+    assert rollout.engine_python
     return VLLM(rollout.engine_python, rollout.engine_arguments, rollout.engine_patience, OPTION)
 
 

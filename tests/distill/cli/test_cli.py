@@ -159,6 +159,9 @@ def test_every_group_option_composes():
         ("dataset=a/b", "write prompts=/path/to/prompts.jsonl"),
         ("optimizer.optimizer.lr=0", "must be more than 0"),
         ("drafter.depth=100000", "must be at most 256"),
+        ("optimizer.warmup=7", "optimizer.warmup=7: must be from 0 to 1"),
+        ("decode.depth=-1", "decode.depth=-1: must be at least 0"),
+        ("taps=engine", "give engine.python, an interpreter that has vLLM"),
         ("prompts.path=${nothing}", "nothing"),
         ("target=/nowhere", "no such folder"),
         ("target=models/a/b", "no such folder"),
@@ -215,7 +218,7 @@ def refusal(cfg: DictConfig, folder: Path) -> str:
     ("overrides", "said"),
     [
         (["rollout.answers=guess"], "rollout.answers=guess"),
-        (["score.temperatures=[-1]"], "temperature=-1"),
+        (["score.temperatures=[-1]"], "score.temperatures=[-1]: must be at least 0"),
         (["optimizer.optimizer.lr=-1"], "must be more than 0"),
         (["+drafter.colour=red"], "colour"),
         (["trainer.accelerator=abacus"], "abacus"),

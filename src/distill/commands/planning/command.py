@@ -7,13 +7,10 @@ from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-
 from distill.cli.checkpoint_defaults import PROMPTS
 from distill.commands.planning.constants import GPUS_OF_MACHINE
 from distill.config.plan_options import value_of
 from distill.options import PlanOptions
-from distill.utils.paths import CONF
 
 FILE = "prompts=/path/to/prompts.jsonl"
 ENGINE = "vllm/bin/python"  # as in docs/your_gpus.md
@@ -61,19 +58,6 @@ class Chosen(NamedTuple):
     gigabytes: float = 0.0
     sharded: bool = False
     vllm: bool = False
-
-
-def drafter_choice(words: Sequence[str]) -> str:
-    """The name in conf/drafter that options of a run choose."""
-    if name := value_of("drafter", words):
-        return name
-    experiment = CONF / "experiment" / f"{value_of('experiment', words)}.yaml"
-    for path, key in ((experiment, "override /drafter"), (CONF / "config.yaml", "drafter")):
-        config: Any = OmegaConf.load(path) if path.is_file() else {}
-        entries = config.get("defaults", [])
-        if found := next((e[key] for e in entries if OmegaConf.is_dict(e) and key in e), None):
-            return str(found)
-    raise AssertionError("conf/config.yaml names a drafter")
 
 
 def purpose(config: Mapping[str, Any], name: str, processes: int, taps: str) -> str:

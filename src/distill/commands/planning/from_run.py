@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard
-from distill.commands.planning.command import Chosen, Job, drafter_choice, from_small, purpose
+from distill.commands.planning.command import Chosen, Job, from_small, purpose
 from distill.commands.planning.constants import (
     GIB,
     GPUS_OF_MACHINE,
@@ -30,6 +30,7 @@ from distill.commands.planning.estimate import Estimate, Part
 from distill.commands.planning.expected_tau import expected_tau
 from distill.commands.planning.known_models import known
 from distill.commands.planning.shape import empty_target, target_shape
+from distill.config.plan_options import drafter_choice
 from distill.config.recorded import readable_overrides, shown_settings
 from distill.config.target_size import steps_between_saves, training_steps
 from distill.options import answers_each

@@ -12,12 +12,13 @@ from decode.model.causal_lm import max_positions
 from distill.cli.main import rewrite
 from distill.commands.planning import constants
 from distill.commands.planning.before_run import BeforeRun, Work
-from distill.commands.planning.command import before_any, drafter_choice, purpose
+from distill.commands.planning.command import before_any, purpose
 from distill.commands.planning.estimate import Estimate
 from distill.commands.planning.from_run import Job, plan_from_run
 from distill.commands.planning.probe import find_card, probe_processor
 from distill.commands.planning.shape import drafter_shape, empty_target, target_config, target_shape
 from distill.config.compose import compose
+from distill.config.plan_options import drafter_choice
 from distill.config.target_size import size_settings
 from distill.options import PlanOptions, answers_each
 from distill.prompts.records.readers import read_file
