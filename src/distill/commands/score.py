@@ -51,13 +51,13 @@ def score(options: ScoreCommandOptions) -> float:
     training = earlier(checkpoint)
     card = scorer(checkpoint, training.step or 0).after(training)
     print(f"headline: {headline(card)}\n{settings_table(card)}")
-    if line := bottleneck(card):
-        print(line)
     if options.out:
         write_json(Path(options.out), card.to_json())
         print(f"scorecard: {options.out}")
     else:
         print("the scorecard is not kept; out=score.json writes it to a file")
+    if line := bottleneck(card):
+        print(line)
     return card.headline.tau
 
 

@@ -111,10 +111,9 @@ def _check_key(cfg: DictConfig, key: str, own: Sequence[str] = ()) -> None:
             if done == ["decode"]:
                 _check_moved_number(part)
             names = [str(k) for k in node if str(k)[0] != "_"] if isinstance(node, dict) else []
+            names = names if done else list(dict.fromkeys([*own, *names]))
             where = f" in {'.'.join(done)}" if done else ""
-            raise UserError(
-                f"{key}: no such option{where}; {_hint(part, names if done else [*own, *names], cfg)}"
-            )
+            raise UserError(f"{key}: no such option{where}; {_hint(part, names, cfg)}")
         done.append(part)
         node = node[part]
 
