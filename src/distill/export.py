@@ -18,7 +18,7 @@ from distill.utils.paths import bundled
 from distill.utils.progress import bar, first_rank, say
 from distill.utils.redact import without_secrets
 from distill.utils.run_folder import RECORD
-from distill.utils.run_record import OLDER, read_options
+from distill.utils.run_record import OLDER, read_options, read_packages
 from drafters.base import Drafter
 from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint import pretrained
@@ -256,6 +256,8 @@ def recipe_of(checkpoint: Path) -> dict[str, Any] | None:
     found |= {name: config[name] for name in PLAIN if name in config}
     if template := config.get("prompts", {}).get("template"):
         found["template"] = template
+    if packages := read_packages(folder):
+        found["packages"] = packages
     if prompts := read_json(folder / PROMPTS, ABOUT):
         found["prompts"] = _plain(prompts)
     if rollouts := _rollouts(folder, config):

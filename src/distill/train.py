@@ -15,6 +15,7 @@ from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.sampling import Sampler
 from distill.config.build import PromptReader, TargetSource, build_drafter, join_ends, quiet
+from distill.config.choices import used_packages
 from distill.config.engine import check_engine
 from distill.config.run_choices import record_choices, record_drafter
 from distill.config.target_size import with_length
@@ -122,7 +123,7 @@ def _train(
     options = with_length(options, len(prompts))
     state = trainer_state.newest(folder)
     begun = int(state.parents[1].name) if state else 0
-    record = RunRecord(folder, options.config)
+    record = RunRecord(folder, options.config, used_packages(options.config.values))
     logging = loggers(options.logger, record, begun)
     trainer = build_trainer(options.trainer, logging, folder, state, callbacks=[TrainingBar()])
     if extend:

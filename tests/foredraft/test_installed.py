@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from workbench import CONF, ROOT, foredraft, train
 
+import foredraft as foredraft_package
 from decode.errors import UserError
 from distill.config.compose import compose
+from distill.export import recipe_of
 from drafters.checkpoint.folder import read_config
 from drafters.models.mlp import Mlp
 from drafters.registry import drafter_class, known_names, short_name
@@ -102,6 +104,9 @@ def test_trained_drafter_and_objective_of_a_package_load_back(mine, bench):
     (best,) = (mine.folder / "outputs").glob("*/*/checkpoints/best")
     assert json.loads((best / "config.json").read_text())["drafter"] == "mine"
     assert "gamma: 1.5" in (best.parents[1] / ".hydra" / "config.yaml").read_text()
+    packages = {"drafter=mine": "my-pkg==1.0", "objective=mine": "my-pkg==1.0"}
+    assert json.loads((best.parents[1] / "run.json").read_text())["packages"] == packages
+    assert (recipe_of(best) or {})["packages"] == packages
     asked = ["generate", f"checkpoint={best}", "prompt=hi", "max_new_tokens=4", "decode=chain"]
     assert foredraft(*asked, "decode.depth=2").code == 0
     assert short_name(drafter_class("mine")(32, 260, 2, 8, True, True)) == "mine"
@@ -162,6 +167,22 @@ def test_wrong_options_and_objectives_are_refused(mine):
     for text, reason in (("_target_: os.system", "remove _target_"), ("- 1", "lines of"), ("a: [", "read")):
         mine.file("my_pkg/conf/drafter/mine.yaml", text)
         train(["drafter=mine"]).refused(reason)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("return -(teacher.p * (1 - log_q.exp()) ** gamma * log_q).sum(-1)", ("write @by_autograd above",)),
+        ("return log_q.logits, teacher.p", ("must return (M,) values", "a tensor (4, 16), a tensor (4, 16)")),
+        ("return nothing.sum(-1)", ("NameError: name 'nothing'", "loss.py, line 2")),
+    ],
+)
+def test_objective_that_cannot_be_trained_is_refused_before_work_starts(mine, loss, said):
+    mine.file("my_pkg/loss.py", f"def mine(log_q, teacher, gamma):\n    {loss}\n")
+    train(["objective=mine", f"output_dir={mine.folder / 'outputs'}"]).refused("objective mine:", *said)
+    assert not [*(mine.folder / "outputs").glob("*/*")]
+    with pytest.raises(UserError, match="objective mine:"):
+        foredraft_package.train(objective="mine", output_dir=mine.folder / "outputs")
 
 
 def test_package_of_the_page_is_found(packages):

@@ -6,9 +6,11 @@ its entry point names. What is built from them is the entry point's class or fun
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -71,6 +73,42 @@ def register_choices(config_dir: Path) -> None:
             except UserError:
                 continue
             ConfigStore.instance().store(name=name, node=node, group=group, provider=other.packages)
+
+
+def objective_name(config_dir: Path, target: str) -> str:
+    """Name of the choice of conf/objective that is built from this dotted path; else its last part."""
+    for path in sorted((config_dir / "objective").glob("*.yaml")):
+        if yaml.safe_load(path.read_text()).get("_target_") == target:
+            return path.stem
+    named = (name for name, other in _others(config_dir, "objective").items() if other.path == target)
+    return next(named, target.rpartition(".")[2].lower())
+
+
+def used_packages(options: Any) -> dict[str, str]:
+    """Packages other than foredraft whose drafter or objective these options build.
+
+    Args:
+        options: resolved options of a run, nested by group.
+
+    Returns:
+        `package==version` by the group and name, as in `objective=focal`.
+    """
+    built = set(_built(options))
+    return {
+        f"{kind}={name}": "==".join((other.entry.dist.name, other.entry.dist.version))
+        for kind in GROUPS
+        for name, other in installed(kind).items()
+        if other.entry.dist and other.path + FACTORY[kind] in built
+    }
+
+
+def _built(node: Any) -> Iterator[str]:
+    """What the options build: `_target_` at any depth."""
+    if isinstance(node, dict):
+        if isinstance(path := node.get("_target_"), str):
+            yield path
+        for part in node.values():
+            yield from _built(part)
 
 
 def _others(config_dir: Path, group: str) -> dict[str, Installed]:

@@ -16,6 +16,7 @@ from distill import options
 from distill.config.recorded import resolved
 from distill.config.target_size import fill_precision, fill_size_settings
 from distill.config.validate import check_out, check_ranges, refused
+from distill.losses.trial import check_divergence
 from distill.utils.paths import bundled
 from distill.utils.run_record import ResolvedOptions
 from drafters.vocabulary import draft_vocab_size
@@ -32,7 +33,7 @@ def checked_options(cls: type[Options], cfg: DictConfig, announce: bool = True) 
     Fills in settings that depend on the target's size or the machine, and prints them if `announce`.
 
     Raises:
-        UserError: a value out of range, and see `read_options`.
+        UserError: a value out of range, a divergence that fails, and see `read_options`.
     """
     check_ranges(cfg)
     if issubclass(cls, options.HeldOutInputs):
@@ -40,6 +41,7 @@ def checked_options(cls: type[Options], cfg: DictConfig, announce: bool = True) 
     chosen = fill_size_settings(cfg, announce) | fill_precision(cfg, announce)
     made = read_options(cls, cfg)
     if isinstance(made, options.RunOptions):
+        check_divergence(made.objective)
         return replace(made, config=ResolvedOptions.of(made.config.values, chosen))
     return made
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
+from distill.config.choices import objective_name
 from distill.scoring.tables import target_label
 from distill.utils.paths import CONF
 from drafters.base import Drafter
@@ -24,7 +23,7 @@ def parts_of(options: Mapping[str, Any]) -> list[str]:
     drafter = _drafter(options["drafter"])
     parts = [drafter, target_label(str(options["target"]["path"]))]
     trains = drafter not in KNOWN or drafter_class(drafter).unroll is not Drafter.unroll
-    return parts + [_objective(options["objective"])] * trains
+    return parts + [objective_name(CONF, str(options["objective"]["_target_"]))] * trains
 
 
 def run_name(options: Mapping[str, Any], job: str = "") -> str:
@@ -43,12 +42,3 @@ def _drafter(options: Mapping[str, Any]) -> str:
         return "auto"
     module, _, name = str(options["_target_"]).removesuffix(".for_target").rpartition(".")
     return next((short for short, place in KNOWN.items() if place == f"{module}:{name}"), name.lower())
-
-
-def _objective(options: Mapping[str, Any]) -> str:
-    """Name of the file in conf/objective with this divergence; the name of one that is not ours."""
-    target = str(options["_target_"])
-    for path in sorted((CONF / "objective").glob("*.yaml")):
-        if yaml.safe_load(path.read_text()).get("_target_") == target:
-            return path.stem
-    return target.rpartition(".")[2].lower()

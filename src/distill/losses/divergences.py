@@ -48,7 +48,9 @@ class by_autograd:  # noqa: N801  a decorator
             values = self.values(logits.log_softmax(-1).clamp_min(MIN_LOG_PROB), teacher, **options)
             if values.shape != logits.shape[:1] or not values.requires_grad:
                 name = getattr(self.values, "__name__", "objective")
-                raise UserError(f"{name}: must return a value per row, ({len(logits)},), computed from log_q")
+                raise UserError(
+                    f"objective {name}: must return a value per row, ({len(logits)},), computed from log_q"
+                )
             (slope,) = torch.autograd.grad(values.sum(), logits)
         return values.detach(), slope
 

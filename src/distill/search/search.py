@@ -12,6 +12,7 @@ from decode.errors import FollowUpError, UserError
 from decode.evaluation.scorecard import read_scorecard
 from decode.plan import Plan, plan_of
 from distill.config.build import PromptReader, TargetSource, build_drafter, quiet
+from distill.config.choices import used_packages
 from distill.config.validate import refused
 from distill.export import RunExport
 from distill.options import SearchOptions, TrainOptions
@@ -46,7 +47,7 @@ def search_families(options: SearchOptions, folder: Path, reports: Reports) -> f
     context = JobContext.of(folder)
     start = time.monotonic() - (0.0 if context.in_sweep else process_age())
     overrides, runs = auto_checks.family_jobs(options, context)
-    RunRecord(folder, options.config).begin()
+    RunRecord(folder, options.config, used_packages(options.config.values)).begin()
     return Search(options, context, overrides, runs, start, reports).run()
 
 

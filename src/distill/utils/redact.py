@@ -55,6 +55,8 @@ TOKEN = re.compile(
 LEAST = 8  # minimum length of a secret in the environment; shorter values may be any word
 # Resolvers of conf/ without access to secrets; others can read the environment.
 RESOLVERS = frozenset({"device_of", "now"})
+# Variables of foredraft's own, which name folders and programs; a variable with a secret name stays hidden.
+OWN = re.compile(r"\$\{oc\.env:(FOREDRAFT_[A-Z_]+)(?:,[^${}]*)?\}")
 INTERPOLATION = re.compile(r"\$\{|\}|:")
 SHOWN_AS_IS = "\n\t\u200c\u200d"  # and the joiners of Persian, Indic scripts and emoji
 CONTROL = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories: C0, C1, bidirectional, surrogates, separators
@@ -76,7 +78,8 @@ def without_secrets(value: Any) -> Any:
         ]
     if not isinstance(value, str):
         return value
-    return hidden(value) if RESOLVERS.issuperset(_resolvers(value)) else HIDDEN
+    others = OWN.sub(lambda found: found[0] if SECRET.search(found[1]) else "", value)
+    return hidden(value) if RESOLVERS.issuperset(_resolvers(others)) else HIDDEN
 
 
 def _resolvers(text: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The options that a run works with, chosen ones included: `options` and `chosen` in run.json.
+"""The options that a run works with, chosen ones included: `options`, `chosen` and `packages` in run.json.
 
 A command line leaves options open: null, or `auto`. What the run decides about them is recorded here, once.
 Report, recipe, model card and W&B read this record. It is data: it is shown, and never composed, interpolated
@@ -22,6 +22,7 @@ from distill.utils.redact import without_secrets
 from distill.utils.run_folder import RECORD
 
 OPEN = (None, "auto")  # values of options that are left to the run
+WRITTEN = ("options", "chosen", "packages")  # what a run adds to its run.json
 OLDER = "its run.json has no options: a run of an older version"
 
 
@@ -89,10 +90,13 @@ class RunRecord:
     Args:
         folder: folder of the run.
         options: its options, with what was chosen so far.
+        packages: `package==version` of drafter and objective where they are of other packages.
     """
 
-    def __init__(self, folder: Path, options: ResolvedOptions) -> None:
-        self.folder, self.options, self._begun = folder, options, False
+    def __init__(
+        self, folder: Path, options: ResolvedOptions, packages: Mapping[str, str] | None = None
+    ) -> None:
+        self.folder, self.options, self.packages, self._begun = folder, options, dict(packages or {}), False
 
     def choose(self, by: str, values: Mapping[str, Any]) -> None:
         """Record values that the run chose; see `ResolvedOptions.choose`."""
@@ -122,7 +126,8 @@ class RunRecord:
         if first_rank():
             path = self.folder / RECORD
             known = read_json(path, "") or {} if path.is_file() else {}
-            write_json(path, known | {"options": self.options.values, "chosen": self.options.chosen})
+            record = {"options": self.options.values, "chosen": self.options.chosen}
+            write_json(path, known | record | ({"packages": self.packages} if self.packages else {}))
 
 
 def _select(values: Mapping[str, Any], name: str) -> Any:
@@ -145,7 +150,17 @@ def read_options(folder: Path) -> ResolvedOptions | None:
     return ResolvedOptions(without_secrets(options), {str(name): str(by) for name, by in chosen.items()})
 
 
+def read_packages(folder: Path) -> dict[str, str]:
+    """Packages of a run's drafter and objective, of those that are not foredraft's own.
+
+    Raises:
+        UserError: a damaged run.json.
+    """
+    found = (read_json(folder / RECORD, "") or {}).get("packages")
+    return {str(name): str(package) for name, package in found.items()} if isinstance(found, dict) else {}
+
+
 def identity(folder: Path) -> dict[str, Any] | None:
-    """What tells a run from others: run.json without its options; None if it has no such entries."""
+    """What tells a run from others: run.json without what the run adds; None if it has no such entries."""
     found = read_json(folder / RECORD, "") or {}
-    return {name: value for name, value in found.items() if name not in ("options", "chosen")} or None
+    return {name: value for name, value in found.items() if name not in WRITTEN} or None

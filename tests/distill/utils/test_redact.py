@@ -82,9 +82,12 @@ def test_what_reads_the_environment_is_hidden_by_structure():
         "x${${b}:A}",
         "${oc.decode:${oc.env:A}}",
         "${f:{a: 1}}",
+        "${oc.env:FOREDRAFT_API_KEY,null}",
+        "${oc.env:FOREDRAFT_A,${oc.env:A}}",
     ]
     assert without_secrets(hide) == [HIDDEN] * len(hide)
     keep = ["${a.b}", "${a.${b}}", "${device_of:${trainer.accelerator}}", "a: b"]
+    keep += ["${oc.env:FOREDRAFT_LLAMA_CPP,null}"]  # a folder, of an option's default
     assert without_secrets(keep) == keep
 
 
