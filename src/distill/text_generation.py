@@ -27,7 +27,7 @@ from drafters.base import Drafter
 Messages = Sequence[Message]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Model:
     """A target with its tokenizer and chat template."""
 
@@ -36,6 +36,13 @@ class Model:
     _verifiers: WeakKeyDictionary[Drafter, tuple[list[WeightState], Target]] = field(
         default_factory=WeakKeyDictionary, repr=False, compare=False
     )
+
+    def __repr__(self) -> str:
+        """Class, name, size, dtype and device, in a line."""
+        target, model = self.target, self.target.model
+        size = sum(weight.numel() for weight in model.parameters()) / 1e6
+        name = f"{type(model).__name__} {model.name_or_path or '(unnamed)'!r}"
+        return f"Model({name}, {size:,.1f} M parameters, {target.dtype}, {target.device})"
 
     def verifier(self, drafter: Drafter) -> Target:
         """Return the target that verifies: the tuned target, if the drafter has one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack, overload
@@ -39,7 +39,7 @@ class Answer:
     """
 
     text: str
-    tokens: list[int]
+    tokens: list[int] = field(repr=False)
     tau: float
     tokens_per_second: float
 

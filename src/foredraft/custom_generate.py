@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,6 +30,7 @@ from decode.model.target import Target
 from decode.plan import Plan
 from drafters.base import Drafter
 from drafters.checkpoint import io as checkpoint_io
+from drafters.checkpoint.folder import read_config
 from foredraft.arguments import check_fit
 from foredraft.hf_arguments import (
     Prompts,
@@ -59,15 +61,18 @@ def assist(
         tokenizer: of `stop_strings`; default: the one next to the model's files.
 
     Raises:
-        UserError: no drafter, or a plan that it does not support.
+        UserError: no drafter there, or a plan that it does not support.
     """
     given: Any = drafter
     if not isinstance(given, Drafter | str | PathLike):
         raise UserError(f"assist: give a drafter or its checkpoint, not {type(given).__name__}")
+    if not isinstance(given, Drafter):
+        given = checkpoint_io.fetch(str(given))
+        read_config(given)
     chosen = chosen_plan("dynamic" if plan is None else plan, given if isinstance(given, Drafter) else None)
     if chosen.lossy:
         raise UserError(f"assist: plan {chosen.name} changes the text; give a lossless plan")
-    return Assisted(given if isinstance(given, Drafter) else str(given), chosen, tokenizer)
+    return Assisted(given, chosen, tokenizer)
 
 
 class Assisted:
@@ -77,7 +82,9 @@ class Assisted:
         outputs: of the last call, one for each row; see `decode.generation.types.Output`.
     """
 
-    def __init__(self, drafter: Drafter | str, plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(
+        self, drafter: Drafter | Path, plan: Plan, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
         self._drafter, self._plan, self._tokenizer = drafter, plan, tokenizer
         self._loaded: tuple[PreTrainedModel, Target, Drafter, tuple[torch.device, torch.dtype]] | None = None
         self.outputs: list[Output] = []
@@ -150,8 +157,8 @@ class Assisted:
         where = model.device, model.dtype
         if known is None or known[0] is not model or known[3] != where:
             target, drafter = target_of(model), self._drafter
-            if isinstance(drafter, str):
-                drafter = checkpoint_io.load(checkpoint_io.fetch(drafter), target)
+            if isinstance(drafter, Path):
+                drafter = checkpoint_io.load(drafter, target)
                 drafter.check(self._plan)
             check_fit(drafter, target)
             known = self._loaded = model, target, drafter, where

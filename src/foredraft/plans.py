@@ -8,6 +8,7 @@ from hydra.utils import instantiate
 
 from decode.errors import UserError
 from decode.plan import Plan
+from distill.config.choices import options
 from distill.config.compose import compose
 from distill.config.validate import refused
 from distill.utils.paths import CONF
@@ -15,16 +16,22 @@ from drafters.base import Drafter
 
 
 def named_plan(decode: str = "dynamic") -> Plan:
-    """The plan that a name of conf/decode stands for: dynamic (a tree), chain, static, drafts, ...
+    """The plan that a name of conf/decode stands for: dynamic (a tree), chain, static, drafts.
 
     Raises:
-        UserError: no such name.
+        UserError: no such name, or one that only a command measures (auto, calibrated).
     """
-    with refused():
-        plan = instantiate(compose(["prompt=-", f"decode={decode}"], CONF, "generate").decode)
+    plan = _built(decode) if decode in options(CONF, "decode") else None
     if not isinstance(plan, Plan):
-        raise UserError(f"plan: {decode!r} is measured by a command; give a foredraft.Plan, or another name")
+        names = ", ".join(name for name in options(CONF, "decode") if isinstance(_built(name), Plan))
+        why = "is chosen by measurement, which foredraft score and advise do" if plan else "is no plan"
+        raise UserError(f"plan: {decode!r} {why}; give a foredraft.Plan, or one of {names}")
     return plan
+
+
+def _built(decode: str) -> Any:
+    with refused():
+        return instantiate(compose(["prompt=-", f"decode={decode}"], CONF, "generate").decode)
 
 
 def chosen_plan(plan: Plan | str | None, drafter: Drafter | None) -> Plan:

@@ -45,8 +45,8 @@ def train(
     *options: str,
     target: str | PathLike[str] | None = None,
     prompts: str | PathLike[str] | Sequence[str | Messages] | None = None,
-    drafter: str | None = None,
-    objective: str | None = None,
+    drafter: str | Mapping[str, Any] | None = None,
+    objective: str | Mapping[str, Any] | None = None,
     experiment: str | None = None,
     max_steps: int | None = None,
     batch_size: int | None = None,
@@ -62,8 +62,9 @@ def train(
         options: of `foredraft train --help`, as in "drafter.depth=3".
         target: the model that is to be sped up: a folder, a GGUF file, a Hub id, or a name of conf/target.
         prompts: a file, a Hub dataset, a name of conf/prompts, or a list of texts and conversations.
-        drafter: a name, as in "eagle"; `foredraft train --help` lists them.
-        objective: what training minimises, as in "kl".
+        drafter: a name, as in "eagle"; `foredraft train --help` lists them. A mapping gives options of the
+            default one.
+        objective: what training minimises, as in "kl"; a mapping as for `drafter`.
         experiment: several settings under one name, as in "quick".
         max_steps: optimizer steps.
         batch_size: rows of one micro-batch.
@@ -90,7 +91,7 @@ def train(
         "seed": seed,
         "output_dir": output_dir,
     }
-    overrides = [f"{name}={_scalar(name, value)}" for name, value in named.items() if value is not None]
+    overrides = [line for name, value in named.items() if value is not None for line in _lines(name, value)]
     for option in options:
         if not isinstance(option, str):
             raise UserError(
@@ -110,8 +111,16 @@ def _is_name(value: Any) -> bool:
 def _name(option: str, value: Any) -> Any:
     if isinstance(value, Model | PreTrainedModel):
         raise UserError(f"train: {option}: give the model's folder or Hub id; the run loads it")
+    if isinstance(value, Mapping) and option != "target":
+        return value
+    if callable(value):
+        raise UserError(
+            f"train: {option}: give its name; what you wrote yourself gets one from an entry point of your "
+            f"package, in the group foredraft.{option}s"
+        )
     if not _is_name(value):
-        raise UserError(f"train: {option}: give a name or a folder, not {type(value).__name__}")
+        example = {"target": "'data/pocket' or a folder", "drafter": "'eagle'"}.get(option, "'kl'")
+        raise UserError(f"train: {option}: give a name, as in {example}, not {type(value).__name__}")
     return value
 
 

@@ -272,7 +272,10 @@ def test_name_or_model_in_place_of_a_target_says_what_to_do(folders, loaded):
         lambda: foredraft.assist(drafter, plan="dinamic"),
         lambda: foredraft.save_drafter(None, "folder"),
         lambda: foredraft.train(target=model),
+        lambda: foredraft.assist("/nope"),
         lambda: foredraft.train(drafter=drafter),
+        lambda: foredraft.train(objective=lambda log_q, teacher: log_q),
+        lambda: foredraft.train(objective={"gama": 2}),
         lambda: foredraft.train(prompts=[]),
         lambda: foredraft.train(prompts=3),
         lambda: foredraft.train(3),
@@ -301,6 +304,9 @@ def test_plan_is_a_name_or_a_plan(loaded):
     assert plain.tau == 1
     card = foredraft.score(model, drafter, ["say 3"], plans=["chain"], max_new_tokens=6)
     assert card.headline.decode.startswith("chain")
+    for wrong in ("auto", "dinamic"):
+        with pytest.raises(UserError, match=f"plan: '{wrong}' is .* one of chain, drafts, dynamic, static$"):
+            foredraft.generate(model, "say 3", drafter, plan=wrong)
 
 
 def test_saved_drafter_is_loaded_again(loaded, tmp_path):
@@ -365,7 +371,7 @@ def test_training_in_a_notebook_is_the_command(folders, tmp_path, monkeypatch):
             if not option.startswith(("prompts.self", "trainer.max_steps", "rollout."))
         ),
         "prompts.heldout_share=0.2",
-        drafter="eagle",
+        drafter={"depth": 2},
         target=folders / "target",
         prompts=prompts,
         max_steps=6,
@@ -373,13 +379,22 @@ def test_training_in_a_notebook_is_the_command(folders, tmp_path, monkeypatch):
         rollout={"max_new_tokens": 8, "shard_size": 4, "samples": 1},
     )
     assert run.best
+    assert all("\n" not in repr(one) and len(repr(one)) < 400 for one in (run, run.scorecard))
+    assert f"tau {run.scorecard.headline.tau:.2f}" in repr(run.scorecard)
     assert run.folder.parent.parent == tmp_path / "out"
     assert run.scorecard == read_scorecard(run.best / "score.json")
     record = (run.folder / ".hydra" / "overrides.yaml").read_text()
     assert "rollout.max_new_tokens=8" in record
+    assert "drafter.depth=2" in record
     target = foredraft.load_target(folders / "target")
     drafter = foredraft.load_drafter(run.best, target)
-    assert foredraft.generate(target, "say 3", drafter, max_new_tokens=4).tokens
+    answer = foredraft.generate(target, "say 3", drafter, max_new_tokens=4)
+    assert str(answer.tokens) not in repr(answer)
+    assert re.fullmatch(
+        r"Model\(LlamaForCausalLM '.*', 0\.\d M parameters, torch\.float32, cpu\)", repr(target)
+    )
+    with pytest.raises(UserError, match=f"a run's folder, .*; give {run.folder}/checkpoints/best"):
+        foredraft.load_drafter(run.folder, target)
     with pytest.raises(UserError, match="no such option"):
         foredraft.train(drafer="eagle", output_dir=tmp_path / "none")
     assert not (tmp_path / "none").exists()

@@ -83,7 +83,7 @@ class Replay:
         return self.method == "exact"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Row:
     """One setting: a sampler, a plan and a batch size, with the decoder's counts.
 
@@ -145,6 +145,12 @@ class Row:
     timing: Timing | None = None
     replay: Replay | None = None
     quality: Quality | None = None
+
+    def __repr__(self) -> str:
+        """The setting, tau and speedup, in a line."""
+        setting = f"{self.decode}, T={self.temperature:g}, batch {self.batch_size}"
+        speedup = self.text("speedup", "{:.2f}x", BY_ENGINE)
+        return f"Row({setting}: tau {self.acceptance.tau:.2f} ({self.source}), speedup {speedup})"
 
     @property
     def acceptance(self) -> Replay | Row:
@@ -319,7 +325,7 @@ class PlanChoice:
     curve: list[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Scorecard:
     """All measurements of one checkpoint.
 
@@ -345,6 +351,15 @@ class Scorecard:
     samples: list[SampleText] = field(default_factory=list)
     plan_choices: list[PlanChoice] = field(default_factory=list)
     served: list[Served] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """The headline, the audit and the number of rows, in a line; every field is in `to_json`."""
+        head, scored = self.headline, f"{self.checkpoint.drafter} step {self.checkpoint.step}".strip()
+        count = f"{len(self.rows)} row{'s' * (len(self.rows) > 1)}"
+        return (
+            f"Scorecard({scored}: {head.tau_text}, {head.speedup_text}, {head.setting}, "
+            f"audit {self.audited}, {count})"
+        )
 
     @property
     def headline(self) -> Headline:

@@ -65,7 +65,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / layout.FILES[0]
     if not path.is_file():
-        raise UserError(f"checkpoint={folder}: no config.json there; give a checkpoints/<step> folder")
+        raise UserError(f"checkpoint={folder}: {_instead(folder)}")
     config: Any = None
     try:
         config = read_json(path)
@@ -86,6 +86,13 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: format {config['format']}, this version reads {FORMAT}")
     drafter_class(config["drafter"])
     return config
+
+
+def _instead(folder: Path) -> str:
+    """What to give in place of a folder without a drafter."""
+    if (best := folder / "checkpoints" / "best").exists():
+        return f"a run's folder, not a checkpoint's; give {best}"
+    return "no config.json there; give a checkpoints/<step> folder"
 
 
 def config_origin(config: Mapping[str, Any]) -> Origin:
