@@ -117,7 +117,7 @@ def write(
     """
     with bar(1, f"export to {out}", "", leave=False):
         drafter, theirs = _write(checkpoint, target, to, out, repo, converter)
-    say(f"{out}\n\n{_served(theirs, drafter, target, out)}")
+    say(str(out))
     card = pretrained.scorecard(checkpoint)
     if card and card.fastest.nodes and not card.pays and not card.conditions.elsewhere:
         say(
@@ -125,6 +125,7 @@ def write(
             f"{card.fastest.decode}, {card.fastest.speed:.2f}x); the command still drafts as deep as it "
             "was trained: measure on the serving machine with foredraft advise"
         )
+    say(_served(theirs, drafter, target, out))
 
 
 def _write(
@@ -219,7 +220,7 @@ class RunExport:
 
 
 def _served(theirs: Layout | None, drafter: Drafter, target: Target, out: Path) -> str:
-    """Text with the command that serves the drafter, and its note."""
+    """The files' note, and the command that serves the drafter in a last line of its own."""
     assert drafter.origin is not None
     if theirs is None and target.abilities.decode:
         return "serve it: its target is decoded by an engine; export it for one, as in to=vllm"
@@ -229,7 +230,7 @@ def _served(theirs: Layout | None, drafter: Drafter, target: Target, out: Path) 
     # The command may be run elsewhere.
     name = str(served.absolute()) if served.exists() else drafter.origin.name
     command = found.command(name, str(out.absolute()))
-    return "\n\n".join(part for part in (command and f"serve it: {command}", found.note) if part)
+    return "\n".join(part for part in (found.note, command and f"serve it: {command}") if part)
 
 
 def _export_folder(checkpoint: Path, to: str) -> Path:

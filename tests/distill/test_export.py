@@ -40,7 +40,8 @@ def test_end_of_a_run_recommends_a_program_that_takes_its_drafter(bench):
         assert line.endswith(f"to={program}")
         config = json.loads((done.folder / "checkpoints" / "best" / "config.json").read_text())
         assert config["exports"][0] == program
-        foredraft(*line.split()[1:]).succeeded()
+        shown = foredraft(*line.split()[1:]).succeeded().out.rstrip().splitlines()
+        assert [text[:10] for text in shown if text.startswith("serve it: ")] == [shown[-1][:10]]
 
 
 def test_printed_command_names_local_folders_by_absolute_paths(tmp_path, monkeypatch):

@@ -14,7 +14,16 @@ from rich.text import Text
 from decode.evaluation.scorecard import Scorecard, read_scorecard
 from distill.report.bottleneck import bottleneck
 from distill.scoring.run_scorecards import scorecards
-from distill.scoring.tables import INTERVAL, LEVEL_NAMES, best_card, by_setting, by_step, headline, table
+from distill.scoring.tables import (
+    INTERVAL,
+    LEVEL_NAMES,
+    best_card,
+    by_setting,
+    by_step,
+    deeper,
+    headline,
+    table,
+)
 from distill.utils.atomic_files import read_json
 from distill.utils.progress import bars_visible, first_rank, say
 from distill.utils.run_folder import REPORT, best
@@ -40,6 +49,8 @@ def show(folder: Path) -> None:
     console.print(fitted(*by_step(cards), width=console.width))
     if len(top.rows) > 1:
         console.print(fitted(*by_setting(top), width=console.width))
+    if note := deeper(top):
+        say(note)
     _print_bottleneck(folder, by_checkpoint)
 
 

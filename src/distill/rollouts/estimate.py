@@ -16,7 +16,7 @@ from decode.model.target import Target
 from decode.sampling import Sampler
 from distill.prompts.prompt import turns, unanswered
 from distill.rollouts.store import RolloutStore
-from distill.utils.progress import rank_and_world
+from distill.utils.progress import counted, rank_and_world
 
 STEPS = 4  # number of timed decoding steps
 
@@ -68,7 +68,7 @@ def estimate(store: RolloutStore, target: Target, drafter: nn.Module | None) -> 
     return (
         f"estimate: up to {tokens:,} rollout tokens in {rows:,} answers, {duration}, "
         f"{tokens * 3 / 2**20:.0f} MiB on disk; {memory / 2**20:.0f} MiB for {contents} and optimizer "
-        f"on {torch.get_num_threads()} threads{', weights packed for decoding' * target.packed}"
+        f"on {counted(torch.get_num_threads(), 'thread')}{', weights packed for decoding' * target.packed}"
     )
 
 

@@ -35,7 +35,7 @@ from distill.rollouts.surprisal import mismatch_warning
 from distill.rollouts.writer import check_plan
 from distill.utils.atomic_files import read_json, sha256, write_json
 from distill.utils.phase_log import STARTING, PhaseLog
-from distill.utils.progress import first_rank, rank_and_world, say
+from distill.utils.progress import counted, first_rank, rank_and_world, say
 from distill.utils.provenance import digest
 from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
@@ -215,7 +215,7 @@ def fill(
     missing = len(store.missing())
     if store.complete:
         store.check()
-        say(f"rollouts: reusing all {store.shards} shards in {store.folder}")
+        say(f"rollouts: reusing all {counted(store.shards, 'shard')} in {store.folder}")
         return
     if not missing:  # killed before the manifest
         store.seal()
@@ -224,10 +224,10 @@ def fill(
     work = work_of(options, target, chat, store, helper, shown.part)
     say(estimate(store, target, drafter))
     if missing < store.shards:
-        say(f"rollouts: {store.shards - missing} of {store.shards} shards are there already")
+        say(f"rollouts: {store.shards - missing} of {counted(store.shards, 'shard')} are there already")
     if missing < (world := rank_and_world()[1]) and options.rollout.engine != "ray":
         say(
-            f"rollouts: {missing} shards for {world} processes, so some wait; a smaller "
+            f"rollouts: {counted(missing, 'shard')} for {world} processes, so some wait; a smaller "
             f"rollout.shard_size={store.plan.shard_size} gives each a part"
         )
     with shown:
@@ -240,7 +240,8 @@ def fill(
 
         work(done)
     counts = store.manifest()["counts"]
-    say(f"rollouts: {counts['rows']} rows, {counts['answer_tokens']} supervised tokens in {store.folder}")
+    rows = counted(counts["rows"], "row")
+    say(f"rollouts: {rows}, {counts['answer_tokens']} supervised tokens in {store.folder}")
     if counts["rows"] and (store.plan.answers == "given" or store.plan.server):
         texts = islice(store.texts(), CHECKED_ROWS)
         rows = [{name: np.asarray(part).tolist() for name, part in text._asdict().items()} for text in texts]

@@ -13,6 +13,7 @@ from decode.evaluation.scorecard import BY_ENGINE, Row, Scorecard, Training, rea
 from decode.verification.rule import changes_greedy
 from distill.scoring import served
 from distill.scoring.paired import FEWEST, speedup_ratio, speedup_text, tau_difference, why_incomparable
+from distill.scoring.run_scorecards import objective_of
 from distill.scoring.tables import grid, target_label, tau_cell
 from distill.scoring.target_drift import describe
 from distill.scoring.width import fitted
@@ -23,6 +24,7 @@ from distill.utils.run_folder import is_step
 CARDS = ("score.json", "scorecard.json")
 
 LEVELS = 4
+SHOWN = 4  # folders in a line
 
 
 class Choice(NamedTuple):
@@ -44,10 +46,11 @@ class Choice(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """A scorecard and its name."""
+    """A scorecard, its name, and what the drafter was trained with ("" if unknown or not trained)."""
 
     name: str
     card: Scorecard
+    objective: str = ""
 
     def rows(self, choice: Choice) -> list[Row]:
         """One row per temperature, with one plan if possible, else with the plan chosen there.
@@ -129,23 +132,34 @@ def read(paths: Sequence[str]) -> list[Scored]:
             same drafter are distinguished by their folders.
 
     Raises:
-        UserError: no scorecard, no readable one (others are omitted with a note), or a duplicate name.
+        UserError: no such path, a named folder without a scorecard, no readable one (others are omitted with
+            a note, as are folders of `outputs/*/*` that have none), or a duplicate name.
     """
     pairs: list[tuple[str, str]] = []
     cards: list[Scorecard] = []
+    objectives: list[str] = []
     damaged: list[UserError] = []
+    without: list[str] = []
     for argument in paths:
         name, path = ("", argument) if Path(argument).exists() else _name_and_path(argument)
+        if not name and Path(path).exists() and _card_in(Path(path)) is None:
+            without.append(path)
+            continue
         file = scorecard_file(Path(path))
         try:
             cards.append(read_scorecard(file))
             pairs.append((name, path))
+            objectives.append(objective_of(file) if cards[-1].checkpoint.step else "")
         except UserError as error:
             damaged.append(error)
     if not cards:
-        raise damaged[0]
+        raise damaged[0] if damaged else _no_card(without[0])
     for error in damaged:
         print(printable(hidden(f"left out: {error}")), file=sys.stderr)
+    if without:
+        shown = ", ".join(without[:SHOWN]) + ", ..." * (len(without) > SHOWN)
+        said = f"left out: {len(without)} of {len(paths)}, which are no runs or have no scores: {shown}"
+        print(printable(hidden(said)), file=sys.stderr)
     kinds = [card.checkpoint.drafter for card in cards]
     folders = [Path(path).name for _, path in pairs]
     names = []
@@ -154,7 +168,7 @@ def read(paths: Sequence[str]) -> list[Scored]:
         names.append(name or (kind if kinds.count(kind) == 1 else f"{kind} ({place})"))
     if duplicates := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{duplicates[0]}: two runs of that name; give them others, as in a=PATH b=PATH")
-    return [Scored(name, card) for name, card in zip(names, cards, strict=True)]
+    return [Scored(*one) for one in zip(names, cards, objectives, strict=True)]
 
 
 def _name_and_path(path: str) -> tuple[str, str]:
@@ -177,11 +191,18 @@ def scorecard_file(path: Path) -> Path:
     Raises:
         UserError: no scorecard.
     """
-    candidates = [path, *(path / name for name in (*CARDS, f"checkpoints/best/{CARDS[0]}"))]
-    file = next((p for p in candidates if p.is_file()), None)
-    if file is None:
-        raise UserError(f"{path}: no score.json there; give a run's folder, a checkpoint or a scorecard")
+    if (file := _card_in(path)) is None:
+        raise _no_card(path)
     return file
+
+
+def _card_in(path: Path) -> Path | None:
+    candidates = [path, *(path / name for name in (*CARDS, f"checkpoints/best/{CARDS[0]}"))]
+    return next((p for p in candidates if p.is_file()), None)
+
+
+def _no_card(path: str | Path) -> UserError:
+    return UserError(f"{path}: no score.json there; give a run's folder, a checkpoint or a scorecard")
 
 
 def in_order(scored: Sequence[Scored], choice: Choice) -> list[Scored]:
@@ -226,15 +247,16 @@ def comparison(scored: Sequence[Scored], choice: Choice) -> Table:
     if base is None:
         names = ", ".join(s.name for s in scored)
         raise UserError(f"against={choice.against}: no such run; there are {names}")
-    base_name = f"{choice.against or 'best'}'s"
+    base_name = choice.against or "best"
     pairs = len(scored) > 1
     taus = [f"tau T={t:g}" for t in choice.temperatures]
-    taus += [f"less {base_name}, T={t:g}" for t in choice.temperatures if pairs]
-    blocks = [["speedup", *[f"of {base_name}"] * pairs], taus]
-    targets = target_labels(scored)
+    taus += [f"tau vs {base_name}, T={t:g}" for t in choice.temperatures if pairs]
+    blocks = [["speedup", *[f"speedup vs {base_name}"] * pairs], taus]
+    targets, objectives = target_labels(scored), _objectives(scored)
     head = [
         "drafter",
         *["target"] * bool(targets),
+        *["objective"] * bool(objectives),
         "decode",
         *_first(blocks, choice),
         *(f"s_{j}" for j in range(1, LEVELS + 1)),
@@ -242,8 +264,9 @@ def comparison(scored: Sequence[Scored], choice: Choice) -> Table:
     there = served.head([s.card for s in ordered])
     head += [*there, "draft", "ms/round", "trained", "parameters", "KV/token", "audit"]
     lines = [_line(s, choice, base, pairs, bool(there)) for s in ordered]
-    if targets:
-        lines = [[name, targets[name], *rest] for name, *rest in lines]
+    for labels in (objectives, targets):
+        if labels:
+            lines = [[name, labels[name], *rest] for name, *rest in lines]
     return Table(head, lines, _notes(ordered, choice, base))
 
 
@@ -255,6 +278,12 @@ def target_labels(scored: Sequence[Scored]) -> dict[str, str]:
     if different == 1:
         return {}
     return labels if len(set(labels.values())) == different else paths
+
+
+def _objectives(scored: Sequence[Scored]) -> dict[str, str]:
+    """The objective of each run, by the run's name; empty if it is one, which a note names."""
+    found = {s.name: s.objective or "-" for s in scored}
+    return found if len({s.objective for s in scored if s.objective}) > 1 else {}
 
 
 def _place(card: Scorecard) -> str:
@@ -318,6 +347,8 @@ def _notes(ordered: Sequence[Scored], choice: Choice, base: Scored) -> list[str]
             f"against {base.name}: differences of tau are paired by prompt; ratios of speedups by batch, "
             "over plain decoding, which each process timed for itself. 95 % bootstrap"
         )
+    known = {s.objective for s in ordered if s.objective}
+    notes += [f"objective: {name}" for name in known if len(known) == 1]
     for scored in ordered:
         first_row, *others = rows[scored.name]
         other_plans = [

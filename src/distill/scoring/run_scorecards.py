@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard, read_scorecard
+from distill.config.choices import objective_name
+from distill.utils.atomic_files import read_json
+from distill.utils.paths import CONF
 from distill.utils.redact import hidden, printable
 from distill.utils.run_folder import checkpoints
+from distill.utils.run_record import read_options
+
+RECIPE = "recipe.json"  # in an exported folder
+
+
+def objective_of(file: Path) -> str:
+    """Objective of the run or the recipe around a scorecard's file; "" if unknown."""
+    with suppress(UserError, KeyError, TypeError):
+        if options := read_options(file.parents[2]):
+            return objective_name(CONF, str(options.values["objective"]["_target_"]))
+    with suppress(UserError, KeyError, TypeError, AttributeError):
+        return str((read_json(file.with_name(RECIPE), "") or {})["objective"]["is"]).lower()
+    return ""
 
 
 def scorecards(folder: Path) -> dict[int, Scorecard]:

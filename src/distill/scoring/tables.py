@@ -28,7 +28,9 @@ def table(folder: Path) -> str:
     step, drift = top.checkpoint.step, describe(top.checkpoint)
     text = f"headline of step {step}: {headline(top)}\n" + grid(*by_step(list(cards.values())))
     text += f"\nstep {step}: {drift}" if drift else ""
-    return text if len(top.rows) == 1 else f"{text}\n\nstep {step}, {settings_table(top)}"
+    if len(top.rows) > 1:
+        return f"{text}\n\nstep {step}, {settings_table(top)}"
+    return "\n".join(filter(None, [text, deeper(top)]))
 
 
 def best_card(folder: Path, cards: Mapping[int, Scorecard]) -> Scorecard:
@@ -77,11 +79,18 @@ def settings_table(card: Scorecard) -> str:
     notes = [
         f"control={control}: no real score" if control != "none" else "",
         describe(card.checkpoint),
+        deeper(card),
         _contexts(card.rows[0]),
         *served.notes(card),
         _audit(card),
     ]
     return "\n".join([f"all settings:\n{grid(*by_setting(card))}", NAMES, *filter(None, notes)])
+
+
+def deeper(card: Scorecard) -> str:
+    """Where the shares of deeper draft tokens are; "" if the table has all."""
+    deepest = max(len(row.acceptance.survival) for row in card.rows)
+    return f"s_{LEVELS + 1} to s_{deepest} are in score.json" if deepest > LEVELS else ""
 
 
 def _contexts(row: Row) -> str:

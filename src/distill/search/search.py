@@ -27,7 +27,7 @@ from distill.search.state import RECORD, Ledger
 from distill.search.trials import JobContext, Jobs, TimeSlice
 from distill.train import Shared
 from distill.utils.launcher import process_age
-from distill.utils.progress import say, switch
+from distill.utils.progress import counted, say, switch
 from distill.utils.reports import Reports
 from distill.utils.run_record import RunRecord
 from drafters.checkpoint.atomic import publish
@@ -253,7 +253,7 @@ class Search:
             row = Row(rung, name, seconds, note["steps"], verdict, "" if rung else "needs no training")
             self.ledger.rows.append(row)
             result = f"tau {verdict.tau:.2f}, {verdict.speedup:.2f}x with {verdict.plan}"
-            say(f"{name}: {row.steps} steps, {result}")
+            say(f"{name}: {counted(row.steps, 'step')}, {result}")
             self._save()
 
     def _fail(self, rung: int, name: str, why: str, steps: int = 0) -> None:

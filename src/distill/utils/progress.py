@@ -31,6 +31,11 @@ EVERY = 0.15  # seconds between redraws
 switch = {"on": True}  # trainer.enable_progress_bar, for every bar of the process
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and its noun: 1 shard, 2 shards."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def rank_and_world() -> tuple[int, int]:
     """Rank and world size of this process under torchrun, SLURM or Lightning (which sets no RANK)."""
     for rank, world in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):

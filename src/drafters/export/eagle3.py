@@ -107,10 +107,7 @@ def _note(settings: Mapping[str, Any], target: Target) -> str:
     reasons = [refusal.reason for refusal in departures]
     if not reasons:
         return ""
-    return (
-        "SafeAILab's own EAGLE code would load these files without an error and draft wrongly: "
-        f"{'; '.join(reasons)}. to=authors names the settings that it supports."
-    )
+    return f"not for SafeAILab's EAGLE code, which would draft wrongly ({'; '.join(reasons)}): to=authors is"
 
 
 def _layout(saved: Saved, target: Target, command: str) -> Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -144,9 +145,9 @@ def test_difference_is_paired_by_prompt(runs):
         f"{found.value:+.2f} ({low:+.2f}..{high:+.2f})",
         f"{-found.value:+.2f} ({-high:+.2f}..{-low:+.2f})",
     )
-    against = column(scored, Choice(against="bigram"), "less bigram's, T=0")
+    against = column(scored, Choice(against="bigram"), "tau vs bigram, T=0")
     assert against == {"eagle": more, "bigram": "-"}
-    assert column(scored, Choice(), "less best's, T=0") == {"eagle": "-", "bigram": less}
+    assert column(scored, Choice(), "tau vs best, T=0") == {"eagle": "-", "bigram": less}
     assert "best" not in table(scored[:1], Choice()).splitlines()[0]
     other = row(FAST, tokens=[*TOKENS[:-1], 9])
     assert tau_difference(row_of(row(SLOW)), row_of(other)) is None, "different answers"
@@ -183,7 +184,7 @@ def test_speedups_are_divided_where_that_is_fair(tmp_path):
             card(tmp_path / "b", [other], "bigram", lossless_to="", **more),
         ]
         scored, choice = read(paths), Choice([mine["temperature"]])
-        assert column(scored, choice, "of best's")["bigram"] == ratio
+        assert column(scored, choice, "speedup vs best")["bigram"] == ratio
         assert column(scored, choice, "speedup")["eagle"].startswith("1.50x (1.4")
     assert column(scored, choice, "speedup")["bigram"] == "1.20x", "a card from before has no interval"
 
@@ -264,7 +265,23 @@ def test_command_writes_the_table_it_prints(runs, tmp_path):
     assert done.out == out.read_text() == table(read(runs), Choice()) + "\n"
     assert "<h2>Speedup</h2>" in (tmp_path / "page.html").read_text()
     foredraft("compare", "nowhere").refused("nowhere: no score.json there")
+    (tmp_path / "rollouts").mkdir()
+    foredraft("compare", str(tmp_path / "rollouts")).refused("rollouts: no score.json there")
+    done = foredraft("compare", str(tmp_path / "rollouts"), *runs).succeeded()
+    assert f"left out: 1 of 4, which are no runs or have no scores: {tmp_path / 'rollouts'}" in done.err
     foredraft("compare", runs[0], "--batch", "8").refused("batch 8")
+
+
+def test_objectives_of_runs_are_named(runs, tmp_path):
+    for name, path in (("kl", "distill.losses.divergences.kl"), ("own", "my_pkg.losses.own")):
+        folder = tmp_path / name
+        card(folder / "checkpoints" / "best", [row(FAST)])
+        options = {"objective": {"_target_": path}}
+        (folder / "run.json").write_text(json.dumps({"options": options, "chosen": {}}))
+    both = read([f"{name}={tmp_path / name}" for name in ("kl", "own")])
+    assert column(both, Choice(), "objective") == {"kl": "kl", "own": "own"}
+    assert "\nobjective: kl\n" in table(both[:1], Choice())
+    assert "objective" not in table(read(runs), Choice())
 
 
 def test_downloaded_scorecard_prints_no_control_characters(tmp_path):
@@ -284,5 +301,5 @@ def test_runs_of_different_targets_are_told_apart(tmp_path, monkeypatch):
     assert "target" not in comparison([a, same], Choice()).head
     assert column([a, other], Choice(), "target") == {"d0": "m", "d2": "owner/name"}
     assert column([a, namesake], Choice(), "target") == {"d0": targets[1], "d3": "/elsewhere/m"}
-    for name in ("of best's", "less best's, T=0"):
+    for name in ("speedup vs best", "tau vs best, T=0"):
         assert set(column([a, other], Choice(), name).values()) == {"-", "other target"}
