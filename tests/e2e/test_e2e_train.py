@@ -70,7 +70,7 @@ def test_a_run_leaves_scored_checkpoints_and_says_where(bench, done):
 
 
 def test_a_run_reports_its_stages_in_order(done):
-    stages = ["run folder: ", "for a target of", "estimate: ", "rollouts: 12 rows", "memory: "]
+    stages = ["for a target of", "run folder: ", "estimate: ", "rollouts: 12 rows", "memory: "]
     stages += [
         "step 3/6 ",
         "step 6/6 ",

@@ -29,7 +29,7 @@ from distill.utils.atomic_files import clean, write_json
 from distill.utils.paths import bundled
 from distill.utils.progress import say, switch
 from distill.utils.provenance import commit, digest
-from distill.utils.run_folder import checkpoints
+from distill.utils.run_folder import checkpoints, name_new
 from distill.utils.run_record import ResolvedOptions, RunRecord
 from drafters.checkpoint.atomic import publish
 from train_target.corpus import given_tokenizer, hold_out, read_corpus, train_tokenizer
@@ -70,6 +70,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
     with refused():
         text = digest("".join(d.key for d in documents) + str(sorted(tokenizer.get_vocab().items())))
         module = PretrainModule(_model(cfg, tokenizer), text, cfg.rate)
+    name_new(folder)
     stop = Stop()
     first_step = int(state.parents[1].name) if state else 0
     logger = read_options(LoggerOptions, cfg.logger)

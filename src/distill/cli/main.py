@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from decode.errors import FollowUpError, RemoteError, TooLargeError, UserError
 from distill.cli import sweep
 from distill.cli.checkpoint_defaults import with_run_settings
+from distill.cli.closing_line import closing_line
 from distill.config.choices import options, register_choices
 from distill.config.compose import compose, configurations, without_dashes
 from distill.config.engine import check_engine, check_started
@@ -38,7 +39,7 @@ from distill.utils.launcher import (
     watch_parent,
 )
 from distill.utils.redact import hidden, printable
-from distill.utils.run_folder import AFTERWARDS, Run, claim, claim_at, join, unfinished_before
+from distill.utils.run_folder import AFTERWARDS, Run, claim, claim_at, join, name_later, unfinished_before
 from distill.utils.thread_waiting import chosen_here
 
 # group -> (yaml that takes a path, key of the path)
@@ -111,7 +112,8 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
     if flags:
         hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(job)()
     else:  # skips hydra.main's extra composition, which detects sweeps
-        with configurations(config_dir) as reader:
+        said = closing_line(run.path) if run else nullcontext()
+        with said, configurations(config_dir) as reader:
             reader.run(config_name, job, argv)
     if run:
         print(run.path, flush=True)
@@ -204,7 +206,10 @@ def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[l
             run = claim(root, resolved, resume, settings)
             _name_unfinished(root, run, resolved)
         folder = run.path
-        print(f"{'resuming' if run.resumed else 'run folder'}: {folder}", flush=True)
+        if run.resumed:
+            print(f"resuming: {folder}", flush=True)
+        else:
+            name_later(folder)
         if chosen := chosen_here():
             line = " ".join(f"{name}={value}" for name, value in chosen.items())
             print(f"threads wait without spinning: {line}, unless you set it", flush=True)

@@ -27,6 +27,8 @@ FAILED = "failed"  # folder of batches with a non-finite loss or gradient
 Recorded = Callable[[Path], dict[str, Any] | None]  # folder of a run -> its configuration, if readable
 
 
+_unnamed: dict[Path, Path] = {}  # new folders of this process that no line has named yet, as they were given
+
 AFTERWARDS = ("resume", "export", "timeout_minutes")  # settings that do not affect the steps of a run
 
 
@@ -220,6 +222,17 @@ def _claim_at(folder: Path, key: str, resume: str, recorded: Recorded, instead: 
     if not there:
         write_json(record, _begun(key))
     return Run(folder, there, lock, made)
+
+
+def name_later(folder: Path) -> None:
+    """Have `name_new` print the folder of a new run, which a command with a mistake removes."""
+    _unnamed[folder.resolve()] = folder
+
+
+def name_new(folder: Path) -> None:
+    """Print the folder of a new run, once nothing can be refused any more; of others nothing."""
+    if given := _unnamed.pop(folder.resolve(), None):
+        print(f"run folder: {given}", flush=True)
 
 
 def _announce(root: Path, run: Run | None) -> None:

@@ -19,7 +19,7 @@ from decode.errors import UserError
 from distill.utils.atomic_files import read_json, write_json
 from distill.utils.progress import first_rank, say
 from distill.utils.redact import without_secrets
-from distill.utils.run_folder import RECORD
+from distill.utils.run_folder import RECORD, name_new
 
 OPEN = (None, "auto")  # values of options that are left to the run
 WRITTEN = ("options", "chosen", "packages")  # what a run adds to its run.json
@@ -105,13 +105,15 @@ class RunRecord:
             self._write()
 
     def begin(self) -> None:
-        """Write the options, and from here on each choice; name choices that differ from an earlier start's.
+        """Write the options, and from here on each choice; name the folder of a new run, and choices that
+        differ from an earlier start's.
 
         Called when nothing can be refused any more, so that a command with a mistake leaves no file.
         """
         self._begun = True
         if not first_rank():
             return
+        name_new(self.folder)
         try:
             earlier = read_options(self.folder)
         except UserError:

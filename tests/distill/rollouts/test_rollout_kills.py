@@ -116,6 +116,22 @@ def test_rank_that_torchrun_restarts_loses_no_shard(bench, straight, tmp_path):
     assert len(set(ids(store))) == len(ids(store)) == 12
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_in_rollouts_ends_the_run_with_a_line(bench, monkeypatch, capfd, number):
+    def make(*_: object) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    before = bench.runs()
+    monkeypatch.setattr("distill.train.produce", make)
+    status = bench.fork(f"seed={number}")
+    assert os.waitstatus_to_exitcode(status) == 128 + number
+    (folder,) = [run for run in bench.runs() if run not in before]
+    said = f"stopped by {signal.Signals(number).name}: what is finished is kept; the same command continues"
+    assert f"{said} in {folder}\n" in capfd.readouterr().err
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
 @pytest.fixture
 def lightning(bench, tmp_path, request) -> Iterator[tuple[Path, subprocess.Popen]]:
     """A store, and `python train.py trainer=ddp trainer.devices=2` that fills it: Lightning starts rank 1."""
