@@ -37,6 +37,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 HOST = "127.0.0.1"
 POLL, GRACE = 0.25, 20.0  # seconds between checks of a starting server; seconds for an orderly end
 ENDING = 5.0  # seconds to wait for the exit of a server that stopped answering
+LAST, SHOWN = 8, 200  # last lines of a log that are printed, and characters of each
 WRONG = ("Error:", "error:", "Exception:")  # marks of error lines in a log
 OURS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")  # variables of this interpreter
 # Variables of vLLM. The last two are read only by CPU builds: GiB of the cache, which would otherwise take
@@ -147,20 +148,32 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path, patience: float
             return
         now = time.monotonic()
         if (code := process.poll()) is not None:
+            _say_end(log)
             raise UserError(
                 f"{module}: ended with code {code} before it was ready: {_reason(log)}; see {log}"
             )
         if now - begun > patience:
-            raise UserError(f"{module}: not ready after {patience:g} s; its output is in {log}")
+            _say_end(log)
+            raise UserError(f"{module}: not ready after {patience:g} s: {_reason(log)}; see {log}")
         if now - announced > 30:
             say(f"waiting for {module}: {now - begun:.0f} s")
             announced = now
         time.sleep(POLL)
 
 
+def _lines(log: Path) -> list[str]:
+    return [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+
+
+def _say_end(log: Path) -> None:
+    """Print the last lines of a log; the error that follows has its first error."""
+    last = [f"  {line[:SHOWN]}" for line in _lines(log)[-LAST:]]
+    say("\n".join([f"the last lines of {log}:", *last]))
+
+
 def _reason(log: Path) -> str:
     """First line of a log that looks like an error; otherwise its last line."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = _lines(log)
     lines = [line for line in lines if " WARNING " not in line] or lines  # warnings may mention errors
     named = [line for line in lines if any(mark in line for mark in WRONG)]
     # The outermost process reports its child's failure last; the first error is the cause.

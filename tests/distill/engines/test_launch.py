@@ -71,10 +71,14 @@ def test_serves_and_ends_with_its_children(start, monkeypatch):
     assert gone(int(server), int(child))
 
 
-def test_server_that_does_not_start_is_refused(start):
+def test_server_that_does_not_start_is_refused(start, capsys):
     with pytest.raises(UserError, match=r"code 3 before it was ready: ValueError: no such model; see .*log"):
         start("--fail", "no such model").__enter__()
-    with pytest.raises(UserError, match="not ready after 1 s"):
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "  ValueError: no such model",
+        "  another process failed",
+    ]
+    with pytest.raises(UserError, match="not ready after 1 s: "):
         start("--hang", patience=1.0).__enter__()
 
 
