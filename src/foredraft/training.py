@@ -62,9 +62,9 @@ def train(
         options: of `foredraft train --help`, as in "drafter.depth=3".
         target: the model that is to be sped up: a folder, a GGUF file, a Hub id, or a name of conf/target.
         prompts: a file, a Hub dataset, a name of conf/prompts, or a list of texts and conversations.
-        drafter: a name, as in "eagle"; `foredraft train --help` lists them. A mapping gives options of the
-            default one.
-        objective: what training minimises, as in "kl"; a mapping as for `drafter`.
+        drafter: a name, as in "eagle"; `foredraft train --help` lists them. Or a mapping of its options, as
+            in {"name": "eagle", "depth": 3}; without a name, of the default one.
+        objective: what training minimises, as in "kl"; or a mapping, as for `drafter`.
         experiment: several settings under one name, as in "quick".
         max_steps: optimizer steps.
         batch_size: rows of one micro-batch.
@@ -91,7 +91,7 @@ def train(
         "seed": seed,
         "output_dir": output_dir,
     }
-    overrides = [line for name, value in named.items() if value is not None for line in _lines(name, value)]
+    overrides = [line for name, value in named.items() if value is not None for line in _chosen(name, value)]
     for option in options:
         if not isinstance(option, str):
             raise UserError(
@@ -138,6 +138,14 @@ def _file(prompts: Any, root: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     put(path, text)
     return path
+
+
+def _chosen(option: str, value: Any) -> list[str]:
+    """Overrides of a choice: its name, or a mapping with it and its options."""
+    if not isinstance(value, Mapping):
+        return _lines(option, value)
+    name = [f"{option}={_scalar(option, value['name'])}"] if "name" in value else []
+    return name + _lines(option, {key: inner for key, inner in value.items() if key != "name"})
 
 
 def _lines(name: str, value: Any) -> list[str]:

@@ -275,7 +275,7 @@ def test_name_or_model_in_place_of_a_target_says_what_to_do(folders, loaded):
         lambda: foredraft.assist("/nope"),
         lambda: foredraft.train(drafter=drafter),
         lambda: foredraft.train(objective=lambda log_q, teacher: log_q),
-        lambda: foredraft.train(objective={"gama": 2}),
+        lambda: foredraft.train(objective={"name": "topk", "gama": 2}),
         lambda: foredraft.train(prompts=[]),
         lambda: foredraft.train(prompts=3),
         lambda: foredraft.train(3),
@@ -371,7 +371,7 @@ def test_training_in_a_notebook_is_the_command(folders, tmp_path, monkeypatch):
             if not option.startswith(("prompts.self", "trainer.max_steps", "rollout."))
         ),
         "prompts.heldout_share=0.2",
-        drafter={"depth": 2},
+        drafter={"name": "eagle", "depth": 2},
         target=folders / "target",
         prompts=prompts,
         max_steps=6,
