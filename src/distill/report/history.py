@@ -59,7 +59,7 @@ def read(folder: Path) -> History:
         UserError: no run in the folder, or an unreadable file.
     """
     if not any((folder / name).exists() for name in WRITTEN):
-        raise UserError(f"{folder}: no run there; give the folder that train.py printed")
+        raise UserError(f"{folder}: no run there; give the folder that the run printed")
     best = folder / "checkpoints" / "best"
     step = best.resolve().name if best.exists() else ""
     started, config = None, ""

@@ -100,5 +100,5 @@ def _title(run: History) -> str:
 def _subtitle(run: History) -> str:
     name = "/".join(run.folder.resolve().parts[-2:])
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started)) if run.started else ""
-    command = f"train.py {' '.join(run.overrides)}" if run.overrides else ""
+    command = f"foredraft train {' '.join(run.overrides)}" if run.overrides else ""
     return " · ".join(part for part in (f"run {name}", when and f"started {when}", command) if part)

@@ -386,5 +386,7 @@ def find(store: str | None, root: str) -> Path:
         return Path(store)
     manifests = sorted(Path(root).glob("*/manifest.json"), key=lambda path: path.stat().st_mtime)
     if not manifests:
-        raise UserError(f"store: no finished store in {root}; train.py makes one, or name another: store=...")
+        raise UserError(
+            f"store: no finished store in {root}; foredraft train makes one, or name another: store=..."
+        )
     return manifests[-1].parent

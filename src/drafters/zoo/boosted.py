@@ -101,7 +101,7 @@ class Boosted(TwoDrafters[Drafter]):
             name = short_name(first)
             raise UserError(
                 f"drafter.first={name}: not trained, so the second cannot learn from its errors; "
-                f"train it (python train.py drafter={name}) and give its checkpoint's folder"
+                f"train it (foredraft train drafter={name}) and give its checkpoint's folder"
             )
         return drafter
 

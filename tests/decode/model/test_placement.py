@@ -280,7 +280,7 @@ def test_layers_on_the_host_compute_on_the_gpu(tmp_path):
     ("placement", "options", "line"),
     [
         ("split", "", "target.placement=split: choose replicated or sharded or device_map"),
-        ("sharded", "", "target.placement=sharded: needs train.py with several processes"),
+        ("sharded", "", "target.placement=sharded: needs foredraft train with several processes"),
         ("device_map", "trainer=ddp trainer.devices=2", "target.placement=device_map: is for one process"),
         ("device_map", "drafter=medusa2", "drafter: this one reads copies of the target"),
         ("device_map", "drafter=prompt", "drafter: this one reads copies of the target"),

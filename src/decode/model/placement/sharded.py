@@ -197,7 +197,7 @@ def load_sharded(load: Callable[[], PreTrainedModel], device: torch.device) -> S
     """
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         raise UserError(
-            "target.placement=sharded: needs train.py with several processes (trainer=ddp, fsdp or "
+            "target.placement=sharded: needs foredraft train with several processes (trainer=ddp, fsdp or "
             "deepspeed_1 to _3, and trainer.devices); one process has replicated and device_map"
         )
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
