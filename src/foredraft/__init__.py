@@ -13,7 +13,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from distill.utils.thread_waiting import wait_passively as _wait_passively
+from distill.utils.thread_spinning import spin_briefly as _spin_briefly
 
 if _TYPE_CHECKING:
     from decode.errors import FollowUpError, RemoteError, UserError
@@ -70,7 +70,7 @@ __all__ = [
     "train",
 ]
 
-_wait_passively()  # before torch is imported
+_spin_briefly()  # before torch is imported
 
 
 def __getattr__(name: str) -> _Any:

@@ -24,7 +24,7 @@ from distill.utils.atomic_files import write_json
 from distill.utils.phase_log import read_phases
 from distill.utils.progress import bar
 from distill.utils.provenance import commit
-from distill.utils.thread_waiting import NAMES
+from distill.utils.thread_spinning import NAMES
 
 TRAIN = Path(__file__).resolve().parents[3] / "train.py"
 LOOP = "while True: pass"

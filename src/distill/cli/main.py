@@ -40,7 +40,6 @@ from distill.utils.launcher import (
 )
 from distill.utils.redact import hidden, printable
 from distill.utils.run_folder import AFTERWARDS, Run, claim, claim_at, join, name_later, unfinished_before
-from distill.utils.thread_waiting import chosen_here
 
 # group -> (yaml that takes a path, key of the path)
 PATH_GROUPS = {"target": ("hf", "path"), "prompts": ("jsonl", "path")}
@@ -210,9 +209,6 @@ def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[l
             print(f"resuming: {folder}", flush=True)
         else:
             name_later(folder)
-        if chosen := chosen_here():
-            line = " ".join(f"{name}={value}" for name, value in chosen.items())
-            print(f"threads wait without spinning: {line}, unless you set it", flush=True)
     argv = [argument for argument in argv if not argument.startswith("hydra.run.dir=")]
     return [*argv, f"hydra.run.dir={quoted(str(folder))}"], run
 

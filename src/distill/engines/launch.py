@@ -21,7 +21,7 @@ from urllib.request import ProxyHandler, build_opener
 from decode.errors import UserError
 from distill.engines.http import within
 from distill.utils.progress import say
-from distill.utils.thread_waiting import chosen_here
+from distill.utils.thread_spinning import chosen_here
 
 # Runs the server as `python -m` in the engine's interpreter. Its process group is killed when our end of the
 # pipe closes, which the kernel does however this process ends.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from distill.rollouts.store import RolloutStore
+from distill.utils.cpu_threads import fit_threads
 from distill.utils.progress import Bar, bar
 
 
@@ -25,6 +26,7 @@ class AnswersBar:
         self._missing, self._bar = len(store.missing()), None
 
     def __enter__(self) -> Self:
+        fit_threads()
         self._bar: Bar | None = bar(self.total, self.what, "answers", self._answers(0.0), self.leave)
         return self
 
@@ -45,5 +47,6 @@ class AnswersBar:
         return self.total - round(self._shard * max(0.0, self._missing - share))
 
     def _show(self, share: float, note: str | None) -> None:
+        fit_threads()
         if self._bar and ((more := self._answers(share) - self._bar.n) or note):
             self._bar.update(more, note)

@@ -27,6 +27,7 @@ from distill.training.module import DistillModule
 from distill.training.strategies import gather_weights
 from distill.training.trainer_state import STATE
 from distill.utils.atomic_files import clean, write_json
+from distill.utils.cpu_threads import fit_threads
 from distill.utils.phase_log import PhaseLog
 from distill.utils.progress import bar, say
 from distill.utils.reports import NO_REPORTS, Reports
@@ -343,6 +344,7 @@ class TrainingBar(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        fit_threads()
         assert isinstance(pl_module.loss, float)
         self.bar.total = trainer.max_steps  # a callback may change it
         if trainer.global_step > self.bar.n:

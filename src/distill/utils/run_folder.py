@@ -17,7 +17,7 @@ from typing import IO, Any
 from decode.errors import UserError
 from distill.utils.atomic_files import read_json, write_json
 from distill.utils.launcher import launch, process_age
-from distill.utils.thread_waiting import described
+from distill.utils.thread_spinning import described
 
 REPORT = "report.html"
 RECORD = "run.json"  # what identifies a run, and its options (utils/run_record.py)

@@ -6,26 +6,28 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
 from workbench import ROOT
 
 from decode.errors import UserError
 from distill.engines import launch
-from distill.utils import thread_waiting
+from distill.utils import cpu_threads, thread_spinning
 from distill.utils.atomic_files import read_json, write_json
-from distill.utils.thread_waiting import CHOSEN, NAMES, chosen_here, described, wait_passively
+from distill.utils.thread_spinning import CHOSEN, COUNTS, NAMES, chosen_here, described, spin_briefly
 
 # What a process has after the import, and one that it starts has when the body of a command runs.
 BODY = """
 import json, os, subprocess, sys
 import foredraft
-first = os.environ.get("OMP_WAIT_POLICY")  # what a notebook has
+first = os.environ.get("GOMP_SPINCOUNT")  # what a notebook has
 import foredraft.cli as cli
-from distill.utils.thread_waiting import chosen_here
+from distill.utils.thread_spinning import chosen_here
 def configured(*given):
     assert "torch" not in sys.modules
-    child = [sys.executable, "-c", "import os; print(os.environ.get('OMP_WAIT_POLICY'))"]
+    child = [sys.executable, "-c", "import os; print(os.environ.get('GOMP_SPINCOUNT'))"]
     said = subprocess.run(child, capture_output=True, text=True).stdout.strip()
     print(json.dumps([first, said, chosen_here()]))
 cli.configured = configured
@@ -37,13 +39,13 @@ SCRIPT = "import runpy; sys.argv = ['train.py']; runpy.run_path('train.py', run_
 @pytest.mark.parametrize(
     ("entry", "variables", "found"),
     [
-        (COMMAND, {}, ["PASSIVE", "PASSIVE", CHOSEN]),
-        (SCRIPT, {}, ["PASSIVE", "PASSIVE", CHOSEN]),
-        (COMMAND, {"OMP_WAIT_POLICY": "ACTIVE"}, ["ACTIVE", "ACTIVE", {}]),
-        (COMMAND, {"GOMP_SPINCOUNT": "5"}, [None, "None", {}]),
+        (COMMAND, {}, ["10000", "10000", CHOSEN]),
+        (SCRIPT, {}, ["10000", "10000", CHOSEN]),
+        (COMMAND, {"GOMP_SPINCOUNT": "5"}, ["5", "5", {}]),
+        (COMMAND, {"OMP_WAIT_POLICY": "PASSIVE"}, [None, "None", {}]),
     ],
 )
-def test_commands_wait_passively_unless_the_user_set_something(entry, variables, found):
+def test_commands_spin_briefly_unless_the_user_set_something(entry, variables, found):
     plain = {name: value for name, value in os.environ.items() if name not in NAMES}
     place = {"cwd": ROOT, "env": plain | {"PYTHONPATH": "src"} | variables}
     done = subprocess.run([sys.executable, "-c", BODY + entry], capture_output=True, text=True, **place)
@@ -52,9 +54,9 @@ def test_commands_wait_passively_unless_the_user_set_something(entry, variables,
 
 
 def test_nothing_is_set_after_torch_was_imported(monkeypatch):
-    for name in NAMES:
+    for name in (*NAMES, *COUNTS):
         monkeypatch.delenv(name, raising=False)
-    wait_passively()
+    spin_briefly()
     assert not CHOSEN.keys() & os.environ.keys()
     assert (chosen_here(), described()) == ({}, "")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
@@ -62,10 +64,60 @@ def test_nothing_is_set_after_torch_was_imported(monkeypatch):
 
 
 def test_engine_with_its_own_environment_chooses_itself(monkeypatch):
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    assert launch.environment({})["OMP_WAIT_POLICY"] == "PASSIVE"  # the user's
-    monkeypatch.setitem(thread_waiting._set, "by_us", True)
-    assert "OMP_WAIT_POLICY" not in launch.environment({})
+    monkeypatch.setenv("GOMP_SPINCOUNT", "5")
+    assert launch.environment({})["GOMP_SPINCOUNT"] == "5"  # the user's
+    monkeypatch.setitem(thread_spinning._set, "by_us", True)
+    assert "GOMP_SPINCOUNT" not in launch.environment({})
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Counts of an earlier call are forgotten, and torch's number of threads is restored."""
+    before = torch.get_num_threads()
+    for name in COUNTS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cpu_threads, "_counted", {})
+    monkeypatch.setattr(cpu_threads, "EVERY", 0.0)
+    monkeypatch.setattr(cpu_threads.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    torch.set_num_threads(6)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_run_uses_the_cores_that_other_programs_leave(counted, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(cpu_threads, "STAT", tmp_path / "stat")
+    seen = []
+    for running in (1, 3, 6, 30, 1):  # the caller among them
+        (tmp_path / "stat").write_text(f"cpu 1 2 3\nprocs_running {running}\nprocs_blocked 9\n")
+        cpu_threads.fit_threads()
+        seen.append(torch.get_num_threads())
+    assert seen == [6, 6, 3, 1, 6]
+    assert capsys.readouterr().out.count("threads: 3 of 6, because other programs are busy") == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")  # the user's choice
+    (tmp_path / "stat").write_text("procs_running 30\n")
+    cpu_threads.fit_threads()
+    assert torch.get_num_threads() == 6
+
+
+@pytest.mark.parametrize("content", [None, "cpu 1 2 3\n"])
+def test_threads_stay_where_the_system_does_not_count(content, counted, monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu_threads, "STAT", tmp_path / "stat")
+    if content:
+        (tmp_path / "stat").write_text(content)
+    cpu_threads.fit_threads()
+    assert torch.get_num_threads() == 6
+
+
+@pytest.mark.skipif(not cpu_threads.STAT.is_file(), reason="the system does not count running threads")
+def test_busy_processes_are_counted():
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        time.sleep(0.3)
+        assert cpu_threads.busy_others() >= 3
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 FAULTS = """
