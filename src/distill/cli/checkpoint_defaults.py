@@ -41,7 +41,8 @@ def with_run_settings(argv: Sequence[str], config_dir: Path, config_name: str) -
     # A configuration that sets `target` itself handles checkpoints itself.
     target = "target" in groups and "target" not in settings and not keys & TARGET
     prompts = ("prompts" in groups or "prompts" in settings) and not keys & PROMPTS
-    own_plan = "decode" in settings or "override /decode" in groups
+    # Benchmarks of the laboratory have plans of their own.
+    own_plan = config_name.startswith("lab/") or "decode" in settings or "override /decode" in groups
     plan = {"decode", "score"} <= groups and not own_plan and "decode" not in keys
     overrides: list[str] = []
     if any(argument.startswith("-") for argument in argv):

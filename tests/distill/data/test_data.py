@@ -204,7 +204,8 @@ class Kept(TapCache):
 class Keep:
     """Notes how often rows will be used."""
 
-    packing, target = False, SimpleNamespace(join=lambda: None, rest=lambda: None, source="")
+    packing = False
+    target = SimpleNamespace(join=lambda: None, rest=lambda: None, source="", starting_seconds=0.0)
 
     def __init__(self) -> None:
         self.epochs, self.removed = [], []
