@@ -1,96 +1,137 @@
-"""What is to be measured on a GPU, in one go: tests, a training run, decoding and batches, with its name.
+"""The queue of measurements that need a GPU.
 
-Writes outputs/gpu/<name of the GPU>.md. On a machine without one it prints what it would run.
+    python scripts/gpu.py list                  what there is to measure, and what is done
+    python scripts/gpu.py run --minutes 25      measures what there is time for; the same command continues
+    python scripts/gpu.py page                  writes the page of all results
+    python scripts/gpu.py pack FOLDER           a folder that runs on a machine without a network
+
+Each result is a JSON file of the folder --out, with its commit and card.
 """
 
 from __future__ import annotations
 
-import shlex
-import subprocess
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent / "lab"))
+
+from decode.errors import UserError
 from decode.hardware import hardware
+from distill.utils.atomic_files import put
 from distill.utils.provenance import commit
+from gpu_queue.pack import SCRIPT, pack
+from gpu_queue.page import page
+from gpu_queue.results import Conditions, path_of, read, state
+from gpu_queue.runner import chosen, run
+from gpu_queue.steps import steps
 
-ROOT = Path(__file__).resolve().parents[1]
-BEST = "<best>"  # stands for the trained checkpoint
-
-
-class Step(NamedTuple):
-    """A command, and what it shows."""
-
-    shows: str
-    command: list[str]
+PAGE = "README.md"  # in the folder of the results
+GROUPS = ", ".join(dict.fromkeys(step.group for step in steps()))
 
 
-def steps(accelerator: str, overrides: list[str]) -> list[Step]:
-    """Everything, in order: later commands read the checkpoint of the training run."""
-    device, out = f"trainer.accelerator={accelerator}", "outputs/gpu"
-    benchmark = [sys.executable, "scripts/lab/benchmark.py"]
-    short = ["experiment=quick"] if accelerator == "cpu" else []
-    checkpoint = [f"checkpoint={BEST}", device, *overrides]
-    tests = [Step("tests marked gpu", [sys.executable, "-m", "pytest", "-q", "-m", "gpu"])]
-    return [
-        *(tests if accelerator == "gpu" else []),
-        Step(
-            "rollouts, training steps and the scores of every save point",
-            [sys.executable, "train.py", "drafter=eagle", device, f"output_dir={out}", *short, *overrides],
-        ),
-        Step(
-            "tokens a second against Hugging Face's decoders, batch 1",
-            [*benchmark, "decode", *checkpoint, f"out={out}/decode.json"],
-        ),
-        Step(
-            "where a batch stops paying: batches of 1 to 32",
-            [*benchmark, "batch", *checkpoint, f"out={out}/batch.json"],
-        ),
-        Step(
-            "the fastest draft at batch 1 and 8",
-            [sys.executable, "-m", "foredraft", "advise", *checkpoint, "batch_sizes=[1,8]"],
-        ),
-    ]
+def conditions(tiny: bool, measures: bool) -> Conditions:
+    """What results of this machine belong to.
+
+    Args:
+        tiny: whether steps run at a tiny size on a CPU.
+        measures: False: to list or write pages only.
+
+    Raises:
+        UserError: there is no GPU to measure on.
+    """
+    if tiny:
+        return Conditions(commit(), hardware(torch.device("cpu")), True)
+    if torch.cuda.is_available():
+        return Conditions(commit(), hardware(torch.device("cuda")), False)
+    if measures:
+        raise UserError("no GPU here: `list` shows what would run, `run --tiny` tries it on a CPU")
+    return Conditions(commit(), "", False)
 
 
-def newest_best() -> str:
-    """The best checkpoint of the newest run."""
-    runs = sorted((ROOT / "outputs" / "gpu").glob("*/*/checkpoints/best"))
-    if not runs:
-        raise SystemExit("error: the training run has left no checkpoint in outputs/gpu")
-    return str(runs[-1])
-
-
-def main(accelerator: str, overrides: list[str]) -> int:
-    """Run all steps and write the page; 1 if one of them failed."""
-    listed = steps(accelerator, overrides)
-    if accelerator == "gpu" and not torch.cuda.is_available():
-        print("no GPU here; on a machine with one this would run:")
-        for step in listed:
-            print(f"  {step.shows}:\n    {shlex.join(['python', *step.command[1:]])}")
-        return 0
-    name = hardware(torch.device("cuda" if accelerator == "gpu" else "cpu"))
-    parts, failed = [f"# Measured on {name}\n\nAt commit {commit()}.\n"], 0
+def list_steps(given: Namespace) -> int:
+    """Print every step with its estimate and its state."""
+    here, listed = conditions(given.tiny, measures=False), chosen(steps(), given.names)
+    states = {step.name: state(step, given.out, here) for step in listed}
     for step in listed:
-        command = [newest_best().join(word.split(BEST)) if BEST in word else word for word in step.command]
-        print(f"-- {step.shows}", flush=True)
-        done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE)
-        print(done.stdout, end="", flush=True)
-        failed += done.returncode != 0
-        parts.append(f"## {step.shows}\n\n```\n{done.stdout.strip()}\n```\n")
-    page = ROOT / "outputs" / "gpu" / f"{name.replace('/', '-').replace(' ', '_')}.md"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text("\n".join(parts))
-    print(f"written: {page.relative_to(ROOT)}")
-    return int(failed > 0)
+        result = read(path_of(step, given.out)) if states[step.name] == "failed" else None
+        reason = f" ({result.failed})" if result else ""
+        print(f"{states[step.name]:8}{step.minutes:4g} min  {step.name}: {step.shows}{reason}")
+        if given.commands:
+            print(f"        python {' '.join(step.command(f'{step.name}.json', given.tiny))}")
+    left = [step for step in listed if states[step.name] != "done"]
+    minutes = sum(step.minutes for step in left)
+    print(f"{len(listed) - len(left)} done, {len(left)} to run in about {minutes:g} min")
+    return 0
+
+
+def run_steps(given: Namespace) -> int:
+    """Measure; 1 if a step failed."""
+    here = conditions(given.tiny, measures=True)
+    counts = run(chosen(steps(), given.names), given.out, here, given.minutes, given.again)
+    print(", ".join(f"{count} {what}" for what, count in counts.items()))
+    return int(counts["failed"] > 0)
+
+
+def write_page(given: Namespace) -> int:
+    """Write the page of the results in the folder, those that have a step first."""
+    known = [path_of(step, given.out) for step in steps()]
+    paths = [path for path in known if path.exists()]
+    paths += sorted(path for path in given.out.glob("*.json") if path not in known)
+    if not paths:
+        raise UserError(f"{given.out}: has no results; `run` makes them")
+    results = [result for path in paths if (result := read(path))]
+    # One heading for each commit and card; the order of steps is kept within.
+    results.sort(key=lambda result: (result.tiny, result.hardware, result.commit))
+    put(given.out / PAGE, page(results))
+    print(given.out / PAGE)
+    return 0
+
+
+def pack_folder(given: Namespace) -> int:
+    """Write the folder, and say how it is used."""
+    size = pack(given.folder, given.add, given.wheel)
+    print(f"{given.folder}: {size / 2**20:.1f} MiB; there run: sh {SCRIPT} python3 scripts/gpu.py run")
+    return 0
+
+
+def parser() -> ArgumentParser:
+    """Of the command line."""
+    whole = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    commands = whole.add_subparsers(required=True)
+    folder = ArgumentParser(add_help=False)
+    folder.add_argument("--out", type=Path, default=Path("outputs/gpu"), help="folder of the results")
+    which = ArgumentParser(add_help=False, parents=[folder])
+    which.add_argument("names", nargs="*", help=f"steps or groups ({GROUPS}); default: all")
+    which.add_argument("--tiny", action="store_true", help="at a tiny size on a CPU, to try it")
+    listing = commands.add_parser("list", parents=[which], help="what there is to measure, and what is done")
+    listing.add_argument("--commands", action="store_true", help="with the command of each step")
+    listing.set_defaults(body=list_steps)
+    running = commands.add_parser("run", parents=[which], help="measure what there is time for")
+    running.add_argument("--minutes", type=float, help="leave out steps that would take longer than is left")
+    running.add_argument("--again", action="store_true", help="also steps that are done")
+    running.set_defaults(body=run_steps)
+    paging = commands.add_parser("page", parents=[folder], help="write the page of the results in the folder")
+    paging.set_defaults(body=write_page)
+    packing = commands.add_parser("pack", help="a folder that runs on a machine without a network")
+    packing.add_argument("folder", type=Path)
+    packing.add_argument("--add", action="append", default=[], help="wheel of one more installed package")
+    packing.add_argument("--wheel", action="append", default=[], type=Path, help="one more wheel file")
+    packing.set_defaults(body=pack_folder)
+    return whole
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run a command; 2 after a mistake of the user's, which is one line."""
+    given = parser().parse_args(words)
+    try:
+        return given.body(given)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("overrides", nargs="*", help="of every command, as score.prompts=4")
-    parser.add_argument("--accelerator", default="gpu", choices=("gpu", "cpu"), help="cpu: a shorter run")
-    given = parser.parse_args()
-    raise SystemExit(main(given.accelerator, given.overrides))
+    raise SystemExit(main())

@@ -6,16 +6,15 @@ prints one line and is skipped; the run continues.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-import wandb
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from decode.errors import FollowUpError, UserError
 from distill.loggers.tensorboard_logger import TensorBoard
-from distill.loggers.wandb_logger import Wandb, finish
 from distill.options import LoggerOptions
 from distill.utils.run_record import RunRecord
 
@@ -40,6 +39,10 @@ def loggers(options: LoggerOptions, record: RunRecord, first_step: int) -> list[
     folder = record.folder
     run_loggers: list[Logger] = [CSVLogger(folder, name="csv", version=part)]
     if options.wandb:
+        if find_spec("wandb") is None:
+            raise UserError("logger=wandb: it is not installed; pip install wandb, or logger=csv")
+        from distill.loggers.wandb_logger import Wandb  # wandb takes a second to import
+
         run_loggers.append(Wandb(record, options.project, options.weights))
     if options.tensorboard:
         if find_spec("tensorboard") is None:
@@ -59,5 +62,6 @@ def ending() -> Iterator[None]:
         failed = False
         raise
     finally:
-        if wandb.run:
-            finish(failed)
+        module = sys.modules.get("distill.loggers.wandb_logger")  # imported by a run that logs to it
+        if module is not None and module.wandb.run:
+            module.finish(failed)

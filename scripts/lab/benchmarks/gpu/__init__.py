@@ -1,0 +1,1 @@
+"""Measurements of rounds, training steps and field rows on one device."""

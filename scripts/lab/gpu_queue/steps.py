@@ -1,0 +1,154 @@
+"""The queue: every measurement that needs a card, in order of value.
+
+A new measurement is one more `Step` in the list of its group.
+"""
+
+from __future__ import annotations
+
+import yaml
+
+from distill.utils.paths import CONF
+from gpu_queue.step import OUT, Step
+
+BENCHMARK = "scripts/lab/benchmark.py"
+# Acceptance at each depth of synthetic drafts: EAGLE's on the bundled target, in scripts/lab/results/field
+RATES = "acceptance=[0.86,0.88,0.76,0.72]"
+EIGHT_B = "like=meta-llama/Llama-3.1-8B"
+SMALL = "like=HuggingFaceTB/SmolLM2-135M"
+# A random target that decodes on a CPU in seconds, with layers enough for EAGLE-3's taps
+TINY = (
+    "sizes={hidden_size:32,intermediate_size:64,num_hidden_layers:7,num_attention_heads:2,"
+    "num_key_value_heads:1,head_dim:16,vocab_size:128}"
+)
+TINY_ROUNDS = ("trainer.accelerator=cpu", "score.prompts=1", "score.repeats=1", "score.max_new_tokens=16")
+TINY_STEP = (
+    "trainer.accelerator=cpu",
+    TINY,
+    "drafter.depth=2",
+    "rows=2",
+    "tokens=16",
+    "steps=1",
+    "repeats=1",
+)
+TINY_RUN = (
+    *("device=cpu", "steps=2"),
+    "also=["
+    + ",".join(
+        f'"{word}"'
+        for word in (
+            *(
+                "prompts.limit=8",
+                "prompts.self=0",
+                "rollout.max_new_tokens=12",
+                "batch_size=2",
+                "try_largest=false",
+            ),
+            *("score.replay_prompts=2", "score.prompts=1", "score.audit_prompts=1", "score.max_new_tokens=8"),
+            *("trainer.log_every_n_steps=1", "score.temperatures=[0]"),
+        )
+    )
+    + "]",
+)
+# Arms of the field that were fastest on a card, first; `union` reads the run of `eagle`
+FASTEST = ("eagle", "union", "prism", "suffix", "hass", "mtp", "eagle3")
+
+
+def _rounds(name: str, shows: str, minutes: float, *words: str, tiny: tuple[str, ...] = (TINY,)) -> Step:
+    command = (BENCHMARK, "rounds", "trainer.accelerator=gpu", f"out={OUT}", *words)
+    return Step(name, "decoding", shows, minutes, command, (*TINY_ROUNDS, *tiny))
+
+
+def _training(name: str, shows: str, minutes: float, *words: str) -> Step:
+    command = (BENCHMARK, "step", "trainer.accelerator=gpu", f"out={OUT}", EIGHT_B, "drafter=eagle3")
+    sizes = "sizes={num_hidden_layers:7}"
+    return Step(name, "training", shows, minutes, (*command, sizes, *words), TINY_STEP)
+
+
+TESTS = [
+    Step(
+        "tests",
+        "tests",
+        "tests marked gpu",
+        6,
+        (BENCHMARK, "tests", f"out={OUT}"),
+        ("marker=not gpu", "tests=[tests/decode/test_plan.py]"),
+    ),
+]
+DECODING = [
+    _rounds(
+        "rounds-smollm2",
+        "SmolLM2-135M's shape: plain, and EAGLE's drafts at synthetic rates",
+        3,
+        *(SMALL, "drafter=eagle", "drafter.draft_vocab_size=null", RATES),
+    ),
+    _rounds(
+        "rounds-llama-8b",
+        "Llama-3.1-8B's shape: plain, and EAGLE-3's drafts at synthetic rates",
+        6,
+        *(EIGHT_B, "drafter=eagle3", RATES),
+    ),
+    _rounds(
+        "rounds-pocket",
+        "bundled target: plain, and EAGLE's drafts at synthetic rates",
+        2,
+        *("drafter=eagle", "drafter.draft_vocab_size=null", RATES),
+        tiny=(),
+    ),
+    _rounds(
+        "rounds-pocket-draft-model",
+        "bundled target with its draft model: chain and tree",
+        2,
+        "drafter=lm_given",
+        tiny=(),
+    ),
+]
+TRAINING = [
+    Step(
+        "fit-pocket-eagle",
+        "training",
+        "a training run of EAGLE for the bundled target: time of a step",
+        5,
+        (BENCHMARK, "fit", "arm=eagle", "device=gpu", f"out={OUT}"),
+        TINY_RUN,
+    ),
+    _training(
+        "step-llama-8b",
+        "EAGLE-3 for Llama-3.1-8B's shape, 7 depths at all places, 8,192 tokens a step",
+        4,
+        *("drafter.depth=7", "drafter.anchors=0"),
+    ),
+    _training(
+        "step-llama-8b-5",
+        "the same with 5 depths",
+        4,
+        *("drafter.depth=5", "drafter.anchors=0"),
+    ),
+    _training(
+        "step-llama-8b-rows",
+        "7 depths, with logits of 2,048 places at a time",
+        4,
+        *("drafter.depth=7", "drafter.anchors=0", "logits_rows=2048"),
+    ),
+]
+
+
+def _field() -> list[Step]:
+    """A step for each arm of the field, the fastest first."""
+    arms = yaml.safe_load((CONF / "lab" / "drafters.yaml").read_text())["arms"]
+    assert set(FASTEST) <= set(arms)
+    return [
+        Step(
+            f"field-{arm}",
+            "field",
+            f"field: {arm} of the bundled target, trained and scored by itself",
+            5 if arm == FASTEST[0] else 4,  # the first writes the answers that all read
+            (BENCHMARK, "field", f"arm={arm}", "device=gpu", f"out={OUT}"),
+            TINY_RUN,
+        )
+        for arm in (*FASTEST, *(name for name in arms if name not in FASTEST))
+    ]
+
+
+def steps() -> list[Step]:
+    """All steps, in order of value."""
+    return [*TESTS, *DECODING, *TRAINING, *_field()]
