@@ -118,7 +118,13 @@ def parser() -> ArgumentParser:
     packing = commands.add_parser("pack", help="a folder that runs on a machine without a network")
     packing.add_argument("folder", type=Path)
     packing.add_argument("--add", action="append", default=[], help="wheel of one more installed package")
-    packing.add_argument("--wheel", action="append", default=[], type=Path, help="one more wheel file")
+    packing.add_argument(
+        "--wheel",
+        action="append",
+        default=[],
+        type=Path,
+        help="a wheel file, in place of the one that would be made",
+    )
     packing.set_defaults(body=pack_folder)
     return whole
 

@@ -58,7 +58,7 @@ def pack(
     Args:
         folder: new, or empty.
         also: installed packages of Python code whose wheels are carried, too.
-        files: wheels that are carried, too.
+        files: wheels that are carried, too, or in place of those that are made.
         carried: packages whose wheels are made.
 
     Returns:
@@ -87,10 +87,12 @@ def pack(
         (folder / SCRIPT).write_text(ENVIRONMENT)
         wheels = folder / "wheels"
         wheels.mkdir()
-        for name in (*carried, *also):
-            wheel_of(name, wheels)
         for file in files:
             shutil.copy2(file, wheels)
+        given = {_package(file) for file in files}
+        for name in (*carried, *also):
+            if re.sub(r"[-_.]+", "_", name).lower() not in given:
+                wheel_of(name, wheels)
         return _checked(folder)
     except BaseException:
         shutil.rmtree(folder)
@@ -121,10 +123,15 @@ def _checked(folder: Path) -> int:
     return total
 
 
+def _package(wheel: Path) -> str:
+    """Name of a wheel's package, as file names have it."""
+    return re.sub(r"[-_.]+", "_", wheel.name.partition("-")[0]).lower()
+
+
 def _parts(folder: Path, sizes: Iterable[tuple[Path, int]]) -> str:
     """The largest parts of a folder, for a message."""
     parts: Counter[str] = Counter()
     for path, size in sizes:
         place = path.relative_to(folder)
-        parts[re.split(r"-\d", place.name)[0] if place.parts[0] == "wheels" else place.parts[0]] += size
+        parts[_package(path) if place.parts[0] == "wheels" else place.parts[0]] += size
     return ", ".join(f"{name} {size / 2**20:.1f}" for name, size in parts.most_common(4))

@@ -62,22 +62,20 @@ def _rounds(card: Row) -> str:
         ("kernels", part("kernels", 0)),
         ("kernels, ms", part("kernels_ms")),
     ]
-    plain = card["rows"][0]
-    rates = card["rows"][-1].get("synthetic")
-    note = (
-        ""
-        if not rates
-        else (
-            f"\n\nSYNTHETIC: drafts are accepted at the rates {rates} a depth; its speeds "
-            "are those of no drafter."
-        )
-    )
-    return (
-        f"{_grid(card['rows'], columns)}\n\n"
+    plain, rates = card["rows"][0], card["rows"][-1].get("synthetic")
+    bound = 1000 / plain["tokens_per_second"] / card["bound_ms"]
+    lines = [
         f"{card['like'] or card['target']}, {card['drafter']}, {card['dtype']}, batch 1, "
         f"T={card['temperature']:g}. Reading the weights once takes {card['bound_ms']:.2f} ms at "
-        f"{card['copy_bytes'] / 1e12:.2f} TB/s; a plain round takes {1000 / plain['tokens_per_second'] / card['bound_ms']:.2f} times that.{note}"
-    )
+        f"{card['copy_bytes'] / 1e12:.2f} TB/s; a plain round takes {bound:.2f} times that."
+    ]
+    if rates:
+        lines.append(
+            f"SYNTHETIC: drafts are accepted at the rates {rates}, one for each depth, so these speeds are of no "
+            f"drafter. {[row['differ'] for row in card['rows'][1:]]} of {card['prompts']} texts differ from plain "
+            "decoding's, by near ties."
+        )
+    return "\n\n".join([_grid(card["rows"], columns), *lines])
 
 
 def _step(card: Row) -> str:
