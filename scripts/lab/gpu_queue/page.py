@@ -71,9 +71,9 @@ def _rounds(card: Row) -> str:
     ]
     if rates:
         lines.append(
-            f"SYNTHETIC: drafts are accepted at the rates {rates}, one for each depth, so these speeds are of no "
-            f"drafter. {[row['differ'] for row in card['rows'][1:]]} of {card['prompts']} texts differ from plain "
-            "decoding's, by near ties."
+            f"SYNTHETIC: drafts are accepted at the rates {rates}, one for each depth, so these speeds are "
+            f"of no drafter. {[row['differ'] for row in card['rows'][1:]]} of {card['prompts']} texts differ "
+            "from plain decoding's, by near ties."
         )
     return "\n\n".join([_grid(card["rows"], columns), *lines])
 

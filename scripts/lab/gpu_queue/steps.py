@@ -5,6 +5,8 @@ A new measurement is one more `Step` in the list of its group.
 
 from __future__ import annotations
 
+import json
+
 import yaml
 
 from distill.utils.paths import CONF
@@ -30,25 +32,20 @@ TINY_STEP = (
     "steps=1",
     "repeats=1",
 )
-TINY_RUN = (
-    *("device=cpu", "steps=2"),
-    "also=["
-    + ",".join(
-        f'"{word}"'
-        for word in (
-            *(
-                "prompts.limit=8",
-                "prompts.self=0",
-                "rollout.max_new_tokens=12",
-                "batch_size=2",
-                "try_largest=false",
-            ),
-            *("score.replay_prompts=2", "score.prompts=1", "score.audit_prompts=1", "score.max_new_tokens=8"),
-            *("trainer.log_every_n_steps=1", "score.temperatures=[0]"),
-        )
-    )
-    + "]",
+_SHORT = (
+    *("prompts.limit=8", "prompts.self=0", "rollout.max_new_tokens=12", "batch_size=2", "try_largest=false"),
+    *("score.replay_prompts=2", "score.prompts=1", "score.audit_prompts=1", "score.max_new_tokens=8"),
+    *("score.temperatures=[0]", "trainer.log_every_n_steps=1"),
 )
+
+
+def _also(*words: str) -> str:
+    """Words of a training run, as one option."""
+    return f"also=[{','.join(json.dumps(word) for word in words)}]"
+
+
+TINY_RUN = ("device=cpu", "steps=2", _also(*_SHORT))
+TINY_FIT = ("device=cpu", "steps=4", _also(*_SHORT, "score.enabled=false"))
 # Arms of the field that were fastest on a card, first; `union` reads the run of `eagle`
 FASTEST = ("eagle", "union", "prism", "suffix", "hass", "mtp", "eagle3")
 
@@ -109,7 +106,7 @@ TRAINING = [
         "a training run of EAGLE for the bundled target: time of a step",
         5,
         (BENCHMARK, "fit", "arm=eagle", "device=gpu", f"out={OUT}"),
-        TINY_RUN,
+        TINY_FIT,
     ),
     _training(
         "step-llama-8b",
