@@ -57,8 +57,7 @@ def _rounds(name: str, shows: str, minutes: float, *words: str, tiny: tuple[str,
 
 def _training(name: str, shows: str, minutes: float, *words: str) -> Step:
     command = (BENCHMARK, "step", "trainer.accelerator=gpu", f"out={OUT}", EIGHT_B, "drafter=eagle3")
-    sizes = "sizes={num_hidden_layers:7}"
-    return Step(name, "training", shows, minutes, (*command, sizes, *words), TINY_STEP)
+    return Step(name, "training", shows, minutes, (*command, *words), TINY_STEP)
 
 
 TESTS = [

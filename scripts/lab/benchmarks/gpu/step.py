@@ -58,7 +58,8 @@ def training_step(cfg: DictConfig, folder: Path) -> float:
     check_ranges(cfg)
     check_out(cfg)
     device = torch.device(device_of(cfg.trainer.accelerator))
-    sizes: Any = OmegaConf.to_container(cfg.sizes) if cfg.sizes else {}
+    given: Any = OmegaConf.to_container(cfg.sizes) if cfg.sizes else {}
+    sizes = {"num_hidden_layers": cfg.layers, **given}
     torch.manual_seed(cfg.seed)
     target = random_target(cfg.like, sizes, cfg.dtype, device)
     with refused():
