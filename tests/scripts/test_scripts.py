@@ -1,19 +1,16 @@
-"""scripts/: changed files, measurements on a GPU, configurations of benchmarks, pages made by programs."""
+"""scripts/: changed files, configurations of benchmarks, pages made by programs."""
 
 from __future__ import annotations
 
 import subprocess
-import sys
 from importlib import import_module
 from xml.etree import ElementTree
 
 import hydra
 import pytest
-import torch
 from workbench import CONF, ROOT
 
 import changed
-import gpu
 import proofs
 import target_table
 from benchmark import BENCHMARKS
@@ -70,35 +67,6 @@ def test_a_change_runs_the_tests_of_its_tier(repository, file, tiers):
 def test_without_the_commit_of_the_proofs_all_run(repository):
     (repository / "docs" / "proofs.md").write_text("At commit 0123456789ab on a machine\n")
     assert [tier for tier in changed.CODE if not changed.main(tier)] == ["zoo", "lab"]
-
-
-# -- gpu.py ---------------------------------------------------------------------------------------
-
-WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
-
-
-@WITHOUT_GPU
-def test_without_a_gpu_it_says_what_it_would_run(capsys):
-    assert gpu.main("gpu", ["score.prompts=4"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("no GPU here")
-    steps = gpu.steps("gpu", ["score.prompts=4"])
-    assert printed.count("\n    python") == len(steps)
-    assert all("score.prompts=4" in step.command for step in steps[1:])
-
-
-@WITHOUT_GPU
-@pytest.mark.proof
-@pytest.mark.timeout(900)
-def test_its_commands_run_on_a_cpu():
-    """With a run of a minute, in this clone's outputs/gpu."""
-    words = ["--accelerator", "cpu", "score.prompts=2", "score.max_new_tokens=8"]
-    command = [sys.executable, "scripts/gpu.py", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    text = (ROOT / done.stdout.splitlines()[-1].removeprefix("written: ")).read_text()
-    assert text.count("## ") == 4
-    assert "speedup" in text
 
 
 # -- lab: its other tests are in tests/lab --------------------------------------------------------

@@ -30,8 +30,9 @@ def page(results: Sequence[Result]) -> str:
 
 
 def _shown(measured: Row) -> str:
-    """A result's table, by what was measured; a scorecard says nothing of that."""
-    return _SHOWN.get(measured.get("what", "scorecard"), _any)(measured)
+    """A result's table, by what was measured; a scorecard has a headline in place of that."""
+    what = "scorecard" if "headline" in measured else measured.get("what", "")
+    return _SHOWN.get(what, _any)(measured)
 
 
 def _number(value: float | None, digits: int = 2, unit: str = "") -> str:

@@ -88,7 +88,7 @@ def measure(step: Step, here: Conditions, minutes: float) -> Result:
 def _execute(command: Sequence[str], seconds: float) -> str:
     """Why a command failed; "": it did not. Its output is shown, with its errors."""
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, stderr=errors, process_group=0)
+        process = subprocess.Popen(command, cwd=ROOT, stderr=errors, process_group=0)
         with _ending(process):
             try:
                 code = process.wait(seconds)

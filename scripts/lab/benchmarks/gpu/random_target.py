@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig
 
@@ -39,12 +40,12 @@ def random_target(name: str, sizes: Mapping[str, Any], dtype: str, device: torch
         raise UserError(f"sizes.{min(unknown)}: no such size; choose one of {', '.join(settings)}")
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype}: choose one of {', '.join(DTYPES)}")
-    config = AutoConfig.for_model(**settings | dict(sizes), bos_token_id=None, eos_token_id=None)
     try:
+        config = AutoConfig.for_model(**settings | dict(sizes), bos_token_id=None, eos_token_id=None)
         with device:
             model = auto_class(config).from_config(config, dtype=DTYPES[dtype])
-    except ValueError as error:
-        raise UserError(f"like={name}: no model of these sizes ({error})") from None
+    except (ValueError, StrictDataclassError) as error:
+        raise UserError(f"like={name}: no model of these sizes; {' '.join(str(error).split())}") from None
     draw(model.eval().requires_grad_(False))
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # as `load_target` does
