@@ -48,8 +48,8 @@ engines:  ## Serve exports in vLLM and the authors' loops, in environments of th
 newest:  ## Run a quarter of the tests with the newest releases, in another environment; writes docs/newest.json
 	python scripts/newest.py
 
-gpu:  ## Run the GPU tests and measurements; without a GPU, print the commands
-	python scripts/gpu.py
+gpu:  ## List what is to be measured on a GPU; python scripts/gpu.py run measures it, and continues
+	python scripts/gpu.py list
 
 docs:  ## Build the documentation site; open site/index.html
 	python scripts/build_site.py

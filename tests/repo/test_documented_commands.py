@@ -50,6 +50,7 @@ UNRUN = {
     r"benchmark\.py scale$": "ten minutes; tests/lab/test_sweeps.py",
     r"^make ": "what it runs are the tests, installs or proofs; `make -n` is asked for the target",
     r"^vllm ": "no engine is installed",
+    r"scripts/gpu\.py (run|page|pack)": "a GPU, or a clone without changes; tests/scripts/test_gpu.py",
     r"taps=engine": "an environment with vLLM; tests/engines/test_taps_engine.py has one",
     r"^torchrun |^srun |^scontrol ": "other machines, GPUs or a SLURM cluster",
     r"(rollout|score)\.engine_python=": "an environment with vLLM; tests/engines",

@@ -73,10 +73,14 @@ def _rounds(card: Row) -> str:
     if rates:
         lines.append(
             f"SYNTHETIC: drafts are accepted at the rates {rates}, one for each depth, so these speeds are "
-            f"of no drafter. {[row['differ'] for row in card['rows'][1:]]} of {card['prompts']} texts differ "
-            "from plain decoding's, by near ties."
+            f"of no drafter. {_texts(card, 'differ')} of {card['prompts']} texts differ from plain decoding's, "
+            f"by near ties; {_texts(card, 'strayed')} left the known texts while they were timed."
         )
     return "\n\n".join([_grid(card["rows"], columns), *lines])
+
+
+def _texts(card: Row, name: str) -> str:
+    return " and ".join(str(row[name]) for row in card["rows"][1:])
 
 
 def _step(card: Row) -> str:

@@ -23,6 +23,7 @@ TINY = (
     "num_key_value_heads:1,head_dim:16,vocab_size:128}"
 )
 TINY_ROUNDS = ("trainer.accelerator=cpu", "score.prompts=1", "score.repeats=1", "score.max_new_tokens=16")
+LONG = (TINY, "prompt_tokens=40")
 TINY_STEP = (
     "trainer.accelerator=cpu",
     TINY,
@@ -80,8 +81,8 @@ DECODING = [
     _rounds(
         "rounds-llama-8b",
         "Llama-3.1-8B's shape: plain, and EAGLE-3's drafts at synthetic rates",
-        6,
-        *(EIGHT_B, "drafter=eagle3", RATES),
+        5,
+        *(EIGHT_B, "drafter=eagle3", RATES, "score.prompts=2"),
     ),
     _rounds(
         "rounds-pocket",
@@ -96,6 +97,20 @@ DECODING = [
         2,
         "drafter=lm_given",
         tiny=(),
+    ),
+    _rounds(
+        "rounds-llama-8b-4k",
+        "Llama-3.1-8B's shape after 4,096 tokens: plain, and EAGLE-3's drafts, of which none is accepted",
+        4,
+        *(EIGHT_B, "drafter=eagle3", "prompt_tokens=4096", "score.prompts=1"),
+        tiny=LONG,
+    ),
+    _rounds(
+        "rounds-llama-8b-32k",
+        "the same after 32,768 tokens",
+        7,
+        *(EIGHT_B, "drafter=eagle3", "prompt_tokens=32768", "score.prompts=1", "score.repeats=3"),
+        tiny=LONG,
     ),
 ]
 TRAINING = [

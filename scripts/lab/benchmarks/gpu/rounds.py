@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from benchmarks.common import conditions, encode, load_drafter, load_inputs, machine, span
 from benchmarks.gpu.device import ceilings, kernels, waits
 from benchmarks.gpu.random_target import random_drafter, random_prompts, random_target
-from benchmarks.gpu.synthetic import replayed
+from benchmarks.gpu.synthetic import SyntheticAcceptance, replayed
 from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.generation.types import Generation, Proposer
@@ -183,6 +183,9 @@ def _row(
         "other_ms": 1000 * times.other / steps,
         "draft_share": times.draft / times.total,
     }
+    if isinstance(proposer, SyntheticAcceptance):
+        texts = zip(clocked.outputs, proposer.answers, strict=True)
+        row["strayed"] = sum(output.tokens != answer for output, answer in texts)
     return row | _host(target, partial(decode, proposer, plan=plan))
 
 

@@ -88,6 +88,7 @@ class SyntheticAcceptance:
                 "they cannot be replaced; choose another drafter"
             )
         self.drafter, self.rates, self.vocab_size = drafter, tuple(rates), vocab_size
+        self.answers = [list(answer) for answer in answers]
         # A proposal that is drawn would not be a draw from q any more.
         self.traits: Traits = replace(drafter.traits, proposals=("auto", "fixed"))
         self._rows = {tuple(prompt): row for row, prompt in enumerate(prompts)}
