@@ -180,6 +180,31 @@ def test_reads_of_the_device_are_counted_until_the_block_ends():
     assert dict(vars(torch.Tensor)) == before
 
 
+@pytest.mark.gpu
+def test_a_card_runs_kernels_and_is_waited_for(tmp_path):
+    card, values = torch.device("cuda"), torch.ones(4, device="cuda")
+    number, seconds = kernels(lambda: values + values, card)
+    assert number == 1
+    assert 0 < seconds < 1e-3
+    with waits(card) as found:
+        for _ in range(40):
+            torch.mm(*torch.ones(2, 2048, 2048, device=card))
+        values.tolist()
+        torch.ones(3).tolist()
+        torch.cuda.synchronize()
+    assert found.reads == 2, "the host's own values are no reads"
+    assert found.seconds > 1e-4
+    out = tmp_path / "result.json"
+    words = STEPS["rounds-llama-8b"].command(str(out), tiny=True)[1:]
+    command(run, ["benchmark.py", *words, "trainer.accelerator=gpu"]).succeeded()
+    rows = json.loads(out.read_text())["rows"]
+    assert all(row["kernels"] > 50 and row["reads"] == 1 for row in rows)
+    assert all(row["kernels_ms"] > 0 for row in rows)
+    words = STEPS["step-llama-8b"].command(str(out), tiny=True)[1:]
+    command(run, ["benchmark.py", *words, "trainer.accelerator=gpu"]).succeeded()
+    assert json.loads(out.read_text())["kernels"] > 100
+
+
 def test_peaks_are_of_named_cards():
     assert named_peak("NVIDIA H200") == named_peak("NVIDIA H100 80GB HBM3") == 989.4e12
     assert named_peak("NVIDIA H100 PCIe") == 756e12

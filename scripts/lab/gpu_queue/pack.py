@@ -31,7 +31,7 @@ CARRIED = (
 )
 SCRIPT = "environment.sh"
 ENVIRONMENT = f"""#!/bin/sh
-# Runs a command with the packages of wheels/, which the first call installs next to this file:
+# Runs a command in this folder, with the packages of wheels/, which the first call installs:
 #   sh {SCRIPT} python3 scripts/gpu.py run --minutes 9 --out FOLDER
 # PYTHON names another interpreter to install for, the one of the command.
 set -eu
@@ -57,9 +57,9 @@ def pack(
 
     Args:
         folder: new, or empty.
-        also: installed packages of Python code whose wheels are carried, too.
+        also: installed packages of Python code, for more wheels.
         files: wheels that are carried, too, or in place of those that are made.
-        carried: packages whose wheels are made.
+        carried: installed packages that wheels are made of.
 
     Returns:
         Bytes of all files.

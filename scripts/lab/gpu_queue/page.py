@@ -72,9 +72,9 @@ def _rounds(card: Row) -> str:
     ]
     if rates:
         lines.append(
-            f"SYNTHETIC: drafts are accepted at the rates {rates}, one for each depth, so these speeds are "
-            f"of no drafter. {_texts(card, 'differ')} of {card['prompts']} texts differ from plain decoding's, "
-            f"by near ties; {_texts(card, 'strayed')} left the known texts while they were timed."
+            f"SYNTHETIC: drafts are accepted at the rates {rates}, one for each depth; these speeds are "
+            f"of no drafter. By near ties {_texts(card, 'differ')} of {card['prompts']} texts differ from "
+            f"plain decoding's, and {_texts(card, 'strayed')} left the known texts when timed."
         )
     return "\n\n".join([_grid(card["rows"], columns), *lines])
 

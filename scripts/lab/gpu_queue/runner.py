@@ -34,7 +34,7 @@ def run(
         steps: in order of value.
         out: folder of the results.
         here: conditions of the results.
-        minutes: that all may take; a step whose estimate is longer than what is left is left out. None: no
+        minutes: that all may take; a step with a longer estimate than what is left is left out. None: no
             limit.
         again: run steps that are done, too.
 

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ from cards import row_of
 from fake_wandb import KEY, FakeWandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
-from workbench import Bench, fork, tau, train
+from workbench import ROOT, Bench, fork, tau, train
 
 from decode.errors import UserError
 from decode.evaluation.scorecard import read_scorecard
@@ -270,6 +271,21 @@ def test_failure_is_printed_once_without_the_key(capsys, monkeypatch, tmp_path):
     assert said.count("\n") == 1
     assert "No space left" in said
     assert "secret-key" not in said
+
+
+def test_missing_wandb_names_another_logger(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+    options = LoggerOptions(wandb=True, tensorboard=False, project="p", weights="end")
+    with pytest.raises(UserError, match="pip install wandb, or logger=csv"):
+        tracking.loggers(options, RunRecord(tmp_path, ResolvedOptions({})), 0)
+
+
+def test_wandb_is_imported_by_runs_that_log_to_it():
+    """It takes a second, and a machine may lack it."""
+    code = "import sys; import distill.main, foredraft; assert 'wandb' not in sys.modules"
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    )
 
 
 def test_missing_tensorboard_names_its_extra(tmp_path, monkeypatch):

@@ -61,12 +61,12 @@ def draw(model: nn.Module) -> None:
 
 
 def random_drafter(options: DrafterOptions, target: Target) -> Drafter:
-    """An untrained drafter on the target's device; its draft vocabulary is the first tokens."""
+    """An untrained drafter in fp32 on the target's device; its draft vocabulary is the first tokens."""
     drafter = build_drafter(options, target)
     if drafter.needs_fit:
         tokens = list(range(target.vocab_size))
         drafter.fit([Text(tokens, [1] * len(tokens))], target)
-    return drafter.to(target.device, target.dtype).eval().requires_grad_(False)
+    return drafter.to(target.device)
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:

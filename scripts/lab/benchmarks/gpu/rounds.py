@@ -115,7 +115,8 @@ def _drafter(cfg: DictConfig, target: Target) -> Any:
     if cfg.checkpoint:
         return load_drafter(cfg.checkpoint, target)
     torch.manual_seed(cfg.seed)
-    return random_drafter(read_options(DrafterOptions, cfg.drafter), target)
+    drafter = random_drafter(read_options(DrafterOptions, cfg.drafter), target)
+    return drafter.to(target.dtype).eval().requires_grad_(False)
 
 
 def _proposers(

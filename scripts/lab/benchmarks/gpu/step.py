@@ -64,7 +64,7 @@ def training_step(cfg: DictConfig, folder: Path) -> float:
     target = random_target(cfg.like, sizes, cfg.dtype, device)
     with refused():
         drafter = random_drafter(read_options(DrafterOptions, cfg.drafter), target)
-    drafter.to(torch.float32).train()
+    drafter.train()
     step = _step(cfg, target, drafter)
     for _ in range(WARM):
         if not torch.isfinite(step()):
@@ -94,12 +94,10 @@ def training_step(cfg: DictConfig, folder: Path) -> float:
 def _step(cfg: DictConfig, target: Target, drafter: Drafter) -> Callable[[], torch.Tensor]:
     """One optimizer step, which returns the loss on the device."""
     device, shape = target.device, (cfg.rows, cfg.tokens)
-    for weight in drafter.parameters():
-        weight.requires_grad_(weight.is_floating_point())
     if cfg.optimizer.optimizer.lr is None:
         cfg.optimizer.optimizer.lr = size_settings(target.hidden_size, None)["optimizer.optimizer.lr"]
     build = read_options(OptimizerOptions, cfg.optimizer).build
-    weights = [weight for group in drafter.param_groups() for weight in group.weights]
+    weights = [weight for group in drafter.param_groups() for weight in group.weights if weight.requires_grad]
     optimizer = build([{"params": weights}])
     objective = Objective(kl, partial(decay, rate=0.8), cfg.logits_rows, Kernels() if cfg.compiled else None)
     tokens = torch.randint(target.vocab_size, shape, device=device)

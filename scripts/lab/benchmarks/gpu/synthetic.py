@@ -41,7 +41,7 @@ class _State:
     Attributes:
         inner: of the drafter.
         known: (B, T) answers that drafts are made of; `PAD` after their ends. None before the prefill.
-        lengths: (B, T) tokens to accept in a round whose first draft token is token t of the answer.
+        lengths: (B, T) tokens to accept in a round that begins with token t of the answer.
         position: (B,) index of the next draft token in the answer.
     """
 
@@ -67,7 +67,7 @@ class SyntheticAcceptance:
         seed: of what is accepted, which also depends on prompt and place, and on nothing else.
 
     Raises:
-        UserError: rates that are no probabilities, or a drafter whose state depends on earlier drafts.
+        UserError: rates that are no probabilities, or a drafter that keeps rejected tokens, too.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class SyntheticAcceptance:
         return self.drafter.taps if isinstance(self.drafter, ReadsTaps) else ()
 
     def check(self, plan: Plan) -> None:
-        """Refuse plans whose drafts cannot be replaced, or whose rule would not accept them at the rates.
+        """Refuse plans with drafts that cannot be replaced, or with another rule than match.
 
         Raises:
             UserError: see above.
@@ -217,7 +217,7 @@ def replayed(
     rates: Sequence[float],
     seed: int,
 ) -> tuple[SyntheticAcceptance, int]:
-    """A proposer whose drafted texts are the texts that its drafts are made of.
+    """A proposer that drafts the texts which decoding with it gives.
 
     Passes over several tokens round differently from passes over one, so a drafted text can leave the plain
     one where two logits are almost equal. Then the drafted text replaces it and is decoded again.
@@ -226,7 +226,7 @@ def replayed(
         decode: `generate` with prompts, target, sampler, seed and limits bound.
         target: of the drafter.
         drafter: see `SyntheticAcceptance`, as are the following.
-        plan: whose drafts are replaced.
+        plan: of the drafts that are replaced.
         prompts: token ids.
         rates: of acceptance.
         seed: of what is accepted.
