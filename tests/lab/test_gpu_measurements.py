@@ -36,7 +36,7 @@ def shown(card):
 # -- rounds ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in STEPS if name.startswith("rounds")])
+@pytest.mark.parametrize("name", [name for name in STEPS if name.startswith(("rounds", "context"))])
 @pytest.mark.ci("rounds-llama-8b", "rounds-pocket-draft-model")
 def test_rounds_have_a_row_for_plain_decoding_and_for_every_plan(name, tmp_path):
     card = measured(name, tmp_path, "score.prompts=2", "score.max_new_tokens=20", "score.repeats=2")

@@ -220,7 +220,13 @@ def test_synthetic_speeds_are_marked_on_the_page():
 def test_steps_are_in_order_of_value_and_none_is_too_long():
     names = [step.name for step in steps()]
     assert len(set(names)) == len(names)
-    assert list(dict.fromkeys(step.group for step in steps())) == ["tests", "decoding", "training", "field"]
+    assert list(dict.fromkeys(step.group for step in steps())) == [
+        "tests",
+        "decoding",
+        "training",
+        "context",
+        "field",
+    ]
     assert all(0 < step.minutes <= LIMIT for step in steps())
     assert all(OUT in "".join(step.words) for step in steps())
 

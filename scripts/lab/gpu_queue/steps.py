@@ -51,9 +51,16 @@ TINY_FIT = ("device=cpu", "steps=4", _also(*_SHORT, "score.enabled=false"))
 FASTEST = ("eagle", "union", "prism", "suffix", "hass", "mtp", "eagle3")
 
 
-def _rounds(name: str, shows: str, minutes: float, *words: str, tiny: tuple[str, ...] = (TINY,)) -> Step:
+def _rounds(
+    name: str,
+    shows: str,
+    minutes: float,
+    *words: str,
+    tiny: tuple[str, ...] = (TINY,),
+    group: str = "decoding",
+) -> Step:
     command = (BENCHMARK, "rounds", "trainer.accelerator=gpu", f"out={OUT}", *words)
-    return Step(name, "decoding", shows, minutes, command, (*TINY_ROUNDS, *tiny))
+    return Step(name, group, shows, minutes, command, (*TINY_ROUNDS, *tiny))
 
 
 def _training(name: str, shows: str, minutes: float, *words: str) -> Step:
@@ -98,20 +105,6 @@ DECODING = [
         "drafter=lm_given",
         tiny=(),
     ),
-    _rounds(
-        "rounds-llama-8b-4k",
-        "Llama-3.1-8B's shape after 4,096 tokens: plain, and EAGLE-3's drafts, of which none is accepted",
-        4,
-        *(EIGHT_B, "drafter=eagle3", "prompt_tokens=4096", "score.prompts=1"),
-        tiny=LONG,
-    ),
-    _rounds(
-        "rounds-llama-8b-32k",
-        "the same after 32,768 tokens",
-        7,
-        *(EIGHT_B, "drafter=eagle3", "prompt_tokens=32768", "score.prompts=1", "score.repeats=3"),
-        tiny=LONG,
-    ),
 ]
 TRAINING = [
     Step(
@@ -141,6 +134,24 @@ TRAINING = [
         *("drafter.depth=7", "drafter.anchors=0", "logits_rows=2048"),
     ),
 ]
+CONTEXT = [
+    _rounds(
+        "context-llama-8b-4k",
+        "Llama-3.1-8B's shape after 4,096 tokens: plain, and EAGLE-3's drafts, of which none is accepted",
+        4,
+        *(EIGHT_B, "drafter=eagle3", "prompt_tokens=4096", "score.prompts=1"),
+        tiny=LONG,
+        group="context",
+    ),
+    _rounds(
+        "context-llama-8b-32k",
+        "the same after 32,768 tokens",
+        7,
+        *(EIGHT_B, "drafter=eagle3", "prompt_tokens=32768", "score.prompts=1", "score.repeats=3"),
+        tiny=LONG,
+        group="context",
+    ),
+]
 
 
 def _field() -> list[Step]:
@@ -162,4 +173,4 @@ def _field() -> list[Step]:
 
 def steps() -> list[Step]:
     """All steps, in order of value."""
-    return [*TESTS, *DECODING, *TRAINING, *_field()]
+    return [*TESTS, *DECODING, *TRAINING, *CONTEXT, *_field()]
