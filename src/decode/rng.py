@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from decode.errors import UserError
 from decode.integers import whole_number
-from decode.transfer import upload
+from decode.transfer import HostReadError, upload
 
 
 class Purpose(IntEnum):
@@ -182,6 +183,15 @@ class KeyedCoin:
         """Copy an int64 table to the device in one transfer with this round's probable draws."""
         return self._upload(list(self._expected), device, table)
 
+    @property
+    def asked(self) -> list[_BlockKey]:
+        """Blocks of draws that this round has used."""
+        return list(self._asked)
+
+    def table(self, keys: Sequence[_BlockKey]) -> np.ndarray:
+        """(n,) draws of these blocks for this round, as `TableCoin` reads them."""
+        return np.concatenate([np.empty(0), *(self._block(key).ravel() for key in keys)])
+
     def _uniforms(self, key: Key, count: int, device: torch.device) -> Tensor:
         """(B, count) draws of slots key.slot .. key.slot + count - 1."""
         block, place = divmod(key.slot, BLOCK)
@@ -253,6 +263,30 @@ class KeyedCoin:
         u = u.reshape(*active.shape, 1)
         index = torch.searchsorted(cdf, u * cdf[..., -1:], right=True)[..., 0]  # skips weights of 0
         return index.clamp_max(weights.shape[-1] - 1)
+
+
+class TableCoin(KeyedCoin):
+    """Draws of one round that are on the device; other draws are refused.
+
+    Args:
+        keys: blocks of the table.
+        table: (n,) float64; see `KeyedCoin.table`.
+        rows: B.
+    """
+
+    def __init__(self, keys: Sequence[_BlockKey], table: Tensor, rows: int) -> None:
+        sizes = [rows * (1 if is_target else len(Purpose) - 1) * BLOCK for is_target, _, _ in keys]
+        parts = table.split(sizes) if sizes else ()
+        self._expected, self._asked = {}, {}
+        self._current = {
+            (table.device, key): part.view(rows, -1, BLOCK) for key, part in zip(keys, parts, strict=True)
+        }
+
+    @override
+    def _upload(
+        self, keys: Sequence[_BlockKey], device: torch.device, table: np.ndarray = _NO_TABLE
+    ) -> Tensor:
+        raise HostReadError("a drafter or rule uploads numbers within a round")
 
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 
 def upload(values: np.ndarray, device: torch.device) -> Tensor:
@@ -95,6 +98,69 @@ class Settled(RowInts):
         lengths = [self.draft_lengths[r] for r in rows] if self.draft_lengths else ()
         texts = [self.texts[r] for r in rows]
         return type(self)([self[r] for r in rows], self._select_copy(rows), texts, lengths)
+
+
+_fixed = ContextVar("fixed", default=False)
+
+
+@contextmanager
+def device_only() -> Iterator[None]:
+    """Code in this context reads nothing from the device, so that a graph can repeat it."""
+    token = _fixed.set(True)
+    try:
+        yield
+    finally:
+        _fixed.reset(token)
+
+
+def on_device_only() -> bool:
+    """Whether the caller must not read the device, not even to leave a loop early."""
+    return _fixed.get()
+
+
+class DeviceInts(RowInts):
+    """An integer per row that only the device knows; whatever asks the host for them fails.
+
+    Args:
+        copy: (B,) on the device.
+    """
+
+    def __init__(self, copy: Tensor) -> None:
+        super().__init__((), copy)
+
+    @override
+    def on(self, device: torch.device) -> Tensor:
+        assert self._copy is not None
+        return self._copy if self._copy.device == device else self._copy.to(device)
+
+    @override
+    def plus(self, other: Sequence[int] | int) -> DeviceInts:
+        assert self._copy is not None
+        more = other if isinstance(other, int) else RowInts.of(other).on(self._copy.device)
+        return DeviceInts(self._copy + more)
+
+    @override
+    def negative(self) -> DeviceInts:
+        assert self._copy is not None
+        return DeviceInts(-self._copy)
+
+    def _refuse(self, *_: object) -> Any:
+        raise HostReadError("the host asked for a number that only the device knows")
+
+    __iter__ = __len__ = __getitem__ = __eq__ = __ne__ = __lt__ = __contains__ = __bool__ = _refuse
+    __hash__ = None
+
+    @override
+    def select(self, rows: Sequence[int]) -> RowInts:
+        return self._refuse(rows)
+
+    @override
+    def joined(self, other: RowInts) -> RowInts:
+        return self._refuse(other)
+
+
+class HostReadError(RuntimeError):
+    """Code that runs on the device alone asked the host for a result."""
 
 
 def new_tokens(tokens: Tensor, counts: Sequence[int], root: Tensor, first: bool) -> Sequence[Sequence[int]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,14 @@ import torch
 from torch import Tensor
 
 from decode.draft import PAD, Draft
-from decode.draft_check import FAULTS, draft_fault
+from decode.draft_check import FAULTS
 from decode.errors import UserError
 from decode.generation.adaptive import adapt_depth
+from decode.generation.capture.makers import Captures, captures_of
+from decode.generation.capture.round import RunningTexts
+from decode.generation.capture.rows import CapturedRows
+from decode.generation.capture.state import NotCapturedError
+from decode.generation.device_part import accepted_path, drafted, follow, result_table, target_pass
 from decode.generation.finite import broken_slot, not_finite
 from decode.generation.types import (
     Observes,
@@ -48,7 +52,7 @@ SHARE = 8  # rows join once 1 / SHARE of the batch is free, because their prompt
 class _Batch:
     """State of the running rows, except the target's cache and the drafter's state."""
 
-    root: Tensor  # (B,) last emitted tokens, not yet read by the target
+    root: Any  # (B,) last emitted tokens, not yet read by the target; None while captured
     seen: Tensor | None = None  # (B, V) tokens of each text, for the repetition penalty
     followed: TextState | None = None  # state that the rule keeps for each text
 
@@ -124,7 +128,15 @@ class Loop:
         self.begun, self.waiting = 0, len(prompts)  # counts of requests, started in order
         self.batch = _Batch([], prompts, limits, coin)
         self.outputs, self.times = [Output([]) for _ in prompts], Times()
+        self.cache: Any = None  # of the target, while rounds are not captured
+        self._captured: CapturedRows | None = None
+        self._captures = captures_of(target) if self._is_plain() else None
         self.start = self.now()
+
+    def _is_plain(self) -> bool:
+        """Whether nothing but the table of a round is read on the host."""
+        others = (self.edit, self.observer, self.on_round)
+        return all(part is None for part in others) and isinstance(self.coin, KeyedCoin)
 
     @property
     def done(self) -> float:
@@ -171,7 +183,7 @@ class Loop:
         requests = list(range(self.begun, self.begun + count))
         self.begun, self.waiting = self.begun + count, self.waiting - count
         running = self.batch
-        held = (self.cache, self.state) if running.request else None
+        held = (self.cache, self.state) if running.request and not self._captured else None
         self.batch = _Batch(requests, self.prompts, self.limits, self.coin.select(requests))
         self._prefill([self.prompts[request] for request in requests])
         if held:
@@ -180,6 +192,12 @@ class Loop:
             else:
                 self.target.resume(held[0])
             self.batch, (self.cache, self.state) = running, held
+        elif self._captured:
+            if self.batch.request:
+                self._captured.load(self._texts(), len(self.batch.request))
+                self._release()
+                running.append(self.batch)
+            self.batch = running
         now = self.now()
         self.times.prefill, self.times.draft = self.times.prefill + now - begin, drafted
         for request in requests:
@@ -224,7 +242,10 @@ class Loop:
         draft = Draft.empty(len(prompts), device)
         result = match(draft, self._probs(logits), coin)
         self.state = self.drafter.new_state(len(prompts)) if self.drafter else None
-        running = self._settle(draft, result, broken_slot(logits, draft))
+        broken = broken_slot(logits, draft)
+        no_fault = torch.zeros_like(broken)
+        table = result_table(draft, result, broken, no_fault).tolist()
+        running = self._settle(table, 0, lambda: draft, prefill=True)
         self._report(logits, draft, result)
         texts = [[*prompt, *new] for prompt, new in zip(prompts, self._settled, strict=True)]
         self._advance(running, tokens, forward.taps, Settled(counts, end + 1, texts, ()), result)
@@ -232,6 +253,11 @@ class Loop:
     @torch.inference_mode()
     def round(self) -> None:
         """Run one draft, one target pass and one verification for every running row."""
+        if self._captures and self._captured is None:
+            self._capture(self._captures)
+        if self._captured:
+            self._captured_round(self._captured)
+            return
         target, batch, times = self.target, self.batch, self.times
         if target.cache is not self.cache:
             raise UserError("stream: the target has started another text; finish one stream before the next")
@@ -239,34 +265,71 @@ class Loop:
             raise UserError("stream: `tap` was called in between; finish the stream before changing taps")
         coin = batch.coin.at(batch.position, batch.rounds)
         begin = self.now()
-        if self.drafter is None or self.plan.depth == 0:  # depth may change between rounds
-            draft = Draft.empty(len(batch.request), target.device)
-        else:
-            draft = self.drafter.propose(self.state, target, self.sampler, coin, self.plan)
-        fault = draft_fault(draft, target.vocab_size, self.plan.rule.reads_probs)  # (B,)
-        # An id out of range would fail in the embedding, before the fault is read.
-        draft = replace(draft, tokens=draft.tokens.clamp(PAD, target.vocab_size - 1))
+        draft, fault = drafted(
+            self.drafter, self.state, target, self.sampler, coin, self.plan, len(batch.request)
+        )
         draft_end = self.now()
-        forward = target.extend(batch.root[:, None], draft)  # root and nodes: S slots
-        logits = target.head(forward.last)  # (B, S, V)
+        forward, logits = target_pass(target, batch.root, draft)
         verify_end = self.now()
         times.draft += draft_end - begin
         times.verify += verify_end - draft_end
 
         result = verify(self.plan.rule, draft, self._probs(logits, batch.followed), coin)
         answers = logits.argmax(-1) if self.observer else None
-        running = self._settle(draft, result, broken_slot(logits, draft), fault, answers)
+        # The only synchronisation of a round.
+        table = result_table(draft, result, broken_slot(logits, draft), fault, answers).tolist()
+        running = self._settle(table, draft.depth, lambda: draft)
         self._report(logits, draft, result)
 
-        # Keep the root and the accepted nodes in the cache. Emitted token i was drawn at slots[i], so
-        # slots[0 .. accepted] are the root and the accepted path.
+        # Keep the root and the accepted nodes in the cache.
         lengths = [output.draft_lengths[-1] for output in map(self.outputs.__getitem__, self._requests)]
         counts = Settled([a + 1 for a in self._accepted], result.accepted + 1, self._settled, lengths)
         target.keep(counts, None if draft.is_chain else result.slots)
-        path = result.slots  # (B, K + 1)
-        tokens = torch.cat([batch.root[:, None], draft.tokens], 1).gather(1, path)  # (B, K + 1)
-        row = torch.arange(path.shape[0], device=path.device)[:, None]
-        self._advance(running, tokens, forward.taps[row, path], counts, result)
+        tokens, taps = accepted_path(batch.root, draft, result, forward)
+        self._advance(running, tokens, taps, counts, result)
+
+    def _texts(self) -> RunningTexts:
+        """The current rows, on the device."""
+        batch = self.batch
+        return RunningTexts(self.target, self.state, batch.root, batch.seen, batch.followed)
+
+    def _release(self) -> None:
+        """Let go of what captured rounds hold for the current rows."""
+        self.cache = self.state = None
+        self.batch.root = self.batch.seen = self.batch.followed = None
+
+    def _capture(self, captures: Captures) -> None:
+        """Move the running rows into captured rounds, or find that these cannot be captured."""
+        rows, plan = len(self.batch.request), self.plan
+        rows = min(self.size, rows + self.waiting) if self.waiting else rows
+        draft = 1 + max(plan.nodes, plan.width * plan.depth) if self.drafter else 1
+        slots = max(len(p) + n for p, n in zip(self.prompts, self.limits, strict=True)) + draft
+        try:
+            parts = captures, self.drafter, plan, self.sampler, self._texts()
+            self._captured = CapturedRows(*parts, rows, slots)
+        except NotCapturedError as reason:
+            self._captures = None
+            who = self.proposer if self.drafter else "the target"
+            captures.say(f"decoding is not captured: {who} {reason}")
+            return
+        self._release()
+
+    def _captured_round(self, rows: CapturedRows) -> None:
+        """`round`, repeated from a graph."""
+        batch, begin = self.batch, self.now()
+        result = rows.round(batch.coin, batch.position, batch.rounds)
+        table = result.table.tolist()
+        self.times.verify += self.now() - begin
+        lines = [table[place] for place in rows.places]
+
+        def draft() -> Draft:
+            places = torch.tensor(rows.places, device=result.tokens.device)
+            return Draft(result.tokens[places], result.parents[places], self.plan.depth, None)
+
+        running = self._settle(lines, result.tokens.shape[1] and self.plan.depth, draft)
+        if len(running) < len(batch.request):
+            rows.keep(running, self.waiting > 0)
+            batch.select(RowInts(running))
 
     def _probs(self, logits: Tensor, state: TextState | None = None) -> TargetProbs:
         """The target's distributions for the (B, S, V) logits of a round."""
@@ -283,22 +346,18 @@ class Loop:
 
     def _settle(
         self,
-        draft: Draft,
-        result: VerificationResult,
-        broken: Tensor,
-        fault: Tensor | None = None,
-        answers: Tensor | None = None,
+        table: Sequence[Sequence[int]],
+        depth: int,
+        draft: Callable[[], Draft],
+        prefill: bool = False,
     ) -> list[int]:
-        """Copy the emitted tokens to the host and append them to the outputs.
-
-        This is the only device synchronisation of a round, so all results are copied as one table.
+        """Append the emitted tokens to the outputs.
 
         Args:
-            draft: the round's draft.
-            result: its verification.
-            broken: (B,) see `broken_slot`.
-            fault: (B,) see `draft_fault`; None in the prefill.
-            answers: (B, S) the target's most likely token at every slot, if the drafter `Observes`.
+            table: see `result_table`.
+            depth: of the draft.
+            draft: returns the round's draft; called if something is wrong with it.
+            prefill: whether these are the texts' first tokens.
 
         Returns:
             Rows that are not finished.
@@ -306,21 +365,16 @@ class Loop:
         Raises:
             UserError: the target's logits are not finite, or verification of the draft would not be lossless.
         """
-        batch, is_prefill, width = self.batch, fault is None, result.tokens.shape[1]
-        shape = broken if fault is None else fault, draft.lengths(), (draft.tokens >= 0).sum(-1)
-        columns = [result.accepted[:, None], result.tokens, broken[:, None], *(s[:, None] for s in shape)]
-        columns += [] if answers is None else [answers]
-        # Rows of [accepted, *tokens, broken slot, fault, draft length, nodes, *answers]
-        table = torch.cat(columns, 1).tolist()
+        batch, width = self.batch, depth + 1
         for row, line in enumerate(table):
             if slot := line[1 + width]:
-                raise self._not_finite(row, draft, slot - 1)
-        if not is_prefill and (number := next((line[2 + width] for line in table if line[2 + width]), 0)):
+                raise self._not_finite(row, draft(), slot - 1)
+        if number := next((line[2 + width] for line in table if line[2 + width]), 0):
             raise UserError(
                 f"{self.proposer} drafted {FAULTS[number]}; decode.rule={self.plan.rule.name} would not be "
                 "lossless: correct its `propose` (docs/adding.md)"
             )
-        if self.observer and answers is not None:
+        if self.observer and not prefill:
             self.observer.observe(self.state, [line[5 + width :] for line in table])
         self._requests, self._accepted = batch.request, []
         self._settled, self._emitted = [], []  # tokens before and after the cut at a request's end
@@ -337,7 +391,7 @@ class Loop:
             output.tokens += tokens
             self._accepted.append(accepted)
             self._emitted.append(tokens)
-            if not is_prefill:
+            if not prefill:
                 output.emitted.append(len(tokens))
                 output.accepted.append(accepted)
                 output.draft_lengths.append(line[3 + width])
@@ -346,7 +400,7 @@ class Loop:
             if batch.remaining[row] > 0 and not output.stopped:
                 running.append(row)
         batch.position = batch.position + np.array(self._accepted) + 1
-        batch.rounds = batch.rounds + (0 if is_prefill else 1)
+        batch.rounds = batch.rounds + (0 if prefill else 1)
         return running
 
     def _not_finite(self, row: int, draft: Draft, slot: int) -> UserError:
@@ -370,12 +424,8 @@ class Loop:
         self, running: list[int], tokens: Tensor, taps: Tensor, counts: Settled, result: VerificationResult
     ) -> None:
         """Drop finished rows, set the new roots, and advance the drafter by the settled tokens."""
-        batch, root = self.batch, result.tokens.gather(1, result.accepted[:, None])[:, 0]
-        batch.root = root
-        if batch.seen is not None:
-            batch.seen.scatter_(1, torch.where(result.tokens >= 0, result.tokens, root[:, None]), value=True)
-        if batch.followed is not None:
-            batch.followed = batch.followed.after(result.tokens)
+        batch = self.batch
+        follow(batch, result)
         if len(running) < len(batch.request):
             rows = RowInts(running)
             batch.select(rows)
@@ -383,11 +433,11 @@ class Loop:
                 return
             self.target.select(rows)
             tokens, taps, counts = (select_rows(part, rows) for part in (tokens, taps, counts))
-            root = batch.root
             if self.drafter:
                 self.drafter.select(self.state, rows)
         if self.drafter:
             width = max(counts)
             begin = self.now()
-            self.drafter.advance(self.state, self.target, tokens[:, :width], taps[:, :width], counts, root)
+            tokens, taps = tokens[:, :width], taps[:, :width]
+            self.drafter.advance(self.state, self.target, tokens, taps, counts, batch.root)
             self.times.draft += self.now() - begin

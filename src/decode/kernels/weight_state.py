@@ -63,6 +63,13 @@ def weight_state(weight: Tensor) -> WeightState:
     return WeightState(watched.serial, *counted(weight))
 
 
+def current_state(weight: Tensor) -> WeightState:
+    """State of a weight, without watching it: the serial is 0 if nothing was copied from it."""
+    watched = _WATCHED.get(id(weight))
+    serial = 0 if watched is None or watched.weight() is not weight else watched.serial
+    return WeightState(serial, *counted(weight))
+
+
 def notice_changes() -> None:
     """Compare all watched weights with their recorded checksums; copies of changed ones are rebuilt."""
     same: dict[torch.device, list[tuple[_Watched, Tensor, Tensor]]] = {}

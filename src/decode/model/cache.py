@@ -32,7 +32,12 @@ class RowStore:
     Attributes:
         lengths: number of settled slots per row, known to the host and to the device.
         width: number of slots that attention reads in the current forward pass.
+        window: see `attention_mask`; of a drafter's layers.
+        sinks: likewise.
     """
+
+    window: int | None = None
+    sinks = 0
 
     def __init__(self, layers: int, rows: int, capacity: int) -> None:
         self.layers, self.capacity = layers, capacity
@@ -47,6 +52,12 @@ class RowStore:
         self._index: Tensor | None = None  # (B * n,) flat slots to write, if rows differ in length
         self._all_views: Sequence[Tensor] = ()  # keys, values of each layer: slots to attend to
         self._new_views: Sequence[Tensor] = ()  # keys, values of each layer: slots to write, if equal length
+
+    @property
+    def data(self) -> Tensor:
+        """(layers, 2, B, capacity, heads * dim) keys and values; allocated at the first write."""
+        assert self._data is not None
+        return self._data
 
     @property
     def bytes_per_token(self) -> int:
@@ -67,6 +78,27 @@ class RowStore:
     def before(self) -> int:
         """Number of slots before the new ones (settled and scratch) in the current forward pass."""
         return self.width - self._new
+
+    @property
+    def even(self) -> bool:
+        """Whether the host knows that all rows have equally many settled slots."""
+        return len(set(self.lengths)) == 1
+
+    @property
+    def begun(self) -> bool:
+        """Whether the rows have settled slots."""
+        return bool(self.lengths[0])
+
+    @property
+    def unsettled(self) -> int:
+        """Number of scratch and new slots in the current forward pass."""
+        return self._scratch + self._new
+
+    def visible(
+        self, block: Tensor, positions: Tensor | None = None, window: int | None = None, sinks: int = 0
+    ) -> Tensor:
+        """(B, n, width) bool: slots that each new one attends to; see `attention_mask`."""
+        return attention_mask(self.lengths, block, self.width, positions, window, sinks)
 
     def begin(self, new: int, scratch: int = 0) -> None:
         """Prepare to write `new` slots after each row's settled slots and its `scratch` unsettled ones."""
@@ -122,7 +154,7 @@ class RowStore:
             raise UserError("target: layers keep keys and values of different shapes; not supported")
         if not self._all_views:  # views of all layers at once: creating one costs as much as the copy below
             self._all_views = self._views(0, self.width, dim)
-            if len(set(self.lengths)) == 1:
+            if self.even:
                 self._new_views = self._views(self.before, self.width, dim)
         if self._new_views:
             self._new_views[2 * layer].copy_(keys)
@@ -383,17 +415,21 @@ class KVCache(Cache):
 
     Only full and sliding-window attention can be compacted; the probe rejects models with recurrent or
     linear-attention states.
-
-    Args:
-        places: device index of each layer; see `MultiDeviceStore`.
-        rows: B.
-        capacity: as in `RowStore`.
     """
 
-    def __init__(self, places: Sequence[int], rows: int, capacity: int) -> None:
-        layers = len(places)
-        multi_device = len(set(places)) > 1
-        self.store = (
-            MultiDeviceStore(places, rows, capacity) if multi_device else RowStore(layers, rows, capacity)
-        )
-        super().__init__(layers=[_Layer(self.store, i) for i in range(layers)])
+    def __init__(self, store: RowStore) -> None:
+        self.store = store
+        super().__init__(layers=[_Layer(store, i) for i in range(store.layers)])
+
+    @classmethod
+    def empty(cls, places: Sequence[int], rows: int, capacity: int) -> KVCache:
+        """A cache without tokens.
+
+        Args:
+            places: device index of each layer; see `MultiDeviceStore`.
+            rows: B.
+            capacity: as in `RowStore`.
+        """
+        if len(set(places)) > 1:
+            return cls(MultiDeviceStore(places, rows, capacity))
+        return cls(RowStore(len(places), rows, capacity))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
+from functools import partial
 from threading import Lock, RLock
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -128,7 +130,7 @@ class CausalLM:
         Also rebuilds copies of weights, the drafter's included, if the weights changed.
         """
         notice_changes()
-        self._cache = KVCache(self._places, rows, capacity)
+        self._cache = KVCache.empty(self._places, rows, capacity)
         self._fused = self.fused
 
     @property
@@ -284,6 +286,12 @@ class CausalLM:
         """Continue with the texts of an earlier cache."""
         self._cache = cache
 
+    def over(self, store: RowStore) -> Self:
+        """The same model with another cache, which shares everything else."""
+        twin = copy(self)
+        twin._cache = KVCache(store)
+        return twin
+
     def _mask(
         self, block: Tensor | None, tokens: Tensor, store: RowStore
     ) -> Tensor | dict[str, Tensor] | None:
@@ -291,25 +299,30 @@ class CausalLM:
         window, new = self._window, tokens.shape[1]
         if block is None:
             # A single token that sees everything, or a whole prompt: the kernel needs no mask.
-            simple = len(set(store.lengths)) == 1 and (new == 1 or new == store.width)
+            simple = store.even and (new == 1 or new == store.width)
             if self._sdpa and simple and (window is None or store.width < window):
                 return None
-            unsettled = store.width - max(store.lengths)
+            unsettled = store.unsettled
             block = torch.ones(1, new, unsettled, dtype=torch.bool, device=tokens.device)
             block = block.tril(unsettled - new)
-        return self.additive_mask(store.lengths, block, store.width, self._unsettled)
+        see = partial(store.visible, block, self._unsettled)
+        return self._additive(see, len(tokens))
 
     def additive_mask(
         self, lengths: Sequence[int], block: Tensor, width: int, positions: Tensor | None
     ) -> Tensor | dict[str, Tensor]:
         """`attention_mask` in additive form, with each layer type's window; a dict if there are several."""
+        return self._additive(partial(attention_mask, lengths, block, width, positions), len(lengths))
+
+    def _additive(self, see: Callable[[int | None], Tensor], rows: int) -> Tensor | dict[str, Tensor]:
+        """(B, 1, n, width) additive form of the slots that `see` returns for a window; or a dict of these."""
 
         def build(window: int | None) -> Tensor:
-            allow = attention_mask(lengths, block, width, positions, window)[:, None]
+            allow = see(window)[:, None]
             # Additive, since every layer would convert a boolean mask again.
             bias = torch.zeros(allow.shape, dtype=self.dtype, device=allow.device)
             bias = bias.masked_fill_(~allow, torch.finfo(self.dtype).min)
-            return bias.expand(len(lengths), -1, -1, -1)
+            return bias.expand(rows, -1, -1, -1)
 
         if "sliding_attention" in self._kinds:
             named = {"full_attention": None, "sliding_attention": self._window}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from decode.draft import PAD, Draft
 from decode.rng import Coin, Key, Purpose
+from decode.transfer import on_device_only
 from decode.verification.result import (
     VerificationResult,
     accept_longest,
@@ -154,4 +155,4 @@ def _residual(p: Tensor, q: Tensor, rejected: Tensor) -> Tensor:
 
 def none_true(mask: Tensor) -> bool:
     """Whether a CPU mask has no True. Always False on other devices, to avoid a synchronisation."""
-    return mask.device.type == "cpu" and not mask.any()
+    return mask.device.type == "cpu" and not on_device_only() and not mask.any()

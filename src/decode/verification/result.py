@@ -28,7 +28,7 @@ def emit_path(draft: Draft, end: Tensor, extra: Tensor) -> VerificationResult:
     # Write each slot of the path to the column of its level; the others share a last column, cut below.
     place = torch.where(on_path, draft.levels, draft.depth + 1)
     slots = slots.scatter(1, place, torch.arange(place.shape[1], device=end.device).expand_as(place))
-    slots[:, -1] = 0
+    slots[:, -1].zero_()
     # Column j emits the token of the slot at level j + 1; `extra` goes after the last accepted one.
     tokens = nn.functional.pad(draft.tokens, (1, 0), value=PAD).gather(1, slots[:, 1:])
     tokens = tokens.scatter(1, accepted[:, None], extra[:, None])

@@ -12,6 +12,7 @@ from decode.draft import PAD, Draft, DraftProbs
 from decode.plan import Plan
 from decode.rng import Coin, Key, Purpose
 from decode.sampling import Sampler
+from decode.transfer import on_device_only
 from drafters.vocabulary import Vocabulary, probs_of, target_ids
 
 Step = Callable[[Tensor, Tensor], Tensor]  # see `expand`
@@ -47,7 +48,8 @@ def draft_chain(
         if probs is not None:
             levels.append(probs)
             alive = alive & (probs.amax(-1) > 0)  # a chain ends where nothing can be drawn
-        if plan.min_confidence and not alive.any():  # one synchronisation with the device per level
+        # One synchronisation with the device per level.
+        if plan.min_confidence and not on_device_only() and not alive.any():
             break
         if probs is None:
             token = target_ids(logits.max(-1).indices, vocabulary)  # faster than `argmax` on a CPU

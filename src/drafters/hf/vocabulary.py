@@ -40,7 +40,7 @@ def unread_text(lm: CausalLM, tokens: Tensor, counts: Sequence[int], root: Tenso
         (B, n) right-padded tokens, and the place of each root among them.
     """
     place = RowInts.of(counts)
-    if lm.lengths[0]:  # tokens[:, 0] is the previous root, already in the cache
+    if lm.cache.store.begun:  # tokens[:, 0] is the previous root, already in the cache
         tokens, place = tokens[:, 1:], place.plus(-1)
     root = root[:, None]
     text = torch.cat([tokens, root], 1).scatter(1, place.on(root.device)[:, None], root)

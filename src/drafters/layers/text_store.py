@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from decode.model.cache import RowStore, attention_mask
+from decode.model.cache import RowStore
 from decode.transfer import RowInts
 from drafters.layers.decoder_layer import DecoderLayer
 
@@ -32,7 +32,7 @@ class TextStore(RowStore):
 
     def __init__(self, stack: Sequence[DecoderLayer], rows: int) -> None:
         super().__init__(layers=len(stack), rows=rows, capacity=CAPACITY)
-        self._window, self._sinks = stack[0].window, stack[0].sinks
+        self.window, self.sinks = stack[0].window, stack[0].sinks
         self.dropped = RowInts([0] * rows)
         self._offsets: Tensor | None = None  # (m,) positions of the unsettled slots after the settled ones
 
@@ -57,8 +57,8 @@ class TextStore(RowStore):
     @override
     def keep(self, counts: Sequence[int], slots: Tensor | None = None) -> None:
         super().keep(counts, slots)
-        if self._window is not None and max(self.lengths) > 2 * (self._window + self._sinks):
-            self._drop(self._sinks + self._window - 1)
+        if self.window is not None and max(self.lengths) > 2 * (self.window + self.sinks):
+            self._drop(self.sinks + self.window - 1)
 
     def _drop(self, most: int) -> None:
         """Keep the first S and the newest slots of each row, `most` in all."""
@@ -67,7 +67,7 @@ class TextStore(RowStore):
         self.dropped.on(device)  # so that sums with it are computed on the device
         dropped = RowInts([max(0, length - most) for length in self.lengths])
         kept = torch.arange(most, device=device)
-        index = kept + dropped.on(device)[:, None] * (kept >= self._sinks)  # (B, most)
+        index = kept + dropped.on(device)[:, None] * (kept >= self.sinks)  # (B, most)
         # A copy, to free the memory of a long prompt.
         old, rows = self._data, torch.arange(len(self.lengths), device=device)[:, None]
         self._data = self._all = old.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
@@ -99,18 +99,18 @@ class TextStore(RowStore):
         """
         new, newest = (1, block) if isinstance(block, int) else block.shape[1:]
         window = None
-        if self._window is not None:
+        if self.window is not None:
             if isinstance(offsets, int):
                 offsets = torch.full((new,), offsets, device=device)
             scratch = [] if self._offsets is None else [self._offsets[: newest - new]]
             self._offsets = torch.cat([*scratch, offsets])
-            window = self._window if self.width > self._window else None
+            window = self.window if self.width > self.window else None
         if isinstance(block, int):
-            if window is None and len(set(self.lengths)) == 1:
+            if window is None and self.even:
                 return None
             block = torch.ones(1, 1, block, dtype=torch.bool, device=device)
         if window is None:
-            return attention_mask(self.lengths, block, self.width)[:, None]
+            return self.visible(block)[:, None]
         assert self._offsets is not None
         positions = self.lengths.on(device)[:, None] + self._offsets  # (B, m), in slots
-        return attention_mask(self.lengths, block, self.width, positions, window, self._sinks)[:, None]
+        return self.visible(block, positions, window, self.sinks)[:, None]

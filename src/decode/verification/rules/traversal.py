@@ -58,7 +58,7 @@ class Traversal(Rule):
         passes, residual = _pass_chances(draft, target.all(draft))  # (B, S), (B, S, V)
         order = draft.postorder().argsort(-1)  # (B, S) slots, every subtree before its root
         chance = passes.double().gather(1, order)
-        chance[:, -1] = 1.0  # the root always passes; guards against rounding
+        chance[:, -1].fill_(1.0)  # the root always passes; guards against rounding
         # Chance that all slots before this one failed: exclusive cumulative product.
         failed = torch.cat([torch.ones_like(chance[:, :1]), (1 - chance).cumprod(1)[:, :-1]], 1)
         end = order[row, coin.draw(chance * failed, Key(Purpose.ACCEPT, 0), active)]  # (B,) accepted slot
@@ -89,7 +89,7 @@ def _pass_chances(draft: Draft, residual: Tensor) -> tuple[Tensor, Tensor]:
     rows, nodes = draft.tokens.shape
     row = torch.arange(rows, device=residual.device)[:, None]
     w = torch.zeros(rows, nodes + 1, dtype=residual.dtype, device=residual.device)  # (B, S)
-    w[:, 0] = 1.0
+    w[:, 0].fill_(1.0)
     # Fixed nodes and their earlier fixed siblings. A repeated token is dropped: the first one takes
     # all of its mass.
     fixed = (draft.tokens != PAD) & ~drafted.sampled  # (B, N)

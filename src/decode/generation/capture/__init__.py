@@ -1,0 +1,1 @@
+"""Decoding rounds of fixed shapes, which a graph can repeat without the host."""

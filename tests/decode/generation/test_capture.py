@@ -1,0 +1,299 @@
+"""Captured rounds: traced at one text, they decode others as the uncaptured loop does, token for token."""
+
+import re
+
+import pytest
+import torch
+from families import PROMPTS as FAMILY_PROMPTS
+from families import WORKS, save
+from workbench import enlarge
+
+from decode.depth_policy import DepthPolicy
+from decode.errors import UserError
+from decode.generation.capture import fixed_store
+from decode.generation.capture.makers import Captures, Key, captures_of, traced
+from decode.generation.capture.rows import bucket
+from decode.generation.capture.state import NotCapturedError
+from decode.generation.capture.trace import trace
+from decode.generation.generate import generate, stream
+from decode.model.load import load_target
+from decode.plan import Plan
+from decode.sampling import Sampler
+from decode.transfer import HostReadError
+
+VOCAB = 24
+PROMPTS = [[5, 9, 2, 7, 3, 5, 9, 2], [4, 6, 10], [17, 4, 21, 6, 12, 17, 4], [1, 2], [9] * 12]
+TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+CHAIN, DYNAMIC, SAMPLED = Plan(3), Plan(3, 3, 7), Plan(3, proposal="sampled", rule="token")
+STATIC = Plan(tree=TREE, proposal="sampled", rule="recursive")
+# Reasons of the drafters that are left out; all others are captured.
+HOST = "keeps .* on the host"
+HOST_STATES = ("cascade", "hf_dllm", "lookahead", "ngram", "recycle", "sparse", "suffix", "union")
+LEFT_OUT = dict.fromkeys(HOST_STATES, HOST)
+
+
+@pytest.fixture
+def target(tiny_target):
+    target = tiny_target(vocab=VOCAB, layers=3, hidden=16, positions=512)
+    enlarge(target.model, 8.0)  # so that a wrong mask changes what is accepted
+    return target
+
+
+def decoded(target, drafter, plan, temperature, capture, size=None, length=24, prompts=PROMPTS, **options):
+    """Texts, and accepted tokens and draft lengths of every round."""
+    target.capture = capture
+    sampler = Sampler(temperature, **options.pop("warp", {}))
+    options |= {"sampler": sampler, "plan": plan, "max_new_tokens": length, "batch_size": size, "stop": (3,)}
+    outputs = generate(target, drafter, prompts, **options).outputs
+    return [(o.tokens, o.accepted, o.draft_lengths, o.drafted) for o in outputs]
+
+
+def assert_same(target, drafter, plan, temperature, **options):
+    """Compare for one row at a time, and for three, which others join."""
+    for size in (1, 3):
+        plain = decoded(target, drafter, plan, temperature, False, size, **options)
+        captured = decoded(target, drafter, plan, temperature, True, size, **options)
+        assert captured == plain, (plan, temperature, size)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_every_drafter_decodes_as_uncaptured(target, make_drafter, drafter_name, shape, temperature, capsys):
+    drafter = make_drafter(drafter_name, target)
+    verifier = drafter.verifier(target)
+    greedy = {"chain": CHAIN, "tree": DYNAMIC}
+    drawn = {"chain": SAMPLED, "tree": STATIC}
+    plan = (drawn if temperature and "sampled" in drafter.traits.proposals else greedy)[shape]
+    assert_same(verifier, drafter, plan, temperature)
+    said = capsys.readouterr().err
+    if reason := LEFT_OUT.get(drafter_name):
+        assert "decoding is not captured" in said
+        assert re.search(reason, said)
+    else:
+        assert "not captured" not in said, said
+        assert captures_of(verifier)._rounds
+
+
+# -- plans, rules and options ---------------------------------------------------------------------
+
+PLANS = {
+    "plain": Plan(),
+    "block": Plan(3, proposal="sampled", rule="block"),
+    "hybrid tree": Plan(3, 3, 7, "hybrid"),
+    "static hybrid": Plan(tree=TREE, proposal="hybrid"),
+    "traversal": Plan(tree=TREE, proposal="sampled", rule="traversal"),
+    "side by side": Plan(3, proposal="sampled", drafts=3),
+    "selected": Plan(3, proposal="sampled", drafts=3, rule="select"),
+    "confident": Plan(3, proposal="sampled", min_confidence=0.2),
+    "typical": Plan(3, rule="typical", lossy=True),
+    "lenience": Plan(3, proposal="sampled", rule="lenience", lossy=True),
+}
+
+
+@pytest.mark.parametrize("plan", list(PLANS.values()), ids=list(PLANS))
+def test_every_plan_and_rule_decodes_as_uncaptured(target, make_drafter, plan):
+    drafter = make_drafter("eagle", target)
+    assert_same(target, drafter if plan.depth else None, plan, 1.0)
+    assert captures_of(target)._rounds
+
+
+@pytest.mark.parametrize("warp", [{"repetition_penalty": 1.3}, {"top_k": 5, "top_p": 0.8}])
+def test_warped_texts_are_the_uncaptured_ones(target, make_drafter, warp):
+    for temperature in (0.0, 1.0):
+        assert_same(target, make_drafter("eagle", target), CHAIN, temperature, warp=warp)
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen2", "gpt2, context ends", "mistral, window 6", "gemma3, window 6"]
+)
+def test_classes_with_and_without_a_fused_pass_are_captured(kind, tmp_path, make_drafter):
+    kind, options, *seed = WORKS[kind]
+    target = load_target(str(save(tmp_path, kind, options, *seed)), "float64")
+    for temperature, plan in ((0.0, DYNAMIC), (1.0, SAMPLED)):
+        drafter = make_drafter("eagle", target)
+        assert_same(target, drafter, plan, temperature, prompts=FAMILY_PROMPTS, length=20)
+    assert captures_of(target)._rounds
+
+
+def test_fused_pass_in_single_precision_is_captured(tiny_target, make_drafter):
+    target = tiny_target(vocab=VOCAB, layers=3, hidden=16, positions=512, dtype=torch.float32)
+    assert target.fused is not None
+    assert_same(target, make_drafter("eagle", target), DYNAMIC, 0.0)
+    assert_same(target, make_drafter("eagle", target), SAMPLED, 1.0)
+
+
+def test_windows_and_sinks_of_a_drafter_are_captured(target, make_drafter):
+    drafter = make_drafter("eagle", target, window=4, sinks=2)
+    prompts = [[*range(4, 24)] * 2, [4, 6, 10], [17, 4, 21]]  # the first drops positions at once
+    assert_same(target, drafter, DYNAMIC, 0.0, prompts=prompts, length=40)
+    assert_same(target, drafter, SAMPLED, 1.0, prompts=prompts, length=40)
+
+
+def test_rows_that_end_by_a_stop_test_are_the_same(target, make_drafter):
+    class Until:
+        def __init__(self):
+            self.count = 0
+
+        def __call__(self, token):
+            self.count += token % 3 == 0
+            return self.count == 4
+
+    assert_same(target, make_drafter("eagle", target), SAMPLED, 1.0, until=Until)
+
+
+# -- what is not captured, and what changes between rounds -----------------------------------------
+
+
+def test_adaptive_lengths_and_callbacks_are_not_captured(target, make_drafter, capsys):
+    drafter, seen = make_drafter("eagle", target), []
+    pace = DepthPolicy(prior=0.5, costs=((1, (1.0, 1.1, 1.2, 1.3)),))
+    assert_same(target, drafter, Plan(3, proposal="sampled", adapt=pace), 1.0)
+    assert "decoding is not captured: Eagle keeps ndarray on the host" in capsys.readouterr().err
+    assert decoded(target, drafter, CHAIN, 0.0, True, on_round=seen.append) == decoded(
+        target, drafter, CHAIN, 0.0, False
+    )
+    assert seen
+
+
+def test_new_weights_are_used(target, make_drafter):
+    drafter = make_drafter("eagle", target)
+    first = decoded(target, drafter, CHAIN, 0.0, True, 1)
+    for weight in (target.model.lm_head.weight, *drafter.parameters()):
+        weight.data = -weight.data
+    expected = decoded(target, drafter, CHAIN, 0.0, False, 1)
+    assert expected != first
+    assert decoded(target, drafter, CHAIN, 0.0, True, 1) == expected
+    assert len({key.weights for key in captures_of(target)._rounds}) == 1  # the old rounds are dropped
+
+
+def test_two_streams_of_one_target_do_not_mix(target, make_drafter):
+    target.capture, drafter = True, make_drafter("eagle", target)
+
+    def pieces(prompt):
+        return stream(target, drafter, prompt, max_new_tokens=20, sampler=Sampler(0.0), plan=CHAIN)
+
+    first = pieces(PROMPTS[0])
+    for _ in range(3):
+        next(first)
+    list(pieces(PROMPTS[1]))
+    with pytest.raises(UserError, match="started another text"):
+        list(first)
+
+
+def test_a_round_that_reads_the_host_is_named_with_its_line(target):
+    def reads(x):
+        return x + int(x.sum())
+
+    with pytest.raises(NotCapturedError, match=r"reads the device \(_local_scalar_dense\)"):
+        trace(reads, [torch.ones(2)])
+    with pytest.raises(NotCapturedError, match="uploads numbers"):
+        trace(lambda x: x + torch.tensor([1.0, 2.0]), [torch.ones(2)])
+
+
+def test_a_drafter_that_asks_the_host_within_a_round_is_named(target, make_drafter, capsys, monkeypatch):
+    drafter = make_drafter("eagle", target)
+    monkeypatch.setattr(type(drafter), "propose", lambda *_: (_ for _ in ()).throw(HostReadError("x")))
+    target.capture = True
+    with pytest.raises(HostReadError):  # the uncaptured round then calls it too
+        decoded(target, drafter, CHAIN, 0.0, True, 1)
+    assert "decoding is not captured: Eagle reads the device in" in capsys.readouterr().err
+
+
+def test_captured_rounds_are_bounded_in_number(target):
+    captures = Captures(traced, most=2)
+    made = [captures.of(key_of(number), lambda: Silent()) for number in (1, 2, 1, 3)]
+    assert made[0] is made[2]
+    assert [key.rows for key in captures._rounds] == [1, 3]
+
+
+def key_of(rows):
+    return Key(None, (), (), rows)
+
+
+class Silent:
+    """A fixed round without work."""
+
+    buffers = (torch.zeros(1),)
+
+    def __call__(self, x):
+        return x, x, x
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 9, 31, 33, 100, 1000, 4097])
+def test_buckets_hold_the_count_and_waste_little(count):
+    for least in (1, 64):
+        size = bucket(count, least)
+        assert size >= count
+        assert size <= max(2 * count, least) if count <= 8 * least else size <= 1.25 * count
+
+
+# -- seeded bugs: each must show in texts or accepted tokens ----------------------------------------
+
+
+def baked_length(monkeypatch):
+    """The first text's lengths become constants of the graph."""
+    mask = fixed_store.FixedStore.visible
+
+    def visible(self, *given):
+        lengths = self.slots.lengths
+        self.slots = self.slots._replace(lengths=torch.full_like(lengths, 9))
+        try:
+            return mask(self, *given)
+        finally:
+            self.slots = self.slots._replace(lengths=lengths)
+
+    monkeypatch.setattr(fixed_store.FixedStore, "visible", visible)
+
+
+def hidden_scratch(monkeypatch):
+    """Nodes of a draft do not see the earlier ones."""
+    mask = fixed_store.FixedStore.visible
+
+    def visible(self, block, *given):
+        hidden = block.clone()
+        hidden[..., 1:-1].fill_(False)
+        return mask(self, hidden, *given)
+
+    monkeypatch.setattr(fixed_store.FixedStore, "visible", visible)
+
+
+def unmasked_tail(monkeypatch):
+    """Slots after the new ones are visible."""
+    mask = fixed_store.FixedStore.visible
+
+    def visible(self, block, *given):
+        after = torch.arange(self.capacity) - self.slots.lengths[:, None]
+        return mask(self, block, *given) | (after >= block.shape[-1])[:, None]
+
+    monkeypatch.setattr(fixed_store.FixedStore, "visible", visible)
+
+
+def slot_off_by_one(monkeypatch):
+    """New slots are written one slot too late."""
+    places = fixed_store.FixedStore._places
+    monkeypatch.setattr(fixed_store.FixedStore, "_places", lambda self, steps: places(self, steps + 1))
+
+
+def row_that_joins_late_is_not_loaded(monkeypatch):
+    """A row that joins finds the keys of the row before it."""
+    load = fixed_store.Slots.load
+
+    def without_keys(self, store, row, source):
+        if self.lengths[row]:
+            self.lengths[row] = store.lengths[source]
+        else:
+            load(self, store, row, source)
+
+    monkeypatch.setattr(fixed_store.Slots, "load", without_keys)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [baked_length, hidden_scratch, unmasked_tail, slot_off_by_one, row_that_joins_late_is_not_loaded],
+)
+def test_seeded_bug_shows(bug, target, make_drafter, monkeypatch):
+    drafter = make_drafter("lm", target)
+    plain = [decoded(target, drafter, p, t, False, 2) for p, t in ((SAMPLED, 1.0), (DYNAMIC, 0.0))]
+    bug(monkeypatch)
+    assert [decoded(target, drafter, p, t, True, 2) for p, t in ((SAMPLED, 1.0), (DYNAMIC, 0.0))] != plain
+    assert captures_of(target)._rounds
