@@ -55,6 +55,7 @@ class TargetOptions:
     trust_remote_code: bool
     rows_until: str  # default of rollout.until
     compile: bool
+    capture: bool
     placement: str  # replicated | sharded | device_map
     max_memory: Mapping[Any, Any] | None  # device -> size such as 20GiB, for device_map
     offload_folder: str | None  # for device_map

@@ -181,6 +181,7 @@ def load_target(
     compiled: bool = False,
     placement: str = "replicated",
     decodes: bool = True,
+    capture: bool = False,
     **memory: Any,
 ) -> Target:
     """Load, freeze and probe a causal LM.
@@ -195,10 +196,12 @@ def load_target(
         placement: `replicated`: all on one device; `sharded`: each layer sharded over processes;
             `device_map`: layers spread over devices, host memory and disk.
         decodes: refuse a target that cannot verify drafts; False: only one that cannot be trained for either.
+        capture: whether decoding is captured; see `decode.generation.capture`.
         **memory: for `device_map`; see `offload.load_offloaded`.
 
     Raises:
-        UserError: see `load_model`, `probe` and `load_sharded`; or `compiled` with another placement.
+        UserError: see `load_model`, `probe` and `load_sharded`; `compiled` or `capture` with another
+            placement.
     """
     config = load_config(name, revision, trust_remote_code)
     if torch.device(device).type == "cuda":
@@ -207,6 +210,8 @@ def load_target(
         Abilities(decode=why_undecodable(config)).check_decode(f"target={name}:")
     if compiled and placement != "replicated":
         raise UserError(f"target.compile=true: layers of target.placement={placement} cannot be compiled")
+    if capture and placement != "replicated":
+        raise UserError(f"target.capture=true: rounds with target.placement={placement} cannot be captured")
     files = ModelFiles(*source_of(name, revision), f"target={name}")
     tell(account_of_generation(files.read(GENERATION), config.get_text_config().vocab_size), files.name)
     load = partial(load_model, name, dtype, revision, trust_remote_code, quantised=True)
@@ -224,6 +229,7 @@ def load_target(
     target.abilities = able._replace(decode=able.decode or why_elsewhere(config))
     if decodes or able.train:
         target.abilities.check_decode(f"target: {type(target.model).__name__}")
+    target.capture = capture
     if compiled:
         reason = target.compile()
         if reason:

@@ -43,7 +43,7 @@ class Target(CausalLM):
         UserError: a tap that does not exist; also see `CausalLM`.
     """
 
-    capture: bool | None = None  # whether rounds are captured; None: on a GPU
+    capture = False  # whether rounds are captured, see `decode.generation.capture`
     source = ""  # name of the engine that runs the layers, if any
     read_ahead = 0  # preferred tokens per `read`, if each call waits for a server
     starting_seconds = 0.0  # in which this process waited for engines that the run starts

@@ -98,6 +98,7 @@ class TargetSource:
                 options.compile,
                 options.placement,
                 decodes,
+                options.capture,
                 max_memory=options.max_memory,  # pyright: ignore[reportArgumentType]
                 offload_folder=options.offload_folder,
             )

@@ -120,11 +120,8 @@ _CAPTURES: WeakKeyDictionary[nn.Module, Captures] = WeakKeyDictionary()
 
 
 def captures_of(target: Target) -> Captures | None:
-    """Captured rounds of a target, shared by all objects made of its model; None if it has none.
-
-    On a GPU they are CUDA graphs. Elsewhere a target has none unless its `capture` is True.
-    """
-    on_gpu = target.device.type == "cuda"
-    if target.capture is False or (target.capture is None and not on_gpu):
+    """Captured rounds of a target, shared by all objects made of its model; None without `capture`."""
+    if not target.capture:
         return None
+    on_gpu = target.device.type == "cuda"
     return _CAPTURES.setdefault(target.model, Captures(graphed if on_gpu else traced))
