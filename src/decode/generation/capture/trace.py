@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
+
+# private API: the documented way to see every operation.
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
@@ -124,11 +126,19 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
+def _schema(node: fx.Node) -> Any:
+    """Types of an operation's arguments, and which of them it changes; None for other nodes."""
+    # private API: torch has no public way to ask which arguments an operation changes.
+    return getattr(node.target, "_schema", None) if node.op == "call_function" else None
+
+
 def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    schema = _schema(node)
+    return schema is not None and schema.is_mutable
 
 
 def _is_view(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.all_input_nodes:
+    schema = _schema(node)
+    if schema is None or not node.all_input_nodes:
         return False
-    return any(argument.alias_info for argument in node.target._schema.arguments[:1])
+    return any(argument.alias_info for argument in schema.arguments[:1])
