@@ -130,16 +130,21 @@ class Loop:
         self.outputs, self.times = [Output([]) for _ in prompts], Times()
         self.cache: Any = None  # of the target, while rounds are not captured
         self._captured: CapturedRows | None = None
-        self._captures = captures_of(target) if self._is_plain() else None
+        self._captures = captures_of(target)
+        if self._captures and (reason := self._host_reads()):
+            self._captures.say(f"decoding is not captured: {reason}")
+            self._captures = None
         self.start = self.now()
 
-    def _is_plain(self) -> bool:
-        """Whether nothing but the table of a round is read on the host.
-
-        With a clock, drafting and verification are timed apart, which one graph does not show.
-        """
-        others = (self.edit, self.observer, self.on_round, self.clock)
-        return all(part is None for part in others) and isinstance(self.coin, KeyedCoin)
+    def _host_reads(self) -> str:
+        """What reads more than a round's table on the host, between rounds; "" if nothing does."""
+        readers = {
+            "the target's logits are changed on the host": self.edit,
+            f"{self.proposer} reads the target's answers": self.observer,
+            "`on_round` reads every round": self.on_round,
+            "random numbers come from elsewhere": None if isinstance(self.coin, KeyedCoin) else self.coin,
+        }
+        return next((reason for reason, reader in readers.items() if reader is not None), "")
 
     @property
     def done(self) -> float:
@@ -318,18 +323,16 @@ class Loop:
         self._release()
 
     def _captured_round(self, rows: CapturedRows) -> None:
-        """`round`, repeated from a graph."""
-        batch, begin = self.batch, self.now()
-        result = rows.round(batch.coin, batch.position, batch.rounds)
-        table = result.table.tolist()
-        self.times.verify += self.now() - begin
-        lines = [table[place] for place in rows.places]
-
-        def draft() -> Draft:
-            places = torch.tensor(rows.places, device=result.tokens.device)
-            return Draft(result.tokens[places], result.parents[places], self.plan.depth, None)
-
-        running = self._settle(lines, result.tokens.shape[1] and self.plan.depth, draft)
+        """`round`, repeated from graphs."""
+        batch, times, begin = self.batch, self.times, self.now()
+        rows.draft(batch.coin, batch.position, batch.rounds)
+        draft_end = self.now()
+        rows.verify()
+        verify_end = self.now()
+        table = rows.advance()  # the only synchronisation
+        times.draft += draft_end - begin + self.now() - verify_end
+        times.verify += verify_end - draft_end
+        running = self._settle(table, self.plan.depth if self.drafter else 0, rows.drafted)
         if len(running) < len(batch.request):
             rows.keep(running, self.waiting > 0)
             batch.select(RowInts(running))

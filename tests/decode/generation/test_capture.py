@@ -1,6 +1,8 @@
 """Captured rounds: traced at one text, they decode others as the uncaptured loop does, token for token."""
 
+import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from workbench import enlarge
 from decode.depth_policy import DepthPolicy
 from decode.errors import UserError
 from decode.generation.capture import fixed_store
-from decode.generation.capture.makers import Captures, Key, captures_of, traced
+from decode.generation.capture.makers import Captures, Key, Stage, captures_of
 from decode.generation.capture.rows import bucket
 from decode.generation.capture.state import NotCapturedError
 from decode.generation.capture.trace import trace
@@ -28,8 +30,9 @@ CHAIN, DYNAMIC, SAMPLED = Plan(3), Plan(3, 3, 7), Plan(3, proposal="sampled", ru
 STATIC = Plan(tree=TREE, proposal="sampled", rule="recursive")
 # Reasons of the drafters that are left out; all others are captured.
 HOST = "keeps .* on the host"
-HOST_STATES = ("cascade", "hf_dllm", "lookahead", "ngram", "recycle", "sparse", "suffix", "union")
+HOST_STATES = ("cascade", "hf_dllm", "ngram", "sparse", "suffix", "union")
 LEFT_OUT = dict.fromkeys(HOST_STATES, HOST)
+LEFT_OUT |= {"lookahead": "reads the target's answers", "recycle": "has a state that grows"}
 
 
 @pytest.fixture
@@ -153,6 +156,16 @@ def test_adaptive_lengths_and_callbacks_are_not_captured(target, make_drafter, c
         target, drafter, CHAIN, 0.0, False
     )
     assert seen
+    assert "decoding is not captured: `on_round` reads every round" in capsys.readouterr().err
+
+
+def test_timed_rounds_are_captured_and_split(target, make_drafter):
+    drafter, ticks = make_drafter("eagle", target), itertools.count()
+    target.capture = True
+    options = {"sampler": Sampler(0.0), "plan": CHAIN, "max_new_tokens": 12, "clock": lambda: next(ticks)}
+    times = generate(target, drafter, PROMPTS[:1], **options).times
+    assert captures_of(target)._rounds
+    assert times.draft == 2 * times.verify > 0  # every stage lasts a tick; the drafter also advances
 
 
 def test_new_weights_are_used(target, make_drafter):
@@ -199,24 +212,15 @@ def test_a_drafter_that_asks_the_host_within_a_round_is_named(target, make_draft
     assert "decoding is not captured: Eagle reads the device in" in capsys.readouterr().err
 
 
-def test_captured_rounds_are_bounded_in_number(target):
-    captures = Captures(traced, most=2)
-    made = [captures.of(key_of(number), lambda: Silent()) for number in (1, 2, 1, 3)]
+def test_captured_rounds_are_bounded_in_number():
+    def key_of(rows):
+        return Key(None, (), (), rows)
+
+    fixed = SimpleNamespace(draft=None, verify=None, advance=None, buffers=[], drafter=None)
+    captures = Captures(lambda function, arguments: Stage(lambda: None, []), most=2)
+    made = [captures.of(key_of(number), lambda: fixed) for number in (1, 2, 1, 3)]
     assert made[0] is made[2]
     assert [key.rows for key in captures._rounds] == [1, 3]
-
-
-def key_of(rows):
-    return Key(None, (), (), rows)
-
-
-class Silent:
-    """A fixed round without work."""
-
-    buffers = (torch.zeros(1),)
-
-    def __call__(self, x):
-        return x, x, x
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 9, 31, 33, 100, 1000, 4097])

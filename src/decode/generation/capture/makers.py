@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from decode.generation.capture.round import FixedRound, RoundResult
+from decode.generation.capture.round import FixedRound
+from decode.generation.capture.state import clones
 from decode.generation.capture.trace import trace
 from decode.model.target import Target
 
@@ -20,20 +21,40 @@ WARM_UPS = 2  # runs before a recording, so that libraries have made their works
 MOST = 16  # captured rounds that a target keeps
 
 
-@dataclass(eq=False)
-class CapturedRound:
-    """A fixed round and the function that runs it over its buffers.
+class Stage(NamedTuple):
+    """A function of tensors at fixed addresses that can be run again.
 
     Attributes:
-        owner: the loop whose texts are in the buffers.
+        run: changes the arguments and the results in place.
+        results: of the newest run.
     """
 
-    round: FixedRound
-    run: Callable[[], RoundResult]
-    owner: object = None
+    run: Callable[[], None]
+    results: list[Tensor]
 
 
-Maker = Callable[[FixedRound], Callable[[], RoundResult]]
+Maker = Callable[[Callable[..., list[Tensor]], list[Tensor]], Stage]
+
+
+class CapturedRound:
+    """The stages of a fixed round over its buffers; see `FixedRound`.
+
+    Args:
+        fixed: the round.
+        make: makes stages.
+
+    Attributes:
+        owner: the rows whose texts are in the buffers.
+    """
+
+    def __init__(self, fixed: FixedRound, make: Maker) -> None:
+        self.fixed = fixed
+        self.owner: object = None
+        self.draft = make(fixed.draft, fixed.buffers)
+        drafted = [*fixed.buffers, *self.draft.results]
+        self.verify = make(fixed.verify, drafted)
+        nothing = Stage(lambda: None, [])
+        self.advance = make(fixed.advance, [*drafted, *self.verify.results]) if fixed.drafter else nothing
 
 
 class Key(NamedTuple):
@@ -45,35 +66,39 @@ class Key(NamedTuple):
     rows: int
 
 
-def traced(fixed: FixedRound) -> Callable[[], RoundResult]:
+def traced(function: Callable[..., list[Tensor]], arguments: list[Tensor]) -> Stage:
     """Run the traced operations one by one: what a graph would repeat, on any device."""
-    buffers = fixed.buffers
-    module = trace(fixed, buffers)
-    return lambda: RoundResult(*module(*buffers))
+    module = trace(function, arguments)
+    results = [part.clone() for part in module(*clones(arguments))]
+
+    def run() -> None:
+        for result, new in zip(results, module(*arguments), strict=True):
+            result.copy_(new)
+
+    return Stage(run, results)
 
 
-def graphed(fixed: FixedRound) -> Callable[[], RoundResult]:
+def graphed(function: Callable[..., list[Tensor]], arguments: list[Tensor]) -> Stage:
     """Record the traced operations as a CUDA graph, and replay it."""
-    buffers = fixed.buffers
-    module, before = trace(fixed, buffers), [part.clone() for part in buffers]
-    stream = torch.cuda.Stream(buffers[0].device)
-    stream.wait_stream(torch.cuda.current_stream(buffers[0].device))
+    module, before = trace(function, arguments), [*clones(arguments)]
+    device = arguments[0].device
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for _ in range(WARM_UPS):
-            module(*buffers)
-    torch.cuda.current_stream(buffers[0].device).wait_stream(stream)
+            module(*arguments)
+    torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = RoundResult(*module(*buffers))
-    for buffer, old in zip(buffers, before, strict=True):  # the warm-up runs moved the rows
-        buffer.copy_(old)
+        results = [*module(*arguments)]
+    for argument, old in zip(arguments, before, strict=True):  # the warm-up runs changed them
+        argument.copy_(old)
 
-    def replay(held: object = module) -> RoundResult:  # the graph reads the module's constants
+    def run(held: object = module) -> None:  # the graph reads the module's constants
         del held
         graph.replay()
-        return result
 
-    return replay
+    return Stage(run, results)
 
 
 @dataclass
@@ -102,8 +127,7 @@ class Captures:
             for old in list(self._rounds):
                 if old.drafter is key.drafter and old.weights != key.weights:
                     del self._rounds[old]
-            made = fixed()
-            self._rounds[key] = CapturedRound(made, self.make(made))
+            self._rounds[key] = CapturedRound(fixed(), self.make)
             while len(self._rounds) > self.most:
                 self._rounds.popitem(last=False)
         self._rounds.move_to_end(key)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import nn
 
+from decode.draft import Draft
 from decode.errors import UserError
 from decode.generation.capture.makers import Captures, Key
-from decode.generation.capture.round import FixedRound, RoundResult, RunningTexts
+from decode.generation.capture.round import FixedRound, RunningTexts
 from decode.generation.capture.state import StateBuffers
 from decode.generation.types import Proposer
 from decode.kernels.weight_state import current_state
@@ -61,12 +64,12 @@ class CapturedRows:
             lambda: FixedRound(drafter, plan, sampler, StateBuffers(texts, rows, self.capacity)),
         )
         self._captured.owner, self.places = self, []
-        self._captured.round.active.zero_()
+        self._captured.fixed.active.zero_()
         self.load(texts, len(texts.root))
 
     def load(self, texts: RunningTexts, count: int) -> None:
         """Add the first `count` rows of some texts, after the running ones."""
-        fixed, free = self._captured.round, [*range(self._captured.round.rows)]
+        fixed, free = self._captured.fixed, [*range(self._captured.fixed.rows)]
         free = [place for place in free if place not in self.places][:count]
         for row, place in enumerate(free):
             fixed.state.load(texts, place, row)
@@ -77,7 +80,7 @@ class CapturedRows:
     def keep(self, rows: Sequence[int], more_wait: bool) -> None:
         """Let only these rows go on; the others stand still until `more_wait` is False and half are left."""
         left = [self.places[row] for row in rows]
-        fixed = self._captured.round
+        fixed = self._captured.fixed
         for place in set(self.places) - set(left):
             fixed.active[place] = False
         self.places, self._coin = left, None
@@ -88,28 +91,44 @@ class CapturedRows:
     def _move(self, rows: int) -> None:
         """Move the running rows to a round with fewer rows."""
         old, places = self._captured, self.places
-        self._captured = self._captures.of(self._key._replace(rows=rows), lambda: old.round.resized(rows))
-        self._captured.owner, new = self, self._captured.round
+        self._captured = self._captures.of(self._key._replace(rows=rows), lambda: old.fixed.resized(rows))
+        self._captured.owner, new = self, self._captured.fixed
         new.active.zero_()
         for place, source in enumerate(places):
-            for buffer, value in zip(new.state.tensors, old.round.state.tensors, strict=True):
+            for buffer, value in zip(new.state.tensors, old.fixed.state.tensors, strict=True):
                 buffer[place] = value[source]
             new.active[place] = True
         self.places = [*range(len(places))]
 
-    def round(self, coin: KeyedCoin, position: np.ndarray, rounds: np.ndarray) -> RoundResult:
-        """Run a round of all places; see `KeyedCoin.at` for the arguments, of the running rows."""
+    def draft(self, coin: KeyedCoin, position: np.ndarray, rounds: np.ndarray) -> None:
+        """Begin a round of the running rows; see `KeyedCoin.at` for the arguments."""
         captured = self._captured
         if captured.owner is not self:
             raise UserError("stream: the target has started another text; finish one stream before the next")
         assert position.max() < self.capacity, "a text outgrows its slots"
         # Places without a running row repeat the draws of the first one.
-        index = np.zeros(captured.round.rows, np.int64)
+        index = np.zeros(captured.fixed.rows, np.int64)
         index[self.places] = np.arange(len(self.places))
         if self._coin is None:
             self._coin = coin.select(index.tolist())
-        captured.round.feed(self._coin.at(position[index], rounds[index]))
-        return captured.run()
+        captured.fixed.feed(self._coin.at(position[index], rounds[index]))
+        captured.draft.run()
+
+    def verify(self) -> None:
+        """Verify the draft."""
+        self._captured.verify.run()
+
+    def advance(self) -> list[list[int]]:
+        """Advance the drafter; returns the lines of `result_table` of the running rows."""
+        self._captured.advance.run()
+        table = self._captured.verify.results[0].tolist()
+        return [table[place] for place in self.places]
+
+    def drafted(self) -> Draft:
+        """The draft of the newest round."""
+        captured, draft = self._captured, self._captured.fixed.draft_of(self._captured.draft.results)
+        places = torch.tensor(self.places, device=captured.fixed.active.device)
+        return replace(draft, tokens=draft.tokens[places], parents=draft.parents[places], probs=None)
 
 
 def bucket(count: int, least: int) -> int:

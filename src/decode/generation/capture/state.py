@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ def replaced(state: Any, tensor: Callable[[Tensor], Any], store: Callable[[RowSt
         return state.over(store(state.cache.store))
     if state is None or isinstance(state, (bool, int, float, str)):
         return state
-    if isinstance(state, list) and not state:
+    if isinstance(state, (list, tuple)) and all(isinstance(part, (bool, int)) for part in state):
         return state
     if not is_dataclass(state) or isinstance(state, type):
         raise NotCapturedError(f"keeps {type(state).__name__} on the host")
@@ -56,6 +56,21 @@ def tensors_and_stores(state: Any) -> list[Tensor | RowStore]:
 
     replaced(state, note, note)
     return found
+
+
+def without_tensors(state: Any) -> Any:
+    """The structure of a state: with empty tensors and stores.
+
+    Raises:
+        NotCapturedError: a store has several devices, or holds parts of another one.
+    """
+    return replaced(state, lambda part: part.new_empty(0), _without_slots)
+
+
+def clones(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Copies of tensors that may be changed in place in any mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        return iter([part.clone() for part in tensors])
 
 
 class StateBuffers:
@@ -81,7 +96,7 @@ class StateBuffers:
                     slots = Slots.like(part, rows, capacity)
                     self.tensors += [slots.lengths, slots.dropped, *slots.parts]
         # Without the tensors of `state`, whose memory is free after its rows are loaded.
-        self.template = replaced(state, lambda part: part.new_empty(0), _without_slots)
+        self.template = without_tensors(state)
 
     def resized(self, rows: int) -> StateBuffers:
         """Empty buffers of the same kind for another number of rows."""

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from decode import transfer
-from decode.generation.capture.state import NotCapturedError
+from decode.generation.capture.state import NotCapturedError, clones
 from decode.transfer import HostReadError
 
 # Operations that read the device, or have shapes that depend on data.
@@ -71,7 +71,7 @@ def _place(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
 
 
 def trace(function: Function, arguments: Sequence[Tensor]) -> fx.GraphModule:
-    """Trace a function of tensors, which are changed as by a call.
+    """Trace a function of tensors, which stay as they are.
 
     Tables that are made at a first call must exist.
 
@@ -79,8 +79,8 @@ def trace(function: Function, arguments: Sequence[Tensor]) -> fx.GraphModule:
         NotCapturedError: it reads the device or uploads numbers.
     """
     with RefuseHost(), refused_reads():
-        function(*[argument.clone() for argument in arguments])
-    return folded(make_fx(function, tracing_mode="real")(*arguments))
+        function(*clones(arguments))
+    return folded(make_fx(function, tracing_mode="real")(*clones(arguments)))
 
 
 def folded(module: fx.GraphModule) -> fx.GraphModule:
