@@ -109,11 +109,15 @@ class FixedRound:
         zeros = np.zeros(self.rows, np.int64)
         coin = KeyedCoin(0, range(self.rows)).at(zeros, zeros)
         with torch.inference_mode(), device_only(), refused_reads():
-            active, texts = torch.ones_like(self.active), self.state.over(clones(self.state.tensors))
-            drafted = self._drafted(coin, texts, len(active))
-            verified = self._verified(active, coin, texts, iter(drafted))
+            active, copies = torch.ones_like(self.active), [*clones(self.state.tensors)]
+
+            def texts() -> RunningTexts:  # each stage begins with the state before the draft
+                return self.state.over(iter(copies))
+
+            drafted = self._drafted(coin, texts(), len(active))
+            verified = self._verified(active, coin, texts(), iter(drafted))
             if self.drafter:
-                self._advanced(active, texts, iter([*drafted, *verified]))
+                self._advanced(active, texts(), iter([*drafted, *verified]))
         return coin.asked
 
     # -- stages ------------------------------------------------------------------------------

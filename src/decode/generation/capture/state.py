@@ -38,7 +38,7 @@ def replaced(state: Any, tensor: Callable[[Tensor], Any], store: Callable[[RowSt
         return state.over(store(state.cache.store))
     if state is None or isinstance(state, (bool, int, float, str)):
         return state
-    if isinstance(state, (list, tuple)) and all(isinstance(part, (bool, int)) for part in state):
+    if type(state) in (list, tuple) and all(isinstance(part, (bool, int)) for part in state):
         return state
     if not is_dataclass(state) or isinstance(state, type):
         raise NotCapturedError(f"keeps {type(state).__name__} on the host")
@@ -162,8 +162,10 @@ def write_back(before: list[Tensor | RowStore], lengths: list[Tensor], state: An
     Raises:
         NotCapturedError: a tensor has another shape.
     """
-    old = iter(lengths)
-    for buffer, value in zip(before, tensors_and_stores(state), strict=True):
+    old, after = iter(lengths), tensors_and_stores(state)
+    if len(after) != len(before):
+        raise NotCapturedError("has a state with parts that begin later")
+    for buffer, value in zip(before, after, strict=True):
         if isinstance(buffer, FixedStore):
             count = buffer.slots.lengths
             count.copy_(torch.where(active, count, next(old)))
