@@ -119,7 +119,7 @@ def on_device_only() -> bool:
 
 
 class DeviceInts(RowInts):
-    """An integer per row that only the device knows; whatever asks the host for them fails.
+    """An integer per row that only the device knows; code that asks the host for them fails.
 
     Args:
         copy: (B,) on the device.
@@ -160,7 +160,7 @@ class DeviceInts(RowInts):
 
 
 class HostReadError(RuntimeError):
-    """Code that runs on the device alone asked the host for a result."""
+    """Code that must not read the device asked for a result."""
 
 
 def new_tokens(tokens: Tensor, counts: Sequence[int], root: Tensor, first: bool) -> Sequence[Sequence[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ class Target(CausalLM):
     """
 
     capture = False  # whether rounds are captured, see `decode.generation.capture`
+    captures: Any = None  # its captured rounds
     source = ""  # name of the engine that runs the layers, if any
     read_ahead = 0  # preferred tokens per `read`, if each call waits for a server
     starting_seconds = 0.0  # in which this process waited for engines that the run starts

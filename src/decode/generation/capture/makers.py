@@ -7,10 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from decode.generation.capture.round import FixedRound
 from decode.generation.capture.state import clones
@@ -140,12 +139,11 @@ class Captures:
             print(text, file=sys.stderr, flush=True)
 
 
-_CAPTURES: WeakKeyDictionary[nn.Module, Captures] = WeakKeyDictionary()
-
-
 def captures_of(target: Target) -> Captures | None:
-    """Captured rounds of a target, shared by all objects made of its model; None without `capture`."""
+    """Captured rounds of a target, kept on it and freed with it; None without `capture`."""
     if not target.capture:
         return None
     on_gpu = target.device.type == "cuda"
-    return _CAPTURES.setdefault(target.model, Captures(graphed if on_gpu else traced))
+    if target.captures is None:
+        target.captures = Captures(graphed if on_gpu else traced)
+    return target.captures

@@ -13,7 +13,7 @@ from decode.draft import Draft
 from decode.errors import UserError
 from decode.generation.capture.makers import Captures, Key
 from decode.generation.capture.round import FixedRound, RunningTexts
-from decode.generation.capture.state import StateBuffers
+from decode.generation.capture.state import NotCapturedError, StateBuffers
 from decode.generation.types import Proposer
 from decode.kernels.weight_state import current_state
 from decode.plan import Plan
@@ -52,6 +52,9 @@ class CapturedRows:
     ) -> None:
         rows, self.capacity = bucket(rows, 1), bucket(slots, 64)
         target, self._captures = texts.target, captures
+        if target.fused is not None and target.fused.compiled is not None:
+            # Its operations are not torch's: a trace would hold one pass's results as constants.
+            raise NotCapturedError("decodes with compiled passes: set target.compile=false")
         parts = [
             *target.model.parameters(),
             *(drafter.parameters() if isinstance(drafter, nn.Module) else ()),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decode.generation.capture.fixed_store import FixedStore, Slots
-from decode.model.cache import RowStore
+from decode.model.cache import KeptStore, MultiDeviceStore, RowStore
 from decode.model.causal_lm import CausalLM
 
 
@@ -139,7 +139,7 @@ def _without_slots(store: RowStore) -> RowStore:
     Raises:
         NotCapturedError: the store has several devices, or holds parts of another one.
     """
-    if type(store).__name__ in ("KeptStore", "MultiDeviceStore"):
+    if isinstance(store, (KeptStore, MultiDeviceStore)):
         raise NotCapturedError(f"keeps keys and values in a {type(store).__name__}")
     bare = RowStore(store.layers, 0, 0)
     bare.window, bare.sinks = store.window, store.sinks
