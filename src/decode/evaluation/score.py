@@ -397,6 +397,8 @@ def _row(setting: Setting, tally: DecodeTimings, plain: DecodeTimings) -> Row:
             tokens=tally.tokens,
             plain_seconds=plain.seconds,
             plain_tokens=plain.tokens,
+            passes=tally.passes,
+            plain_passes=plain.passes,
         ),
     )
 

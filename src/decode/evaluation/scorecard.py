@@ -39,12 +39,23 @@ class Timing:
         tokens: tokens decoded in them, i.e. all but the first of each request.
         plain_seconds: s per batch by plain decoding of the same prompts.
         plain_tokens: tokens decoded in them.
+        passes: how the target's passes with the drafter ran; see `Generation`. "": unknown, in old files.
+        plain_passes: likewise by plain decoding.
     """
 
     seconds: list[float]
     tokens: list[int]
     plain_seconds: list[float]
     plain_tokens: list[int]
+    passes: str = ""
+    plain_passes: str = ""
+
+    @property
+    def passes_text(self) -> str:
+        """How both sides ran: one word if alike."""
+        if self.passes == self.plain_passes:
+            return self.passes
+        return f"{self.passes}, plain decoding {self.plain_passes}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ class DecodeTimings:
         seconds: per batch, summed over runs, without prefill.
         tokens: decoded in `seconds`, i.e. all but the first of each request.
         requests: number of requests over all runs.
+        passes: see `Generation`.
     """
 
     outputs: list[Output] = field(default_factory=list)
@@ -28,6 +29,7 @@ class DecodeTimings:
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     requests: int = 0
+    passes: str = ""
 
     @property
     def decoded(self) -> int:
@@ -41,6 +43,7 @@ class DecodeTimings:
             self.seconds.append(0.0)
             self.tokens.append(0)
         self.requests += len(generation.outputs)
+        self.passes = generation.passes
         self.seconds[batch] += generation.times.total
         self.tokens[batch] += sum(len(o.tokens) - 1 for o in generation.outputs)
         for name in ("prefill", "draft", "verify", "total"):

@@ -67,7 +67,7 @@ def write_forward(
         times.prefill = times.prefill or clock() - begin
         if not running:
             times.total = clock() - begin - times.prefill
-            return Generation(outputs, times)
+            return Generation(outputs, times, "uncompiled")
         if len(running) < len(rows):
             cache.select(running)
             coin, rows = coin.select(running), [rows[row] for row in running]

@@ -89,7 +89,7 @@ def generate(
         for _ in loop.rounds():
             if progress:
                 progress(loop.done)
-    return Generation(loop.outputs, loop.times)
+    return Generation(loop.outputs, loop.times, loop.passes)
 
 
 def _in_turn(

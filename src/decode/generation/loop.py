@@ -91,6 +91,7 @@ class Loop:
         outputs: one per request, updated every round.
         times: times of the batch, updated every round.
         names: names of the requests in messages.
+        slots: slots of a row in the newest pass of the target.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Loop:
         self.size = len(prompts) if batch_size is None else batch_size
         self.begun, self.waiting = 0, len(prompts)  # counts of requests, started in order
         self.batch = _Batch([], prompts, limits, coin)
-        self.outputs, self.times = [Output([]) for _ in prompts], Times()
+        self.outputs, self.times, self.slots = [Output([]) for _ in prompts], Times(), 1
         self.cache: Any = None  # of the target, while rounds are not captured
         self._captured: CapturedRows | None = None
         self._captures = captures_of(target)
@@ -145,6 +146,14 @@ class Loop:
             "random numbers come from elsewhere": None if isinstance(self.coin, KeyedCoin) else self.coin,
         }
         return next((reason for reason, reader in readers.items() if reader is not None), "")
+
+    @property
+    def passes(self) -> str:
+        """How the target's passes ran so far; see `Generation`."""
+        if self._captured:
+            return "captured"
+        fused = self.target.fused
+        return "compiled" if fused is not None and fused.compiled is not None else "uncompiled"
 
     @property
     def done(self) -> float:
@@ -281,6 +290,7 @@ class Loop:
         verify_end = self.now()
         times.draft += draft_end - begin
         times.verify += verify_end - draft_end
+        self.slots = logits.shape[1]
 
         result = verify(self.plan.rule, draft, self._probs(logits, batch.followed), coin)
         answers = logits.argmax(-1) if self.observer else None
@@ -326,6 +336,7 @@ class Loop:
         """`round`, repeated from graphs."""
         batch, times, begin = self.batch, self.times, self.now()
         rows.draft(batch.coin, batch.position, batch.rounds)
+        self.slots = rows.slots
         draft_end = self.now()
         rows.verify()
         verify_end = self.now()

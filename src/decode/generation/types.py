@@ -195,16 +195,22 @@ class Round(NamedTuple):
 
 @dataclass(slots=True)
 class Generation:
-    """Outputs of all requests, in the order given, and times of the batch."""
+    """Outputs of all requests, in the order given, and times of the batch.
+
+    Attributes:
+        passes: how the target's passes ran: "uncompiled", "compiled", or "captured"; "" without passes.
+    """
 
     outputs: list[Output]
     times: Times
+    passes: str = ""
 
     def followed_by(self, other: Generation) -> Generation:
         """Combine this batch with one decoded after it."""
         names = [one.name for one in fields(Times)]
         sums = Times(*(getattr(self.times, name) + getattr(other.times, name) for name in names))
-        return Generation([*self.outputs, *other.outputs], sums)
+        passes = dict.fromkeys(part for part in (self.passes, other.passes) if part)
+        return Generation([*self.outputs, *other.outputs], sums, " and ".join(passes))
 
 
 class Piece(NamedTuple):

@@ -39,6 +39,7 @@ class RoundTiming(NamedTuple):
     draft: float  # `propose` and `advance` of the drafter
     verify: float  # the target's pass, including its head
     other: float  # acceptance rule and loop
+    passes: str = ""  # how the target's pass ran; see `Generation`
 
 
 def typical(seconds: Sequence[float]) -> float:
@@ -84,6 +85,7 @@ class _BatchCosts:
         other: `_kind` -> slots -> seconds of everything else.
         slots: plan -> number of slots -> share of rounds, for plans with varying size.
         absorb: seconds of the drafter in a round without a draft.
+        passes: how the target's passes ran; see `Generation`.
     """
 
     verify: Curve
@@ -91,6 +93,7 @@ class _BatchCosts:
     other: Mapping[tuple, Curve]
     slots: Mapping[Plan, Mapping[int, float]]
     absorb: float
+    passes: str
 
     def seconds(self, plan: Plan) -> float:
         if not plan.depth:
@@ -150,6 +153,7 @@ class MeasuredCosts:
         ]
         return {
             "batch_size": batch,
+            "passes": one.passes,
             "verify": {"slots": list(one.verify.x), "seconds": list(one.verify.y)},
             "draft": drafts,
             "absorb": one.absorb,
@@ -177,7 +181,8 @@ def _fit(rounds: Sequence[RoundTiming]) -> _BatchCosts:
         for plan, sizes in shapes.items()
         if set(sizes) != {plan.nodes + 1}
     }
-    return _BatchCosts(curves(verify)[()], curves(draft), curves(other), shares, typical(absorb))
+    passes = " and ".join(dict.fromkeys(one.passes for one in rounds))
+    return _BatchCosts(curves(verify)[()], curves(draft), curves(other), shares, typical(absorb), passes)
 
 
 def representative_plans(plans: Sequence[Plan]) -> list[Plan]:

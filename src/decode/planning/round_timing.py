@@ -11,7 +11,7 @@ from itertools import count, pairwise
 import torch
 
 from decode.generation.loop import Loop
-from decode.generation.types import Proposer, Round
+from decode.generation.types import Proposer
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.planning.cost_model import PLAIN, MeasuredCosts, RoundTiming, family, representative_plans
@@ -89,32 +89,48 @@ def _sizes(batch_sizes: Sequence[int]) -> list[int]:
 
 
 class _Timer:
-    """Decodes a text, with a different plan in each round."""
+    """Decodes a text, with a different plan in each round; captured rounds have a text for each plan."""
 
     def __init__(
         self, target: Target, drafter: Proposer, prompts: Sequence[Sequence[int]], widest: Plan, batch: int
     ) -> None:
         self.target, self.drafter, self.prompts = target, drafter, prompts
         self.widest, self.batch, self.clock = widest, batch, clock_of(target)
-        self.turn = self.slots = 0
+        self.turn = 0
 
     def begin(self, sampler: Sampler, max_new_tokens: int, seed: int) -> None:
-        """Set the sampler and the length of texts, and start the first text."""
+        """Set the sampler and the length of texts."""
         self.sampler, self.longest, self.seed = sampler, max_new_tokens, seed
         self.dice = random.Random(seed)
-        self._start_text()
+        self.loops: dict[Plan | None, Loop] = {}
 
-    def _start_text(self) -> None:
-        """Start a text with the next prompts."""
+    def _loop(self, plan: Plan) -> Loop:
+        """A loop whose next round has this plan and all rows."""
+        # A captured text is in the buffers of rounds of one plan.
+        key = plan if self.target.capture else None
+        loop = self.loops.get(key)
+        if loop is None or len(loop.batch.request) < self.batch:
+            loop = self.loops[key] = self._new_text()
+            if self.target.capture:
+                loop.plan = plan
+                loop.round()  # captures
+        loop.plan = plan
+        if loop.cache is not None:
+            self.target.resume(loop.cache)
+        return loop
+
+    def _new_text(self) -> Loop:
+        """A loop after the prefill of the next prompts."""
         first = self.turn * self.batch
         part = [self.prompts[(first + i) % len(self.prompts)] for i in range(self.batch)]
         room = self.target.max_positions or max(map(len, part)) + self.longest
         limits = [max(min(self.longest, room - len(p)), 2) for p in part]
         coin = KeyedCoin(self.seed, [f"cost-{first + i}" for i in range(self.batch)])
         parts = self.target, self.drafter, part, limits, self.sampler, self.widest, coin, (), None
-        self.loop = Loop(*parts, clock=self.clock)
-        self.loop.admit()
+        loop = Loop(*parts, clock=self.clock)
+        loop.admit()
         self.turn += 1
+        return loop
 
     def time(self, plans: Sequence[Plan], repeats: int, done: Callable[[], None]) -> list[RoundTiming]:
         """Time rounds of every plan, in random order; the first round of each is a warm-up."""
@@ -128,17 +144,12 @@ class _Timer:
 
     def _round(self, plan: Plan, tries: int = TRIES) -> RoundTiming:
         """Time a round in which no row finishes; after `tries` attempts any round."""
-        if len(self.loop.batch.request) < self.batch:
-            self._start_text()
-        loop = self.loop
-        loop.plan, loop.on_round = plan, self._observe
+        loop = self._loop(plan)
         before, begin = replace(loop.times), loop.now()
         loop.round()
         total = loop.now() - begin
         if tries and len(loop.batch.request) < self.batch:
             return self._round(plan, tries - 1)
         draft, verify = loop.times.draft - before.draft, loop.times.verify - before.verify
-        return RoundTiming(plan, self.batch, self.slots, draft, verify, total - draft - verify)
-
-    def _observe(self, step: Round) -> None:
-        self.slots = step.logits.shape[1]
+        rest = total - draft - verify
+        return RoundTiming(plan, self.batch, loop.slots, draft, verify, rest, loop.passes)

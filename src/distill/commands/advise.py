@@ -335,7 +335,7 @@ def _result_text(result: dict[str, Any]) -> str:
         head = ["decode", "tau", "ms a round", "tokens/s", "speedup", "95 %", "tokens/s, batch full"]
         parts += [
             f"{one['name']}, {where}",
-            "verify(n), ms: " + _curve(verify["slots"], verify["seconds"]),
+            f"verify(n), ms, {one['costs']['passes']}: " + _curve(verify["slots"], verify["seconds"]),
             *(
                 f"draft(k), ms, {curve['proposal']}, width {curve['width']}: "
                 + _curve(curve["depth"], curve["seconds"])

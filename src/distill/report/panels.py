@@ -383,11 +383,12 @@ def machine(run: History) -> Markup | None:
     """Machine, date and versions."""
     facts: list[tuple[str, page.Cell | Markup]] = []
     if card := run.card:
-        conditions, versions = card.conditions, card.checkpoint.versions
+        conditions, versions, timing = card.conditions, card.checkpoint.versions, card.rows[0].timing
         facts += [
             ("hardware", conditions.hardware),
             ("type", conditions.dtype),
             ("threads", conditions.threads),
+            ("passes", timing.passes_text if timing else None),
             ("load average", conditions.load_average),
             ("timed runs", conditions.repeats),
             ("seed", conditions.seed),

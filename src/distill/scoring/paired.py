@@ -94,6 +94,7 @@ def _comparison_keys(card: Scorecard, row: Row) -> dict[str, str | int]:
         "hardware": conditions.hardware,
         "dtype": conditions.dtype,
         "threads": conditions.threads,
+        "passes": row.timing.plain_passes if row.timing else "",
         "target": card.checkpoint.target,
         "prompts": conditions.prompts_digest,
         "max new tokens": conditions.max_new_tokens,

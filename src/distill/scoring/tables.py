@@ -130,8 +130,9 @@ def headline(card: Scorecard) -> str:
     prompts = f"{conditions.prompts} held-out prompts"
     if conditions.elsewhere:
         prompts = f"{BY_ENGINE} and replayed on {len(row.counts.tokens)} held-out answers"
+    passes = f"{row.timing.passes_text}, " if row.timing and row.timing.passes else ""
     return (
-        f"{head.tau_text}  {head.speedup_text}  {head.setting}{chosen}, {conditions.dtype}, "
+        f"{head.tau_text}  {head.speedup_text}  {head.setting}{chosen}, {conditions.dtype}, {passes}"
         f"{prompts}, {conditions.hardware}"
     )
 

@@ -81,8 +81,9 @@ def test_a_row_by_hand():
         output((1, 2, 2, 4)),
     ]
     tally, plain = DecodeTimings(), DecodeTimings()
-    tally.add(Generation(outputs, Times(prefill=9.0, draft=1.0, verify=2.0, total=4.0)), 0, 0)
-    plain.add(Generation([Output([0] * 9)], Times(total=8.0)), 0, 0)
+    times = Times(prefill=9.0, draft=1.0, verify=2.0, total=4.0)
+    tally.add(Generation(outputs, times, "uncompiled"), 0, 0)
+    plain.add(Generation([Output([0] * 9)], Times(total=8.0), "captured"), 0, 0)
     row = module._row(Setting(Sampler(0.5), Plan(depth=2, width=2, nodes=4), 2), tally, plain)
     assert row.tokens == 3 + 1 + 1 + 2
     assert row.rounds == 4
@@ -95,7 +96,9 @@ def test_a_row_by_hand():
     assert row.speedup == 7 / 4
     assert row.overhead == pytest.approx(7 / 4 * 1.0 / (7 / 4) - 1)
     assert (row.draft_share, row.verify_share, row.other_share) == (0.25, 0.5, 0.25)
-    assert row.timing == Timing(seconds=[4.0], tokens=[7], plain_seconds=[8.0], plain_tokens=[8])
+    passes = {"passes": "uncompiled", "plain_passes": "captured"}
+    assert row.timing == Timing(seconds=[4.0], tokens=[7], plain_seconds=[8.0], plain_tokens=[8], **passes)
+    assert row.timing.passes_text == "uncompiled, plain decoding captured"
     assert row.ttft == 0.5
     assert row.tpot == 2 * 4.0 / 7
     assert (row.temperature, row.batch_size, row.nodes) == (0.5, 2, 4)
@@ -196,7 +199,8 @@ def test_row_is_what_the_decoder_did(card, target, oracle, index):
     assert row["rounds"] == rounds
     assert row["tokens"] == sum(len(o.tokens) - 1 for o in outputs) == len(PROMPTS) * (LENGTH - 1)
     assert row["tau"] == row["tokens"] / rounds
-    timed = row["timing"]
+    timed = dict(row["timing"])
+    assert (timed.pop("passes"), timed.pop("plain_passes")) == ("uncompiled", "uncompiled")
     assert {len(column) for column in timed.values()} == {-(-len(PROMPTS) // setting.batch_size)}
     assert row["tokens_per_second"] == pytest.approx(sum(timed["tokens"]) / sum(timed["seconds"]))
     plain = sum(timed["plain_tokens"]) / sum(timed["plain_seconds"])

@@ -11,6 +11,8 @@ from exact import Grown
 from decode.errors import UserError
 from decode.evaluation.acceptance import Acceptance
 from decode.evaluation.replay import Counts, RoundStarts
+from decode.generation.capture.makers import captures_of
+from decode.generation.capture.round import FixedRound
 from decode.plan import Plan
 from decode.planning import round_timing as timing
 from decode.planning.auto import Auto, forecast, supported_plans
@@ -274,3 +276,34 @@ def test_texts_that_end_in_every_round_are_timed(tiny_target, monkeypatch, new, 
         target, Grown(3), [[1]], [Plan(1)], Sampler(0.0), [2], max_new_tokens=new, repeats=2
     )
     assert found.round_seconds(Plan(1), 2) > 0
+
+
+def test_costs_are_those_of_captured_rounds(tiny_target, make_drafter, monkeypatch):
+    """Each plan has a text in buffers of its own, and no timed round includes a capture."""
+    ticks, made = count(), []
+    monkeypatch.setattr(timing, "clock_of", lambda target: lambda: float(next(ticks)))
+    make = FixedRound.__init__
+
+    def noted(self, *given):
+        made.append(next(ticks))  # a timed round with a capture would take longer
+        make(self, *given)
+
+    monkeypatch.setattr(FixedRound, "__init__", noted)
+    target = tiny_target(vocab=24, hidden=16, positions=512)
+    target.capture = True
+    plans = [Plan(2), Plan(3, 3, 7)]
+    found = timing.measure(
+        target,
+        make_drafter("eagle", target),
+        [[5, 9, 2], [4, 6]],
+        plans,
+        Sampler(0.0),
+        [1],
+        max_new_tokens=12,
+        repeats=6,
+    )
+    table = found.table(1)
+    assert table["passes"] == "captured"
+    assert table["verify"]["slots"] == [1, 3, 8]
+    assert set(table["verify"]["seconds"]) == {1.0}  # the clock moves once a stage
+    assert len(made) == len(captures_of(target)._rounds) == 1 + len(plans), "texts share a plan's captures"

@@ -72,6 +72,7 @@ class FixedRound:
 
     Attributes:
         active: (B,) rows that decode; the others do not change.
+        slots: of a row in the target's pass.
 
     Raises:
         NotCapturedError: the drafter or the rule reads the host, or keeps state there.
@@ -158,6 +159,7 @@ class FixedRound:
         after = tensors_and_stores(texts.state)
         places = [before.index(id(part)) if id(part) in before else None for part in after]
         if self._structure is None:
+            self.slots = 1 + draft.tokens.shape[1]
             self._structure = _Structure(without_tensors(draft), without_tensors(texts.state), places)
         new = [part for part, place in zip(after, places, strict=True) if place is None]
         return [fault, *_tensors(draft), *_checked(new)]

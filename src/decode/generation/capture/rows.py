@@ -70,6 +70,11 @@ class CapturedRows:
         self._captured.fixed.active.zero_()
         self.load(texts, len(texts.root))
 
+    @property
+    def slots(self) -> int:
+        """Slots of a row in a pass of the target."""
+        return self._captured.fixed.slots
+
     def load(self, texts: RunningTexts, count: int) -> None:
         """Add the first `count` rows of some texts, after the running ones."""
         fixed, free = self._captured.fixed, [*range(self._captured.fixed.rows)]
