@@ -170,9 +170,7 @@ class Loop:
                     self.target.taps = self.taps  # another `Loop` may have changed them
                     self.admit()
                 else:
-                    begin = self.now()
                     self.round()
-                    self.times.total += self.now() - begin
             yield
 
     def pieces(self) -> Generator[Piece, None, None]:
@@ -273,8 +271,15 @@ class Loop:
         if self._captures and self._captured is None:
             self._capture(self._captures)
         if self._captured:
+            self._captured.fit(self.waiting > 0)
+        begin = self.now()  # a capture is not counted: it is made once
+        if self._captured:
             self._captured_round(self._captured)
-            return
+        else:
+            self._uncaptured_round()
+        self.times.total += self.now() - begin
+
+    def _uncaptured_round(self) -> None:
         target, batch, times = self.target, self.batch, self.times
         if target.cache is not self.cache:
             raise UserError("stream: the target has started another text; finish one stream before the next")
@@ -345,7 +350,7 @@ class Loop:
         times.verify += verify_end - draft_end
         running = self._settle(table, self.plan.depth if self.drafter else 0, rows.drafted)
         if len(running) < len(batch.request):
-            rows.keep(running, self.waiting > 0)
+            rows.keep(running)
             batch.select(RowInts(running))
 
     def _probs(self, logits: Tensor, state: TextState | None = None) -> TargetProbs:

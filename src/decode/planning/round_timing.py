@@ -145,11 +145,10 @@ class _Timer:
     def _round(self, plan: Plan, tries: int = TRIES) -> RoundTiming:
         """Time a round in which no row finishes; after `tries` attempts any round."""
         loop = self._loop(plan)
-        before, begin = replace(loop.times), loop.now()
+        before = replace(loop.times)
         loop.round()
-        total = loop.now() - begin
         if tries and len(loop.batch.request) < self.batch:
             return self._round(plan, tries - 1)
-        draft, verify = loop.times.draft - before.draft, loop.times.verify - before.verify
-        rest = total - draft - verify
-        return RoundTiming(plan, self.batch, loop.slots, draft, verify, rest, loop.passes)
+        after = loop.times
+        parts = (getattr(after, name) - getattr(before, name) for name in ("draft", "verify", "other"))
+        return RoundTiming(plan, self.batch, loop.slots, *parts, loop.passes)

@@ -14,6 +14,7 @@ from decode.depth_policy import DepthPolicy
 from decode.errors import UserError
 from decode.generation.capture import fixed_store
 from decode.generation.capture.makers import Captures, Key, Stage, captures_of
+from decode.generation.capture.round import FixedRound
 from decode.generation.capture.rows import bucket
 from decode.generation.capture.state import NotCapturedError
 from decode.generation.capture.trace import trace
@@ -179,6 +180,27 @@ def test_timed_rounds_are_captured_and_split(target, make_drafter):
     assert times.draft == 2 * times.verify > 0  # every stage lasts a tick; the drafter also advances
 
 
+def test_captures_are_not_counted_as_decoding(target, make_drafter, monkeypatch):
+    drafter, ticks, make = make_drafter("eagle", target), itertools.count(), FixedRound.__init__
+
+    def slow(self, *given):
+        for _ in range(1000):
+            next(ticks)
+        make(self, *given)
+
+    monkeypatch.setattr(FixedRound, "__init__", slow)
+    target.capture, lengths = True, iter([3, 5, 24, 24])  # two rows move to a round with fewer places
+
+    def until():
+        tokens, length = itertools.count(1), next(lengths)
+        return lambda _: next(tokens) == length
+
+    options = {"sampler": Sampler(0.0), "plan": CHAIN, "max_new_tokens": 24, "clock": lambda: next(ticks)}
+    out = generate(target, drafter, PROMPTS[:4], until=until, **options)
+    assert len(captures_of(target)._rounds) > 1
+    assert next(ticks) > 2000 > out.times.total
+
+
 def test_new_weights_are_used(target, make_drafter):
     drafter = make_drafter("eagle", target)
     first = decoded(target, drafter, CHAIN, 0.0, True, 1)
@@ -223,15 +245,18 @@ def test_a_drafter_that_asks_the_host_within_a_round_is_named(target, make_draft
     assert "decoding is not captured: Eagle reads the device in" in capsys.readouterr().err
 
 
-def test_captured_rounds_are_bounded_in_number():
-    def key_of(rows):
-        return Key(None, (), (), rows)
+@pytest.mark.parametrize("bound", [{"most": 2}, {"most_bytes": 2 * 400}])
+def test_captured_rounds_are_bounded_in_number_and_memory(bound):
+    def fixed(count=50):
+        buffers = [torch.zeros(count, dtype=torch.int64)]
+        return SimpleNamespace(draft=None, verify=None, advance=None, buffers=buffers, drafter=None)
 
-    fixed = SimpleNamespace(draft=None, verify=None, advance=None, buffers=[], drafter=None)
-    captures = Captures(lambda function, arguments: Stage(lambda: None, []), most=2)
-    made = [captures.of(key_of(number), lambda: fixed) for number in (1, 2, 1, 3)]
+    captures = Captures(lambda function, arguments: Stage(lambda: None, []), **bound)
+    made = [captures.of(Key(None, (), (), number), fixed) for number in (1, 2, 1, 3)]
     assert made[0] is made[2]
     assert [key.rows for key in captures._rounds] == [1, 3]
+    captures.of(Key(None, (), (), 4), lambda: fixed(1000))
+    assert [key.rows for key in captures._rounds] == ([3, 4] if "most" in bound else [4])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 9, 31, 33, 100, 1000, 4097])

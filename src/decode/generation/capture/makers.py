@@ -6,6 +6,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from decode.generation.capture.trace import trace
 from decode.model.target import Target
 
 WARM_UPS = 2  # runs before a recording, so that libraries have made their workspaces
-MOST = 16  # captured rounds that a target keeps
+MOST, MOST_BYTES = 64, 4 << 30  # captured rounds that a target keeps, and their buffers
 
 
 class Stage(NamedTuple):
@@ -44,6 +45,7 @@ class CapturedRound:
 
     Attributes:
         owner: the rows whose texts are in the buffers.
+        bytes: of all buffers, those of results included.
     """
 
     def __init__(self, fixed: FixedRound, make: Maker) -> None:
@@ -54,6 +56,7 @@ class CapturedRound:
         self.verify = make(fixed.verify, drafted)
         nothing = Stage(lambda: None, [])
         self.advance = make(fixed.advance, [*drafted, *self.verify.results]) if fixed.drafter else nothing
+        self.bytes = sum(part.nbytes for part in [*drafted, *self.verify.results])
 
 
 class Key(NamedTuple):
@@ -106,11 +109,13 @@ class Captures:
 
     Attributes:
         make: how they are made.
-        most: number to keep; the one not used for longest is dropped.
+        most: number to keep; the ones not used for longest are dropped.
+        most_bytes: that their buffers may take; the newest is kept however large it is.
     """
 
     make: Maker
     most: int = MOST
+    most_bytes: int = MOST_BYTES
     _rounds: OrderedDict[Key, CapturedRound] = field(default_factory=OrderedDict)
     _said: set[str] = field(default_factory=set)
 
@@ -127,10 +132,15 @@ class Captures:
                 if old.drafter is key.drafter and old.weights != key.weights:
                     del self._rounds[old]
             self._rounds[key] = CapturedRound(fixed(), self.make)
-            while len(self._rounds) > self.most:
+            while len(self._rounds) > max(1, self._room()):
                 self._rounds.popitem(last=False)
         self._rounds.move_to_end(key)
         return self._rounds[key]
+
+    def _room(self) -> int:
+        """How many of the newest rounds may be kept."""
+        sizes = accumulate(one.bytes for one in reversed(self._rounds.values()))
+        return min(self.most, sum(size <= self.most_bytes for size in sizes))
 
     def say(self, text: str) -> None:
         """Print a line once."""

@@ -85,15 +85,24 @@ class CapturedRows:
         self.places += free
         self._coin: KeyedCoin | None = None
 
-    def keep(self, rows: Sequence[int], more_wait: bool) -> None:
-        """Let only these rows go on; the others stand still until `more_wait` is False and half are left."""
+    def keep(self, rows: Sequence[int]) -> None:
+        """Let only these rows go on; the others stand still."""
         left = [self.places[row] for row in rows]
         fixed = self._captured.fixed
         for place in set(self.places) - set(left):
             fixed.active[place] = False
         self.places, self._coin = left, None
-        size = bucket(max(1, len(left)), 1)
-        if left and not more_wait and size < fixed.rows:
+
+    def fit(self, more_wait: bool) -> None:
+        """Before a round: move the rows to one with fewer places if half are free and nobody waits for them.
+
+        Raises:
+            UserError: another text is in the buffers.
+        """
+        if self._captured.owner is not self:
+            raise UserError("stream: the target has started another text; finish one stream before the next")
+        size = bucket(len(self.places), 1)
+        if not more_wait and size < self._captured.fixed.rows:
             self._move(size)
 
     def _move(self, rows: int) -> None:
@@ -111,8 +120,6 @@ class CapturedRows:
     def draft(self, coin: KeyedCoin, position: np.ndarray, rounds: np.ndarray) -> None:
         """Begin a round of the running rows; see `KeyedCoin.at` for the arguments."""
         captured = self._captured
-        if captured.owner is not self:
-            raise UserError("stream: the target has started another text; finish one stream before the next")
         assert position.max() < self.capacity, "a text outgrows its slots"
         # Places without a running row repeat the draws of the first one.
         index = np.zeros(captured.fixed.rows, np.int64)
