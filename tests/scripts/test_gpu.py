@@ -202,7 +202,7 @@ def test_synthetic_speeds_are_marked_on_the_page():
     parts = dict.fromkeys(
         ("round_ms", "draft_ms", "verify_over_plain", "host_ms", "reads", "speedup", "tau"), 1.0
     )
-    row = {"decode": "plain", "tokens_per_second": 50.0, "draft_share": 0.25, **parts}
+    row = {"decode": "plain", "passes": "captured", "tokens_per_second": 50.0, "draft_share": 0.25, **parts}
     row |= {"kernels": None, "kernels_ms": None}
     drafted = row | {"decode": "chain-3", "synthetic": [0.5], "differ": 1, "strayed": 0}
     card = {"what": "rounds", "rows": [row, drafted], "like": "a/b", "drafter": "Eagle", "dtype": "bfloat16"}

@@ -51,6 +51,7 @@ def _rounds(card: Row) -> str:
 
     columns: Columns = [
         ("decode", lambda row: row["decode"] + (" SYNTHETIC" if row.get("synthetic") else "")),
+        ("passes", lambda row: row["passes"]),
         ("tokens/s", part("tokens_per_second", 1)),
         ("over plain", lambda row: _number(row["speedup"], 2, "x")),
         ("tau", part("tau")),
@@ -125,8 +126,14 @@ def _scorecard(card: Row) -> str:
         ("tau", tau),
         ("tokens/s", lambda row: _number(row["tokens_per_second"], 1)),
         ("speedup", lambda row: _number(row["speedup"], 2, "x")),
+        ("passes", lambda row: _passes(row["timing"])),
     ]
     return _grid(card["rows"], columns)
+
+
+def _passes(timing: Row | None) -> str:
+    """How passes ran with the drafter, and by plain decoding if otherwise."""
+    return " / ".join(dict.fromkeys([timing["passes"], timing["plain_passes"]])) if timing else "-"
 
 
 def _any(card: Row) -> str:

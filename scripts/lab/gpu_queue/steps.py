@@ -45,7 +45,8 @@ def _also(*words: str) -> str:
     return f"also=[{','.join(json.dumps(word) for word in words)}]"
 
 
-TINY_RUN = ("device=cpu", "steps=2", _also(*_SHORT))
+CAPTURED = "target.capture=true"
+TINY_RUN = ("device=cpu", "steps=2", _also(CAPTURED, *_SHORT))
 TINY_FIT = ("device=cpu", "steps=4", _also(*_SHORT, "score.enabled=false"))
 # Arms of the field that were fastest on a card, first; `union` reads the run of `eagle`
 FASTEST = ("eagle", "union", "prism", "suffix", "hass", "mtp", "eagle3")
@@ -81,29 +82,41 @@ TESTS = [
 DECODING = [
     _rounds(
         "rounds-smollm2",
-        "SmolLM2-135M's shape: plain, and EAGLE's drafts at synthetic rates",
+        "SmolLM2-135M's shape, captured: plain, and EAGLE's drafts at synthetic rates",
         3,
-        *(SMALL, "drafter=eagle", "drafter.draft_vocab_size=null", RATES),
+        *(SMALL, "drafter=eagle", "drafter.draft_vocab_size=null", RATES, CAPTURED),
     ),
     _rounds(
         "rounds-llama-8b",
-        "Llama-3.1-8B's shape: plain, and EAGLE-3's drafts at synthetic rates",
+        "Llama-3.1-8B's shape, captured: plain, and EAGLE-3's drafts at synthetic rates",
         5,
-        *(EIGHT_B, "drafter=eagle3", RATES, "score.prompts=2"),
+        *(EIGHT_B, "drafter=eagle3", RATES, "score.prompts=2", CAPTURED),
     ),
     _rounds(
         "rounds-pocket",
-        "bundled target: plain, and EAGLE's drafts at synthetic rates",
+        "bundled target, captured: plain, and EAGLE's drafts at synthetic rates",
         2,
-        *("drafter=eagle", "drafter.draft_vocab_size=null", RATES),
+        *("drafter=eagle", "drafter.draft_vocab_size=null", RATES, CAPTURED),
         tiny=(),
     ),
     _rounds(
         "rounds-pocket-draft-model",
-        "bundled target with its draft model: chain and tree",
+        "bundled target with its draft model, captured: chain and tree",
         2,
-        "drafter=lm_given",
+        *("drafter=lm_given", CAPTURED),
         tiny=(),
+    ),
+    _rounds(
+        "rounds-smollm2-uncaptured",
+        "SmolLM2-135M's shape, uncaptured",
+        3,
+        *(SMALL, "drafter=eagle", "drafter.draft_vocab_size=null", RATES),
+    ),
+    _rounds(
+        "rounds-llama-8b-uncaptured",
+        "Llama-3.1-8B's shape, uncaptured",
+        5,
+        *(EIGHT_B, "drafter=eagle3", RATES, "score.prompts=2"),
     ),
 ]
 TRAINING = [
@@ -139,7 +152,7 @@ CONTEXT = [
         "context-llama-8b-4k",
         "Llama-3.1-8B's shape after 4,096 tokens: plain, and EAGLE-3's drafts, of which none is accepted",
         4,
-        *(EIGHT_B, "drafter=eagle3", "prompt_tokens=4096", "score.prompts=1"),
+        *(EIGHT_B, "drafter=eagle3", "prompt_tokens=4096", "score.prompts=1", CAPTURED),
         tiny=LONG,
         group="context",
     ),
@@ -147,7 +160,7 @@ CONTEXT = [
         "context-llama-8b-32k",
         "the same after 32,768 tokens",
         7,
-        *(EIGHT_B, "drafter=eagle3", "prompt_tokens=32768", "score.prompts=1", "score.repeats=3"),
+        *(EIGHT_B, "drafter=eagle3", "prompt_tokens=32768", "score.prompts=1", "score.repeats=3", CAPTURED),
         tiny=LONG,
         group="context",
     ),
@@ -164,7 +177,7 @@ def _field() -> list[Step]:
             "field",
             f"field: {arm} of the bundled target, trained and scored by itself",
             5 if arm == FASTEST[0] else 4,  # the first writes the answers that all read
-            (BENCHMARK, "field", f"arm={arm}", "device=gpu", f"out={OUT}"),
+            (BENCHMARK, "field", f"arm={arm}", "device=gpu", f"out={OUT}", _also(CAPTURED)),
             TINY_RUN,
         )
         for arm in (*FASTEST, *(name for name in arms if name not in FASTEST))

@@ -107,6 +107,7 @@ def _target_and_prompts(cfg: DictConfig) -> tuple[Target, list[list[int]]]:
     device = torch.device(device_of(cfg.trainer.accelerator))
     torch.manual_seed(cfg.seed)
     target = random_target(cfg.like, sizes, cfg.dtype, device)
+    target.capture = cfg.target.capture
     prompts = random_prompts(cfg.score.prompts, cfg.prompt_tokens, target.vocab_size, cfg.seed)
     return target, prompts
 
@@ -174,6 +175,7 @@ def _row(
     steps, times = _rounds(clocked), clocked.times
     row = {
         "decode": plan.name,
+        "passes": clocked.passes,
         "slots": plan.nodes + 1,
         "tokens_per_second": statistics.median(speed),
         "spread": [min(speed), max(speed)],
@@ -228,6 +230,7 @@ def _table(card: Mapping[str, Any]) -> str:
     lines = [
         [
             row["decode"] + (" SYNTHETIC" if row.get("synthetic") else ""),
+            row["passes"],
             f"{row['tokens_per_second']:.1f}",
             span(row["spread"], 1),
             f"{row['speedup']:.2f}x",
@@ -239,7 +242,18 @@ def _table(card: Mapping[str, Any]) -> str:
         ]
         for row in card["rows"]
     ]
-    head = ["decode", "tokens/s", "min..max", "speedup", "tau", "round, ms", "draft", "verify", "other"]
+    head = [
+        "decode",
+        "passes",
+        "tokens/s",
+        "min..max",
+        "speedup",
+        "tau",
+        "round, ms",
+        "draft",
+        "verify",
+        "other",
+    ]
     head += ["host", "verify/plain", "reads", "kernels"]
     rates = card["rows"][-1].get("synthetic")
     note = f"\nSYNTHETIC: drafts are accepted at the rates {rates}, which no drafter has" if rates else ""
