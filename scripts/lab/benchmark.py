@@ -8,6 +8,7 @@ from distill.utils.paths import CONF
 
 # name -> module:function; its configuration is conf/lab/<name>.yaml
 BENCHMARKS = {
+    "attention": "benchmarks.gpu.attention:attention",
     "auto": "benchmarks.auto_regret:auto_regret",
     "decode": "benchmarks.decode:decoders",
     "batch": "benchmarks.batch_context:batch_sizes",

@@ -10,7 +10,7 @@ import torch
 from workbench import command
 
 from benchmark import run
-from benchmarks.gpu import marked_tests
+from benchmarks.gpu import attention, marked_tests
 from benchmarks.gpu.device import ceilings, kernels, named_peak, waits
 from benchmarks.gpu.random_target import random_target
 from decode.errors import UserError
@@ -63,6 +63,25 @@ def test_rounds_have_a_row_for_plain_decoding_and_for_every_plan(name, tmp_path)
     assert not synthetic or (tree["tau"] > 2 and tree["strayed"] == 0)
     assert card["bound_ms"] == pytest.approx(1000 * card["weights_bytes"] / card["copy_bytes"])
     assert ("SYNTHETIC" in shown(card)) == synthetic
+
+
+def test_kernels_of_attention_are_compared_and_timed(tmp_path):
+    card = measured("attention", tmp_path)
+    assert [(row["keys"], row["queries"]) for row in card["rows"]] == [(64, 1), (64, 3)]
+    for row in card["rows"]:
+        assert set(row["us"]) == {"decoder", "folded", "repeated", "products"}
+        assert all(us > 0 for us in row["us"].values())
+        assert row["bytes"] == 2 * 2 * 64 * 16 * 2  # keys and values, heads, slots, dimensions, bf16
+        assert row["bound_us"] == pytest.approx(1e6 * row["bytes"] / card["copy_bytes"])
+    assert "| 64 | 3 |" in shown(card)
+
+
+def test_a_kernel_that_computes_something_else_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(attention.KERNELS, "products", lambda q, k, v, mask: attention.attend(q, k, v))
+    argv = ["benchmark.py", *STEPS["attention"].command(str(tmp_path / "out.json"), tiny=True)[1:]]
+    outcome = command(run, argv)
+    assert outcome.code == 2
+    assert "kernels: products differs from decoder by" in outcome.err
 
 
 @pytest.mark.parametrize(

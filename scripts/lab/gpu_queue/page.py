@@ -104,6 +104,19 @@ def _step(card: Row) -> str:
     return f"{_grid([card], columns)}\n\n{card['like']}. A large bf16 product: {product:.0f} TFLOP/s."
 
 
+def _attention(card: Row) -> str:
+    names = list(card["rows"][0]["us"])
+    columns: Columns = [
+        ("keys", lambda row: f"{row['keys']:,}"),
+        ("queries", lambda row: str(row["queries"])),
+        ("keys and values read once, us", lambda row: _number(row["bound_us"], 1)),
+        *((f"{name}, us", lambda row, name=name: _number(row["us"][name], 1)) for name in names),
+    ]
+    heads, shared, dim = card["heads"]
+    kind = f"{heads} heads of {dim}, {shared} of keys, {card['dtype']}, batch {card['batch']}"
+    return f"{_grid(card['rows'], columns)}\n\n{kind}; half of the keys are masked."
+
+
 def _fit(card: Row) -> str:
     low, high = card["spread"]
     return f"{card['run']}: {card['step_ms']:.1f} ms a step ({low:.1f} to {high:.1f} by log line)."
@@ -143,6 +156,7 @@ def _any(card: Row) -> str:
 _SHOWN: Mapping[str, Callable[[Row], str]] = {
     "rounds": _rounds,
     "step": _step,
+    "attention": _attention,
     "fit": _fit,
     "tests": _tests,
     "scorecard": _scorecard,

@@ -148,6 +148,24 @@ TRAINING = [
     ),
 ]
 CONTEXT = [
+    Step(
+        "attention",
+        "context",
+        "attention of a draft over a bucket of 512, 4,096 and 32,768 keys, by several kernels",
+        4,
+        (BENCHMARK, "attention", "trainer.accelerator=gpu", f"out={OUT}"),
+        (
+            *(
+                "trainer.accelerator=cpu",
+                "widths=[64]",
+                "queries=[1,3]",
+                "heads=4",
+                "kv_heads=2",
+                "head_dim=16",
+            ),
+            *("repeats=1", "kernels=[decoder,folded,repeated,products]"),
+        ),
+    ),
     _rounds(
         "context-llama-8b-4k",
         "Llama-3.1-8B's shape after 4,096 tokens: plain, and EAGLE-3's drafts, of which none is accepted",

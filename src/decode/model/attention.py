@@ -6,15 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-FOLDED_ROWS = 64  # queries per key head; with more, the kernel's products are large enough without folding
-
-
-def repeats_keys(device: torch.device, groups: int, masked: bool) -> bool:
-    """Whether keys and values are repeated for every query of a group instead of shared by the kernel.
-
-    CUDA's kernels that take a mask do not support groups; with `enable_gqa` torch uses plain products.
-    """
-    return device.type == "cuda" and groups > 1 and masked
+# Queries per key head; with more, the kernel's products are large enough without folding.
+FOLDED_ROWS = {"cpu": 64, "cuda": 256}
 
 
 def fast_dtype(like: Tensor) -> torch.dtype:
@@ -44,11 +37,14 @@ def attend(
         causal: each query sees the keys up to its own position.
         scale: of the scores; None: 1 / sqrt(dim).
     """
-    groups = q.shape[1] // k.shape[1]
-    if repeats_keys(q.device, groups, mask is not None):
-        k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
-    if q.device.type == "cpu" and groups > 1 and groups * q.shape[2] <= FOLDED_ROWS and not causal:
+    groups, kind = q.shape[1] // k.shape[1], q.device.type
+    # CUDA's kernels with a mask do not share keys within a group: they would be copied for every query head.
+    unshared = kind == "cuda" and mask is not None
+    few = groups * q.shape[2] <= FOLDED_ROWS.get(kind, 0) and not causal
+    if groups > 1 and few and (kind == "cpu" or unshared):
         return attend_folded(q, k, v, mask, scale)
+    if groups > 1 and unshared:
+        k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=groups > 1
     )
@@ -57,7 +53,7 @@ def attend(
 def attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
     """Attention with all queries of a key head as one block of rows.
 
-    A CPU's kernel reads the keys once per query head. Folded, it reads them once per group of heads.
+    A kernel that does not share keys reads them once per query head. Folded, it reads them once per group.
     """
     groups = q.shape[1] // k.shape[1]
     rows = q.unflatten(1, (-1, groups)).contiguous().flatten(2, 3)  # (B, kv_heads, groups * n, dim)

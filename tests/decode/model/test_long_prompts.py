@@ -82,7 +82,9 @@ def test_every_class_reads_a_prompt_in_chunks(name, tmp_path, monkeypatch):
         torch.testing.assert_close(target.read_text(tokens), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("slots", [1, 3, FOLDED_ROWS // 2, FOLDED_ROWS // 2 + 1])
+@pytest.mark.parametrize(
+    "slots", [1, 3, *(rows // 2 + more for rows in FOLDED_ROWS.values() for more in (0, 1))]
+)
 @pytest.mark.parametrize("masked", ["no", "bool", "additive", "shared"])
 @pytest.mark.covering(pairs=True)
 def test_folded_queries_attend_as_single_ones(slots, masked):
@@ -96,17 +98,19 @@ def test_folded_queries_attend_as_single_ones(slots, masked):
     mask = {"no": None, "bool": allow}.get(masked, bias)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(attend(q, k, v, mask, scale=0.3), expected, rtol=0, atol=1e-12)
-    with Traffic():  # as if on CUDA, where keys are repeated
+    with Traffic():  # as if on CUDA, where keys of a masked call are repeated, or its queries folded
         torch.testing.assert_close(attend(q, k, v, mask, scale=0.3).add(0), expected, rtol=0, atol=1e-12)
     causal = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(attend(q, k, v, causal=True), causal, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["eagle", "lm", "dflash"])
-def test_no_call_has_a_mask_and_groups_on_cuda(tiny_target, make_drafter, monkeypatch, calls, name):
+@pytest.mark.parametrize("folded", [{}, {"cuda": 256}], ids=["repeated", "folded"])
+@pytest.mark.covering
+def test_no_call_has_a_mask_and_groups_on_cuda(tiny_target, make_drafter, monkeypatch, calls, name, folded):
     target = tiny_target(vocab=24, layers=3, hidden=16)
     drafter = make_drafter(name, target)
-    monkeypatch.setattr(attention, "FOLDED_ROWS", 0)
+    monkeypatch.setattr(attention, "FOLDED_ROWS", folded)
     expected = answers(target, drafter)
     assert any(mask is not None and grouped for mask, grouped in calls), "a CPU's kernel takes both"
     calls.clear()
