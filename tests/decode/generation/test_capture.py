@@ -107,16 +107,30 @@ def test_warped_texts_are_the_uncaptured_ones(target, make_drafter, warp):
         assert_same(target, make_drafter("eagle", target), CHAIN, temperature, warp=warp)
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama", "qwen2", "gpt2, context ends", "mistral, window 6", "gemma3, window 6"]
-)
-def test_classes_with_and_without_a_fused_pass_are_captured(kind, tmp_path, make_drafter):
-    kind, options, *seed = WORKS[kind]
-    target = load_target(str(save(tmp_path, kind, options, *seed)), "float64")
+# Classes whose code reads the host in every pass.
+UNCAPTURED = {
+    "qwen3 experts": r"reads the device \(nonzero\) in transformers/",
+    "gpt_oss, sinks, window 6": r"reads the device \(nonzero\) in transformers/",
+    "llama, dynamic rope": r"reads the device \(is_nonzero\) in transformers/",
+    "falcon, rotary": "uploads numbers in transformers/models/falcon/modeling_falcon.py",
+}
+
+
+@pytest.mark.filterwarnings("ignore:the drafter omits the scaling")
+@pytest.mark.parametrize("kind", WORKS)
+@pytest.mark.ci("gpt2, context ends", "gemma3, window 6", "qwen3 experts")
+def test_every_class_is_captured_or_its_line_is_named(kind, tmp_path, make_drafter, capsys):
+    name, options, *seed = WORKS[kind]
+    target = load_target(str(save(tmp_path, name, options, *seed)), "float64")
     for temperature, plan in ((0.0, DYNAMIC), (1.0, SAMPLED)):
         drafter = make_drafter("eagle", target)
         assert_same(target, drafter, plan, temperature, prompts=FAMILY_PROMPTS, length=20)
-    assert captures_of(target)._rounds
+    said = capsys.readouterr().err
+    if reason := UNCAPTURED.get(kind):
+        assert re.search(reason, said), said
+    else:
+        assert "not captured" not in said, said
+        assert captures_of(target)._rounds
 
 
 def test_fused_pass_in_single_precision_is_captured(tiny_target, make_drafter):

@@ -60,14 +60,16 @@ def refused_reads() -> Iterator[None]:
 
 
 def _place(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
-    """File and line of the newest frame in this repository's sources, outside of what refuses."""
-    refusing = {__file__, transfer.__file__}
-    ours = [
-        f
-        for f in frames or traceback.extract_stack()
-        if SOURCE in Path(f.filename).parents and f.filename not in refusing
-    ]
-    return f"{Path(ours[-1].filename).relative_to(SOURCE)}:{ours[-1].lineno}" if ours else "unknown code"
+    """File and line of the newest frame outside of torch and of what refuses: a package's, or this one's."""
+    refusing, torch_files = {__file__, transfer.__file__}, Path(torch.__file__).parent
+    for frame in reversed(frames or traceback.extract_stack()):
+        file = Path(frame.filename)
+        if frame.filename in refusing or torch_files in file.parents:
+            continue
+        for root in (SOURCE, torch_files.parent):
+            if root in file.parents:
+                return f"{file.relative_to(root)}:{frame.lineno}"
+    return "unknown code"
 
 
 def trace(function: Function, arguments: Sequence[Tensor]) -> fx.GraphModule:
