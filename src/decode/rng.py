@@ -151,7 +151,7 @@ class KeyedCoin:
             position: (B,) position of the token that follows the root.
             rounds: (B,) verification rounds of each request so far.
         """
-        coin = object.__new__(KeyedCoin)
+        coin = object.__new__(type(self))
         # Draws are functions of their keys, so blocks generated earlier stay valid.
         coin._set(self._key, position.astype(np.uint64), rounds.astype(np.uint64), self._shared)
         self._shared.newest = coin._asked
@@ -160,14 +160,14 @@ class KeyedCoin:
     def select(self, rows: Sequence[int]) -> KeyedCoin:
         """Keep these rows, in this order."""
         index = np.asarray(rows, dtype=np.int64)
-        coin = object.__new__(KeyedCoin)
+        coin = object.__new__(type(self))
         return coin._set(
             self._key[index], self._position[index], self._round[index], self._shared.without_blocks()
         )
 
     def append(self, other: KeyedCoin) -> KeyedCoin:
         """Append the other coin's rows."""
-        coin = object.__new__(KeyedCoin)
+        coin = object.__new__(type(self))
         return coin._set(
             np.concatenate([self._key, other._key]),
             np.concatenate([self._position, other._position]),

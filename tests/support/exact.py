@@ -40,8 +40,8 @@ class Tape:
         self.picks, self.given = list(picks), len(picks)
         self.options: list[int] = []
         self.probability = 1.0
-        self.keys: set[tuple] = set()
-        self.known: dict[float | tuple, tuple[float, float]] = {}  # see `RealKeys`
+        # Interval of [0, 1) in which the production coin's number of a decision is, after what was picked.
+        self.known: dict[float | tuple, tuple[float, float]] = {}
 
     def choose(self, chances: Sequence[float]) -> int:
         """Index of one of the outcomes with these probabilities."""
@@ -109,9 +109,11 @@ class EnumeratingCoin:
             name = (key.purpose, self.position[row] + key.slot, 0, key.number)
         else:
             name = (key.purpose, self.rounds[row], key.slot, key.number)
-        assert name not in tape.keys, f"key {name} was used before: two decisions would agree"
-        tape.keys.add(name)
-        return tape.choose(chances)
+        assert name not in tape.known, f"key {name} was used before: two decisions would agree"
+        pick = tape.choose(chances)
+        low = sum(chances[:pick])
+        tape.known[name] = low, low + chances[pick]
+        return pick
 
     def flip(self, accept: Tensor, proposal: Tensor, key: Key, active: Tensor) -> Tensor:
         """(B,) bool."""
