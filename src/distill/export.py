@@ -10,7 +10,8 @@ from typing import Any
 from decode.errors import FollowUpError, RemoteError, UserError
 from decode.model.target import Target
 from distill.config.build import TargetSource, quiet
-from distill.options import ExportCommandOptions, ExportOptions
+from distill.options.commands import ExportCommandOptions
+from distill.options.run import ExportOptions
 from distill.prompts.split import RECORD as PROMPTS
 from distill.rollouts.manifest import MANIFEST
 from distill.utils.atomic_files import read_json

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from decode.errors import FollowUpError
 from distill.config.read import checked_options
-from distill.options import SearchOptions, TrainOptions
+from distill.options.run import SearchOptions, TrainOptions
 from distill.report import html, terminal
 from distill.search.search import search_families
 from distill.train import train

@@ -32,7 +32,7 @@ from distill.loggers.base import begin, trackers
 from distill.loggers.loggers import ending, loggers
 from distill.losses.objective import Objective
 from distill.losses.row_scores import Kernels
-from distill.options import TrainOptions
+from distill.options.run import TrainOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.rollouts.produce import produce

@@ -26,7 +26,7 @@ class Command(NamedTuple):
         function: "module:function" in distill; called with its options, or by `train` with the composed
             configuration and the run's folder.
         config: name of its configuration in conf/; empty: the function reads sys.argv itself.
-        options: class in distill.options that the configuration becomes.
+        options: class in distill.options.commands that the configuration becomes.
     """
 
     about: str
@@ -106,10 +106,10 @@ def run(word: str, arguments: Sequence[str]) -> None:
 
     def without_folder(cfg: DictConfig, folder: Path) -> float:
         del folder  # only training makes a run folder
-        from distill import options  # imports torch, for which `--help` does not wait
-        from distill.config.read import checked_options
+        from distill.config.read import checked_options  # imports torch, for which `--help` does not wait
+        from distill.options import commands
 
-        return call(checked_options(getattr(options, command.options), cfg))
+        return call(checked_options(getattr(commands, command.options), cfg))
 
     if command.config:
         configured(call if word == "train" else without_folder, CONF, command.config)

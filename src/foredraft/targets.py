@@ -17,7 +17,7 @@ from distill.config.build import TargetSource, join_ends, quiet
 from distill.config.compose import compose
 from distill.config.read import checked_options
 from distill.config.run_prompts import quoted
-from distill.options import GenerateOptions
+from distill.options.commands import GenerateOptions
 from distill.prompts.chat_template import Chat
 from distill.text_generation import Model
 from distill.utils.paths import CONF

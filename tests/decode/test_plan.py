@@ -14,7 +14,7 @@ from decode.plan import MOVED, Plan, plan_of
 from decode.sampling import Sampler
 from distill.config.compose import compose
 from distill.config.read import read_options
-from distill.options import RolloutCommandOptions
+from distill.options.commands import RolloutCommandOptions
 from distill.rollouts.build import HELPING, helping_plan
 
 AUTO = Plan(3, 2, 6, proposal="auto")

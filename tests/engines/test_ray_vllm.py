@@ -17,7 +17,7 @@ from workbench import ROOT, options_of
 
 from decode.errors import UserError
 from distill.config.build import TargetSource
-from distill.options import FleetOptions
+from distill.options.answers import FleetOptions
 from distill.prompts.sources import read_prompts
 from distill.rollouts.build import EngineWriter, portable
 from distill.rollouts.produce import rollout_plan

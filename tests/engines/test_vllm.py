@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from workbench import ROOT, foredraft, train
 
-from decode.evaluation.scorecard import Served, read_scorecard
+from decode.evaluation.scorecard import read_scorecard
+from decode.evaluation.served import Served
 from decode.model.load import load_tokenizer
 from distill.prompts.chat_template import Chat
 from distill.scoring.served import figures, texts

@@ -26,7 +26,7 @@ from decode.model.load import target_of
 from distill.config.build import build_drafter
 from distill.config.compose import compose
 from distill.config.read import checked_options
-from distill.options import TrainOptions
+from distill.options.run import TrainOptions
 from distill.utils.paths import CONF
 from foredraft.hf_arguments import SUPPORTED, WHY, WITHOUT_EFFECT, check_config
 

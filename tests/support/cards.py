@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from decode.evaluation.replay import Counts
-from decode.evaluation.scorecard import SCHEMA, Row, Scorecard
+from decode.evaluation.rows import Row
+from decode.evaluation.scorecard import SCHEMA, Scorecard
 
 
 def replay(tau: float = 2.0, counts: Counts | None = None, **more: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from distill.cli.main import main, rewrite
 from distill.config.compose import compose
 from distill.config.read import checked_options
 from distill.main import run
-from distill.options import TrainOptions
+from distill.options.run import TrainOptions
 from distill.training.checkpointing import TrainingBar
 from drafters.checkpoint.io import save
 from drafters.hf import lora_files

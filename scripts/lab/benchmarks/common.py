@@ -16,7 +16,8 @@ from decode.model.target import Target
 from distill.config.build import PromptReader, TargetSource, quiet
 from distill.config.read import read_part
 from distill.config.validate import check_out, check_ranges
-from distill.options import HeldOutInputs, ScoringOptions
+from distill.options.commands import HeldOutInputs
+from distill.options.run import ScoringOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.scoring.scorer import threads

@@ -21,7 +21,7 @@ from decode.sampling import Sampler
 from distill.config.build import build_drafter
 from distill.config.read import read_options
 from distill.config.validate import refused
-from distill.options import DrafterOptions
+from distill.options.run import DrafterOptions
 from distill.scoring.tables import grid
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar, say

@@ -11,11 +11,12 @@ from omegaconf import DictConfig, open_dict
 
 from benchmarks.drafter_table.plot import SVG
 from decode.evaluation.quality import QUALITY_HEAD
-from decode.evaluation.scorecard import Row, Scorecard, read_scorecard
+from decode.evaluation.rows import Row
+from decode.evaluation.scorecard import Scorecard, read_scorecard
 from decode.verification.rule import changes_greedy
 from distill.commands.score import score
 from distill.config.read import checked_options
-from distill.options import ScoreCommandOptions
+from distill.options.commands import ScoreCommandOptions
 from distill.scoring.tables import markdown
 from distill.utils.atomic_files import put
 

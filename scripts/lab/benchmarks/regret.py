@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from benchmarks.common import conditions, load_drafter, load_inputs, machine
 from decode.errors import UserError
-from decode.evaluation.bootstrap import DRAWS
+from decode.evaluation.estimates import DRAWS
 from decode.evaluation.replay import Rollout
 from decode.evaluation.timing_ab import DecodeTimings, time_interleaved
 from decode.generation.generate import generate

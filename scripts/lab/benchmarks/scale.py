@@ -32,7 +32,7 @@ from distill.config.read import checked_options
 from distill.config.validate import check_ranges
 from distill.data.batches import RolloutBatches
 from distill.data.rows import open_rows
-from distill.options import TrainOptions
+from distill.options.run import TrainOptions
 from distill.rollouts.produce import fill, open_store, rollout_plan
 from distill.scoring.tables import grid
 from distill.utils.atomic_files import write_json

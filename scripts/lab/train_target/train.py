@@ -22,7 +22,7 @@ from distill.config.validate import refused
 from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.watchdog import Watchdog
 from distill.loggers.loggers import ending, loggers
-from distill.options import LoggerOptions, TrainerOptions
+from distill.options.run import LoggerOptions, TrainerOptions
 from distill.training.checkpointing import STATE, TrainingBar
 from distill.training.trainer import build_trainer, fit
 from distill.utils.atomic_files import clean, write_json

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from decode.evaluation.estimates import decoded_counts, kaplan_meier
 from decode.evaluation.replay import Counts, Rollout, replay, why_inexact
-from decode.evaluation.survival import decoded_counts, kaplan_meier
 from decode.generation.generate import generate
 from decode.generation.types import Output, Proposer, ReadsTaps
 from decode.model.target import Target
@@ -22,7 +22,7 @@ class Acceptance:
 
     Attributes:
         counts: tokens and rounds of each rollout; expected values, or counts of one decoder run.
-        survival: P(accepted >= j), j from 1; see `evaluation.survival`.
+        survival: P(accepted >= j), j from 1; see `evaluation.estimates`.
         estimate: reason why decoding had to estimate the numbers; "" if they are exact.
         keeps: see `replay.ReplayResult`.
     """

@@ -1,15 +1,37 @@
-"""Convert parsed JSON to dataclasses and other typed records, with checks of every field."""
+"""Dataclasses and other typed records as JSON, and back with checks of every field."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from decode.evaluation.replay import Counts
+from decode.evaluation.audit import Audit
+from decode.evaluation.replay import ContextPart, Counts
+
+# Properties that are also written to JSON, for readers in other languages.
+DERIVED: dict[type, tuple[str, ...]] = {
+    ContextPart: ("tau",),
+    Audit: ("passed", "sampled_tokens", "impossible", "pit_p", "surprisal_p", "surprisal_z"),
+}
 
 _hints = cache(get_type_hints)
+
+
+def as_json(value: Any) -> Any:
+    """Dataclasses and `Counts` as dicts, other tuples as lists."""
+    if is_dataclass(value):
+        names = [*(f.name for f in fields(value)), *DERIVED.get(type(value), ())]
+        return {name: as_json(getattr(value, name)) for name in names}
+    if isinstance(value, Counts):
+        return value._asdict()
+    if isinstance(value, Mapping):
+        return {name: as_json(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(part) for part in value]
+    return value
 
 
 def build(kind: Any, value: Any, where: str) -> Any:

@@ -20,9 +20,8 @@ from scipy import stats
 from torch import Tensor
 
 from decode.draft import PAD, Draft
-from decode.evaluation.bootstrap import interval
+from decode.evaluation.estimates import interval, kaplan_meier
 from decode.evaluation.stateful_replay import walk
-from decode.evaluation.survival import kaplan_meier
 from decode.evaluation.teacher_forced import ForcedTokens, Rollout, TeacherForcedTexts
 from decode.generation.finite import check_logits
 from decode.generation.types import Observes, Proposer, depends_on_rounds
@@ -74,7 +73,7 @@ class ReplayResult:
 
     @property
     def survival(self) -> list[float]:
-        """P(accepted >= j), j from 1; see `evaluation.survival`."""
+        """P(accepted >= j), j from 1; see `evaluation.estimates`."""
         return kaplan_meier(self.reached)
 
 

@@ -16,10 +16,11 @@ import torch
 from decode.errors import UserError
 from decode.evaluation.acceptance import Acceptance, acceptance, round_counts
 from decode.evaluation.audit import Case, audit, num_batches
+from decode.evaluation.estimates import decoded_counts, kaplan_meier
 from decode.evaluation.quality import Judge, Quality, quality
 from decode.evaluation.replay import ContextPart, Counts, Rollout, agreement, by_context, why_inexact
-from decode.evaluation.scorecard import DECODED, Conditions, Replay, Row, Scorecard, Timing
-from decode.evaluation.survival import decoded_counts, kaplan_meier
+from decode.evaluation.rows import DECODED, Replay, Row, Timing
+from decode.evaluation.scorecard import Conditions, Scorecard
 from decode.evaluation.timing_ab import DecodeTimings, Prompts, time_interleaved
 from decode.generation.generate import generate
 from decode.generation.types import Output, Proposer, Traits

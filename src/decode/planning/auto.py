@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from decode.errors import UserError
 from decode.evaluation.acceptance import Acceptance, acceptance
-from decode.evaluation.bootstrap import interval
+from decode.evaluation.estimates import interval
 from decode.evaluation.replay import Counts, Rollout
 from decode.generation.types import ChecksPlans, Proposer
 from decode.model.target import Target

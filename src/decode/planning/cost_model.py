@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import isotonic_regression
 
-from decode.evaluation.bootstrap import DRAWS
+from decode.evaluation.estimates import DRAWS
 from decode.evaluation.replay import Counts
 from decode.plan import Plan
 

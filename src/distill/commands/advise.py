@@ -23,7 +23,7 @@ from decode.planning.round_timing import clock_of, measure
 from decode.sampling import Sampler
 from distill.config.build import PromptReader, TargetSource, build_drafter, quiet
 from distill.config.validate import refused
-from distill.options import AdviseOptions
+from distill.options.commands import AdviseOptions
 from distill.rollouts.heldout import held_out_answers
 from distill.scoring.scorer import threads
 from distill.scoring.tables import grid

@@ -15,7 +15,7 @@ from decode.generation.types import Output, Piece, Times
 from decode.plan import Plan
 from distill.commands import judged
 from distill.config.build import TargetSource, quiet
-from distill.options import GenerateOptions
+from distill.options.commands import GenerateOptions
 from distill.report.answer_picture import Part, answer_picture
 from distill.scoring.scorer import threads
 from distill.text_generation import Model, TextGenerator

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from decode.errors import UserError
 from decode.generation.text import Detokenizer
 from distill.config.build import TargetSource, quiet
-from distill.options import InspectOptions
+from distill.options.commands import InspectOptions
 from distill.rollouts import surprisal
 from distill.rollouts.manifest import refuse_links
 from distill.rollouts.statistics import RowCounts

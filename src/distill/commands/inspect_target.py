@@ -14,7 +14,8 @@ from decode.model.load import accounts_of_files, load_config, load_tokenizer, so
 from decode.model.target import Target
 from distill.commands.template_traits import traits
 from distill.config.build import TargetSource, quiet
-from distill.options import InspectTargetOptions, TargetOptions
+from distill.options.answers import TargetOptions
+from distill.options.commands import InspectTargetOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.templates.ends import named_token
 from distill.utils.atomic_files import write_json

@@ -12,7 +12,7 @@ from decode.generation.text import StopStrings
 from decode.lossy.reward_guided import JudgedOutput, generate_judged
 from decode.model.load import stop_tokens
 from decode.model.target import Target
-from distill.options import GenerateOptions
+from distill.options.commands import GenerateOptions
 from distill.scoring.script_judge import ScriptJudge
 from distill.text_generation import TextGenerator
 from distill.utils.redact import printable

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from decode.errors import UserError
-from decode.evaluation.bootstrap import interval
+from decode.evaluation.estimates import interval
 from decode.evaluation.replay import Rollout
 from decode.generation.finite import check_logits
 from decode.hardware import hardware
@@ -23,7 +23,7 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.config.build import PromptReader, TargetSource, quiet
 from distill.config.validate import refused
-from distill.options import LimitOptions
+from distill.options.commands import LimitOptions
 from distill.rollouts.heldout import held_out_answers
 from distill.scoring.tables import grid
 from distill.utils.atomic_files import write_json

@@ -23,7 +23,7 @@ from distill.utils.atomic_files import put
 from distill.utils.paths import CONF
 
 if TYPE_CHECKING:
-    from distill.options import PlanOptions
+    from distill.options.commands import PlanOptions
 
 # Options that say how the run itself is done; a plan from a small run takes them from there.
 BEFORE = ("card", "prompt_tokens", "answer_tokens")

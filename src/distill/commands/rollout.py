@@ -7,7 +7,7 @@ from pathlib import Path
 from decode.errors import UserError
 from distill.config.build import TargetSource, quiet
 from distill.config.validate import refused
-from distill.options import RolloutCommandOptions
+from distill.options.commands import RolloutCommandOptions
 from distill.prompts import split
 from distill.prompts.chat_template import Chat
 from distill.rollouts.produce import fill, open_store, rollout_plan

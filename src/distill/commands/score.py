@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from distill.config.build import PromptReader, TargetSource, quiet
-from distill.options import ScoreCommandOptions
+from distill.options.commands import ScoreCommandOptions
 from distill.prompts.templates import clock
 from distill.report.bottleneck import bottleneck
 from distill.scoring.compare import earlier

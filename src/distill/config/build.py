@@ -19,7 +19,8 @@ from decode.model.files.tokenizer_files import check_rows
 from decode.model.load import load_config, load_target, load_tokenizer, stop_at, stop_tokens
 from decode.model.probe import check_packing
 from decode.model.target import Target
-from distill.options import DrafterOptions, HeldOutOptions, PromptOptions, RunOptions, TargetOptions
+from distill.options.answers import PromptOptions, TargetOptions
+from distill.options.run import DrafterOptions, HeldOutOptions, RunOptions
 from distill.prompts import split
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import Limit, strictest

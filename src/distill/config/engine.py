@@ -9,7 +9,7 @@ from decode.errors import UserError
 from distill.config.validate import processes
 
 if TYPE_CHECKING:
-    from distill.options import RunOptions
+    from distill.options.run import RunOptions
 
 OPTION = "rollout.engine_python"
 

@@ -14,7 +14,7 @@ from decode.errors import UserError
 from distill.utils.paths import CONF
 
 if TYPE_CHECKING:
-    from distill.options import PlanOptions
+    from distill.options.commands import PlanOptions
 
 TEXTS = ("run", "card", "out")  # free text, which may look like a number
 LEAST = {
@@ -104,7 +104,7 @@ def read_plan_options(settings: DictConfig) -> PlanOptions:
         UserError: a value of another type.
     """
     from distill.config.read import read_options  # slow imports of torch, which checks do not wait for
-    from distill.options import PlanOptions
+    from distill.options.commands import PlanOptions
 
     return read_options(PlanOptions, settings)
 

@@ -12,11 +12,18 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
-from distill import options
 from distill.config.recorded import resolved
 from distill.config.target_size import fill_precision, fill_size_settings
 from distill.config.validate import check_out, check_ranges, refused
 from distill.losses.trial import check_divergence
+from distill.options.answers import (
+    OpenAIRolloutOptions,
+    RayRolloutOptions,
+    RolloutOptions,
+    VLLMRolloutOptions,
+)
+from distill.options.commands import HeldOutInputs
+from distill.options.run import DrafterOptions, OptimizerOptions, RunOptions, TrainerOptions
 from distill.utils.paths import bundled
 from distill.utils.run_record import ResolvedOptions
 from drafters.vocabulary import draft_vocab_size
@@ -36,11 +43,11 @@ def checked_options(cls: type[Options], cfg: DictConfig, announce: bool = True) 
         UserError: a value out of range, a divergence that fails, and see `read_options`.
     """
     check_ranges(cfg)
-    if issubclass(cls, options.HeldOutInputs):
+    if issubclass(cls, HeldOutInputs):
         check_out(cfg)
     chosen = fill_size_settings(cfg, announce) | fill_precision(cfg, announce)
     made = read_options(cls, cfg)
-    if isinstance(made, options.RunOptions):
+    if isinstance(made, RunOptions):
         check_divergence(made.objective)
         return replace(made, config=ResolvedOptions.of(made.config.values, chosen))
     return made
@@ -59,7 +66,7 @@ def read_options(cls: type[Options], cfg: DictConfig, name: str = "") -> Options
     """
     if reader := READERS.get(cls):
         return cast(Options, reader(cfg))
-    if cls is options.RolloutOptions:
+    if cls is RolloutOptions:
         cls = cast(type[Options], _rollout(cfg))
     _check_names(cls, {str(key) for key in cfg}, name)
     return _fill(cls, cfg, name)
@@ -120,16 +127,16 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def _rollout(cfg: DictConfig) -> type[options.RolloutOptions]:
+def _rollout(cfg: DictConfig) -> type[RolloutOptions]:
     """The options class by the group's settings, independent of rollout.engine."""
     if "url" in cfg:
-        return options.OpenAIRolloutOptions
+        return OpenAIRolloutOptions
     if "workers" in cfg:
-        return options.RayRolloutOptions
-    return options.VLLMRolloutOptions if "engine_python" in cfg else options.RolloutOptions
+        return RayRolloutOptions
+    return VLLMRolloutOptions if "engine_python" in cfg else RolloutOptions
 
 
-def _drafter(cfg: DictConfig) -> options.DrafterOptions:
+def _drafter(cfg: DictConfig) -> DrafterOptions:
     """Options of a drafter; resolves `path` like the target's; a nested drafter may be a checkpoint."""
     given: dict[str, Any] = {"path": str(bundled(cfg.path))} if cfg.get("path") else {}
     parts = {key: _part(key, cfg[key]) for key in PARTS if key in cfg}
@@ -146,7 +153,7 @@ def _drafter(cfg: DictConfig) -> options.DrafterOptions:
         drafter.sizes_vocabulary = cfg.get("draft_vocab_size") == "auto" and drafter.d2t is not None
         return drafter
 
-    return options.DrafterOptions(
+    return DrafterOptions(
         factory=cfg._target_,
         build=build,
         depth=cfg.get("depth", next((part.depth for part in parts.values() if part.depth), None)),
@@ -155,10 +162,10 @@ def _drafter(cfg: DictConfig) -> options.DrafterOptions:
     )
 
 
-def _part(key: str, node: Any) -> options.DrafterOptions:
+def _part(key: str, node: Any) -> DrafterOptions:
     """Options of a nested drafter: settings of a new one, or a checkpoint."""
     if isinstance(node, str):
-        return options.DrafterOptions(factory=node, build=partial(_trained, node))
+        return DrafterOptions(factory=node, build=partial(_trained, node))
     if not OmegaConf.is_dict(node) or "_target_" not in node:
         raise UserError(
             f"drafter.{key}: give the name of one drafter of conf/drafter, or a checkpoint's folder or hub "
@@ -182,18 +189,18 @@ def _datastore(source: str, target: Any) -> str:
     return make_datastore(source, target)
 
 
-def _optimizer(cfg: DictConfig) -> options.OptimizerOptions:
+def _optimizer(cfg: DictConfig) -> OptimizerOptions:
     _value(float, cfg.optimizer.lr, "optimizer.optimizer.lr")
 
     def build(groups: Any) -> Any:
         return instantiate(cfg.optimizer, _convert_="all")(groups)
 
-    return options.OptimizerOptions(build=build, warmup=cfg.warmup, final_lr=cfg.final_lr)
+    return OptimizerOptions(build=build, warmup=cfg.warmup, final_lr=cfg.final_lr)
 
 
-def _trainer(cfg: DictConfig) -> options.TrainerOptions:
+def _trainer(cfg: DictConfig) -> TrainerOptions:
     devices = OmegaConf.to_container(cfg.devices) if OmegaConf.is_config(cfg.devices) else cfg.devices
-    return options.TrainerOptions(
+    return TrainerOptions(
         build=partial(instantiate, cfg),
         accelerator=cfg.accelerator,
         devices=devices,
@@ -206,7 +213,7 @@ def _trainer(cfg: DictConfig) -> options.TrainerOptions:
 
 # Groups that are passed unchanged to a constructor.
 READERS: Mapping[type, Callable[[DictConfig], Any]] = {
-    options.DrafterOptions: _drafter,
-    options.OptimizerOptions: _optimizer,
-    options.TrainerOptions: _trainer,
+    DrafterOptions: _drafter,
+    OptimizerOptions: _optimizer,
+    TrainerOptions: _trainer,
 }

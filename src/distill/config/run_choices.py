@@ -11,7 +11,8 @@ from typing import Any
 import lightning as L
 
 from decode.model.target import Target
-from distill.options import OpenAIRolloutOptions, TrainOptions
+from distill.options.answers import OpenAIRolloutOptions
+from distill.options.run import TrainOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import strictest
 from distill.utils.run_record import OPEN, RunRecord

@@ -16,7 +16,7 @@ from decode.model.causal_lm import max_positions
 from decode.model.load import load_config
 from distill.config.resolvers import device_of
 from distill.config.validate import processes
-from distill.options import TrainOptions
+from distill.options.run import TrainOptions
 from distill.utils.paths import bundled
 from distill.utils.progress import say
 

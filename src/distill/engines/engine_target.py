@@ -22,7 +22,8 @@ from distill.engines.http import Server
 from distill.engines.launch import interpreter
 from distill.engines.openai import OpenAIEngine
 from distill.engines.vllm import PACKAGE, SERVER, VLLM
-from distill.options import EngineOptions, TargetOptions
+from distill.options.answers import TargetOptions
+from distill.options.run import EngineOptions
 from distill.prompts.chat_template import Chat
 from distill.utils.paths import bundled
 from distill.utils.progress import say

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from decode.model.load import source_of
 from distill.engines.launch import VLLM_VARIABLES, interpreter, serve
-from distill.options import TargetOptions
+from distill.options.answers import TargetOptions
 from distill.utils.paths import bundled
 
 PACKAGE, SERVER = "vllm", "vllm.entrypoints.openai.api_server"  # what `vllm serve` runs

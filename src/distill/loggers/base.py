@@ -9,7 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch.loggers import Logger
 
-from decode.evaluation.scorecard import Row, Scorecard, as_json
+from decode.evaluation.json_records import as_json
+from decode.evaluation.rows import Row
+from decode.evaluation.scorecard import Scorecard
 from distill.scoring.served import served_row
 from distill.utils import redact
 from distill.utils.progress import say

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 
 from decode.errors import FollowUpError, UserError
 from distill.loggers.tensorboard_logger import TensorBoard
-from distill.options import LoggerOptions
+from distill.options.run import LoggerOptions
 from distill.utils.run_record import RunRecord
 
 WEIGHTS = ("end", "always", "never")

@@ -19,7 +19,8 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from decode.evaluation.scorecard import BY_ENGINE, read_scorecard
+from decode.evaluation.scorecard import read_scorecard
+from decode.evaluation.served import BY_ENGINE
 from distill.loggers.base import COLUMNS, FailSafe, accepted_lengths, rows, setting
 from distill.loggers.naming import run_name, tags
 from distill.scoring.run_scorecards import scorecards

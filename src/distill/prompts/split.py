@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.errors import UserError
-from distill.options import PromptOptions
+from distill.options.answers import PromptOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import LeftOut, Limit, Measured, set_aside
 from distill.prompts.mixing import mix

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from decode.evaluation.scorecard import Row, Scorecard
+from decode.evaluation.rows import Row
+from decode.evaluation.scorecard import Scorecard
 from distill.scoring.paired import speedup
 
 LOW_TAU = 1.8  # tokens a round; below this, acceptance is the limit

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import plotly.graph_objects as go
 from markupsafe import Markup
 
-from decode.evaluation.scorecard import Row
+from decode.evaluation.rows import Row
 from distill.report import page
 from distill.report.panels import by_category
 from distill.scoring.compare import Choice, Scored, comparison, draft_ms, in_order, machines

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from decode.errors import UserError
-from decode.evaluation.bootstrap import central_interval, ratio, resampled_sums
-from decode.evaluation.scorecard import Row
+from decode.evaluation.estimates import central_interval, ratio, resampled_sums
+from decode.evaluation.rows import Row
 from distill.scoring.compare import (
     Choice,
     Scored,

@@ -11,8 +11,10 @@ import plotly.graph_objects as go
 from markupsafe import Markup
 
 from decode.evaluation.audit import Audit
-from decode.evaluation.bootstrap import interval
-from decode.evaluation.scorecard import BY_ENGINE, Row, Scorecard
+from decode.evaluation.estimates import interval
+from decode.evaluation.rows import Row
+from decode.evaluation.scorecard import Scorecard
+from decode.evaluation.served import BY_ENGINE
 from distill.report import page
 from distill.report.history import History
 from distill.report.page import paint

@@ -22,7 +22,7 @@ from distill.engines.engine_target import GONE, EngineTarget
 from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
 from distill.engines.vllm import VLLM
-from distill.options import AnswerOptions, OpenAIRolloutOptions, RayRolloutOptions
+from distill.options.answers import AnswerOptions, OpenAIRolloutOptions, RayRolloutOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.rollouts.ray_workers import Fleet

@@ -16,13 +16,8 @@ from decode.model.target import Target
 from decode.sampling import Sampler
 from distill.distributed.ranks import gather
 from distill.engines.engine_target import EngineTarget
-from distill.options import (
-    AnswerOptions,
-    OpenAIRolloutOptions,
-    RolloutOptions,
-    RunOptions,
-    StartedEngineOptions,
-)
+from distill.options.answers import AnswerOptions, OpenAIRolloutOptions, RolloutOptions, StartedEngineOptions
+from distill.options.run import RunOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import strictest
 from distill.prompts.prompt import Prompt, prompts_digest

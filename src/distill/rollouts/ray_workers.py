@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from decode.errors import UserError
-from distill.options import FleetOptions
+from distill.options.answers import FleetOptions
 from distill.rollouts.store import Make, RolloutStore
 from distill.utils.progress import rank_and_world
 

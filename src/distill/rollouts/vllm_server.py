@@ -18,7 +18,7 @@ from distill.engines.gpus import spread, visible_gpus
 from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
 from distill.engines.vllm import SERVER, VLLM
-from distill.options import AnswerOptions, VLLMRolloutOptions
+from distill.options.answers import AnswerOptions, VLLMRolloutOptions
 from distill.prompts.chat_template import Chat
 from distill.rollouts.store import RolloutStore
 from distill.rollouts.writer import Writer

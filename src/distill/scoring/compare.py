@@ -9,7 +9,9 @@ from textwrap import wrap
 from typing import NamedTuple
 
 from decode.errors import UserError
-from decode.evaluation.scorecard import BY_ENGINE, Row, Scorecard, Training, read_scorecard, read_training
+from decode.evaluation.rows import Row
+from decode.evaluation.scorecard import Scorecard, Training, read_scorecard, read_training
+from decode.evaluation.served import BY_ENGINE
 from decode.verification.rule import changes_greedy
 from distill.scoring import served
 from distill.scoring.paired import FEWEST, speedup_ratio, speedup_text, tau_difference, why_incomparable

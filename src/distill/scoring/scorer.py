@@ -22,7 +22,8 @@ from decode.plan import Plan, plan_of
 from decode.planning.auto import Auto, supported_plans
 from decode.planning.calibrated_tree import Calibrated
 from decode.sampling import Sampler
-from distill.options import DecodePlan, ScoringOptions
+from distill.options.answers import DecodePlan
+from distill.options.run import ScoringOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.rollouts.heldout import held_out_answers

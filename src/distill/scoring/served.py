@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from decode.evaluation.scorecard import Row, Scorecard
+from decode.evaluation.rows import Row
+from decode.evaluation.scorecard import Scorecard
 from decode.evaluation.served import Served
 
 NONE = "-"

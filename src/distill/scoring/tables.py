@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from decode.evaluation.quality import QUALITY_HEAD
-from decode.evaluation.scorecard import BY_ENGINE, NOT_RUN, Row, Scorecard
+from decode.evaluation.rows import Row
+from decode.evaluation.scorecard import NOT_RUN, Scorecard
+from decode.evaluation.served import BY_ENGINE
 from distill.scoring import served
 from distill.scoring.run_scorecards import scorecards
 from distill.scoring.target_drift import describe

@@ -13,7 +13,7 @@ from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan, plan_of
 from decode.planning.auto import Auto
-from distill.options import AutoOptions, RunOptions
+from distill.options.run import AutoOptions, RunOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.scoring.scorer import Scorer, threads

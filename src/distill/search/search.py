@@ -15,7 +15,7 @@ from distill.config.build import PromptReader, TargetSource, build_drafter, quie
 from distill.config.choices import used_packages
 from distill.config.validate import refused
 from distill.export import RunExport
-from distill.options import SearchOptions, TrainOptions
+from distill.options.run import SearchOptions, TrainOptions
 from distill.rollouts.produce import fill, open_store, rollout_plan
 from distill.rollouts.store import moment_of
 from distill.search import halving, trials

@@ -23,7 +23,7 @@ from decode.errors import FollowUpError, TooLargeError, UserError
 from decode.plan import Plan
 from distill.config.compose import compose, configurations
 from distill.config.read import checked_options
-from distill.options import TrainOptions
+from distill.options.run import TrainOptions
 from distill.search.halving import LAST, SCORE
 from distill.search.time_budget import Budget
 from distill.train import Shared, train

@@ -8,7 +8,7 @@ from decode.errors import UserError
 from distill.config.choices import options as choices
 from distill.config.engine import check_engine
 from distill.config.validate import processes
-from distill.options import SearchOptions, TrainOptions
+from distill.options.run import SearchOptions, TrainOptions
 from distill.search import trials
 from distill.search.trials import JobContext
 from distill.utils.launcher import launch

@@ -11,7 +11,8 @@ from scipy import stats
 
 from decode.errors import UserError
 from decode.evaluation.replay import CONFIDENCE
-from decode.evaluation.scorecard import Row, Scorecard
+from decode.evaluation.rows import Row
+from decode.evaluation.scorecard import Scorecard
 from distill.serving.metrics import ServedAcceptance
 
 MAX_NOISE = 0.15  # acceptance noise above which agreement is inconclusive

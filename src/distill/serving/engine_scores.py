@@ -23,7 +23,7 @@ from distill.engines.base import Request, SamplingParams
 from distill.engines.http import Server, openai
 from distill.engines.openai import OpenAIEngine
 from distill.engines.vllm import VLLM
-from distill.options import ScoringOptions
+from distill.options.run import ScoringOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.scoring.served import difference

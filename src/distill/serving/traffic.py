@@ -16,7 +16,8 @@ from distill.config.build import PromptReader
 from distill.engines.base import Answer, Request, SamplingParams
 from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
-from distill.options import TargetOptions, VerifyOptions
+from distill.options.answers import TargetOptions
+from distill.options.commands import VerifyOptions
 from distill.prompts.templates import clock
 from distill.serving.endpoint import Endpoint, Model
 from distill.serving.metrics import Reading, difference

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from decode.errors import UserError
-from decode.evaluation.scorecard import Row, Scorecard
+from decode.evaluation.rows import Row
+from decode.evaluation.scorecard import Scorecard
 from distill.config.build import quiet
 from distill.config.validate import check_address
-from distill.options import VerifyOptions
+from distill.options.commands import VerifyOptions
 from distill.scoring.compare import scorecard
 from distill.scoring.tables import grid
 from distill.serving.agreement import Comparison, compare, matching_row

@@ -14,7 +14,7 @@ from distill.config.validate import refused
 from distill.distributed.graceful_shutdown import Stop, Stopped
 from distill.distributed.ranks import check_processes, check_world_size, watch_ranks
 from distill.distributed.watchdog import Watchdog
-from distill.options import OptimizerOptions, TrainerOptions
+from distill.options.run import OptimizerOptions, TrainerOptions
 from distill.training.strategies import check_optimizer
 from distill.utils.heap import keep_freed_memory
 

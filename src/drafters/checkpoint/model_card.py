@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 from decode.errors import UserError
 from decode.evaluation.audit import Audit
 from decode.evaluation.quality import QUALITY_HEAD
-from decode.evaluation.scorecard import BY_ENGINE, NOT_RUN, Row, Scorecard
+from decode.evaluation.rows import Row
+from decode.evaluation.scorecard import NOT_RUN, Scorecard
+from decode.evaluation.served import BY_ENGINE
 from decode.model import gguf
 from drafters.base import Drafter, Origin
 from drafters.export.layout import Layout

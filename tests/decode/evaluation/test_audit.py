@@ -10,8 +10,8 @@ from workbench import ROOT
 
 from decode.draft import Draft
 from decode.evaluation.audit import Audit, Rescorer, audit
+from decode.evaluation.json_records import as_json
 from decode.evaluation.sampling_tests import SampledRun
-from decode.evaluation.scorecard import as_json
 from decode.generation.generate import generate
 from decode.model.cache import RowStore
 from decode.model.load import load_target, load_tokenizer, stop_tokens

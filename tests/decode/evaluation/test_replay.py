@@ -9,8 +9,8 @@ import torch
 from drafter_checks import able
 from exact import EXACT, EnumeratingCoin, Grown, exact_probs, target_probs
 
+from decode.evaluation.estimates import decoded_counts, kaplan_meier
 from decode.evaluation.replay import Counts, Rollout, RoundStarts, agreement, by_context, replay, why_inexact
-from decode.evaluation.survival import decoded_counts, kaplan_meier
 from decode.generation.generate import generate
 from decode.generation.types import Observes, Output, Traits
 from decode.plan import Plan

@@ -12,10 +12,11 @@ from scripted import Oracle, greedy
 from decode.errors import UserError
 from decode.evaluation import score as module
 from decode.evaluation.acceptance import Acceptance
-from decode.evaluation.bootstrap import central_interval, interval, ratio, resampled_sums
+from decode.evaluation.estimates import central_interval, interval, ratio, resampled_sums
 from decode.evaluation.replay import Counts, Rollout, agreement
+from decode.evaluation.rows import DECODED, Timing
 from decode.evaluation.score import HeldOut, ScoreOptions, Setting, score
-from decode.evaluation.scorecard import DECODED, SCHEMA, Scorecard, Timing
+from decode.evaluation.scorecard import SCHEMA, Scorecard
 from decode.evaluation.timing_ab import DecodeTimings
 from decode.generation.generate import generate
 from decode.generation.types import Generation, Output, Times

@@ -9,20 +9,26 @@ import pytest
 from workbench import ROOT
 
 from decode.errors import UserError
-from decode.evaluation import sampling_tests
-from decode.evaluation import scorecard as parts
+from decode.evaluation.audit import Audit
+from decode.evaluation.json_records import DERIVED
+from decode.evaluation.quality import Quality
+from decode.evaluation.rows import Replay, Row, Timing
+from decode.evaluation.sampling_tests import SampledRun
 from decode.evaluation.scorecard import (
-    DERIVED,
     Checkpoint,
     Conditions,
+    PlanChoice,
+    SampleText,
     SampleToken,
     Scorecard,
-    Timing,
+    TargetDrift,
     read_scorecard,
 )
+from decode.evaluation.served import Headline, Served
 
 RECORDS = (
-    "Headline Row Served Timing Replay Quality Conditions Checkpoint TargetDrift Audit SampleText PlanChoice"
+    *(Headline, Row, Served, Timing, Replay, Quality, Conditions, Checkpoint, TargetDrift),
+    *(Audit, SampledRun, SampleText, PlanChoice),
 )
 
 
@@ -92,7 +98,7 @@ def test_all_keys_are_documented():
     tables = {}
     for name, table in re.findall(r"^\*\*(\w+)\*\*, [^\n]*:\n\n((?:\|[^\n]*\n)+)", text, re.MULTILINE):
         tables[name] = re.findall(r"^\| `(\w+)` \| \S", table, re.MULTILINE)
-    for record in [sampling_tests.SampledRun, *(getattr(parts, name) for name in RECORDS.split())]:
+    for record in RECORDS:
         assert set(tables[record.__name__]) == {*(f.name for f in fields(record)), *DERIVED.get(record, ())}
     flat = {f.name for record in (Conditions, Checkpoint) for f in fields(record)}
     assert len(flat) == sum(len(fields(record)) for record in (Conditions, Checkpoint)), "two of a name"

@@ -14,8 +14,8 @@ from decode.draft import PAD, Draft, DraftProbs
 from decode.draft_check import draft_fault
 from decode.errors import UserError
 from decode.evaluation.audit import CHANCE, audit, num_batches
+from decode.evaluation.json_records import as_json
 from decode.evaluation.sampling_tests import BINS, TILTS, SamplingTests, _chi_square
-from decode.evaluation.scorecard import as_json
 from decode.generation.generate import generate
 from decode.generation.types import Round, Traits
 from decode.plan import Plan

@@ -27,7 +27,7 @@ from distill.config.choices import options
 from distill.config.compose import compose, configurations
 from distill.config.read import checked_options
 from distill.main import run
-from distill.options import SearchOptions, TrainOptions
+from distill.options.run import SearchOptions, TrainOptions
 from distill.prompts import split
 from distill.prompts.length import Limit
 

@@ -13,23 +13,40 @@ from workbench import CONF, make_target, options_of
 
 from decode.errors import UserError
 from decode.plan import Plan
-from distill import options as o
 from distill.config import target_size
 from distill.config.compose import compose
 from distill.config.read import read_options
 from distill.config.target_size import fill_precision, fill_size_settings, size_settings, with_length
+from distill.options.answers import (
+    OpenAIRolloutOptions,
+    RayRolloutOptions,
+    RolloutOptions,
+    VLLMRolloutOptions,
+)
+from distill.options.commands import (
+    AdviseOptions,
+    ExportCommandOptions,
+    GenerateOptions,
+    InspectOptions,
+    InspectTargetOptions,
+    LimitOptions,
+    RolloutCommandOptions,
+    ScoreCommandOptions,
+    VerifyOptions,
+)
+from distill.options.run import TrainOptions
 
 COMMANDS = {
-    "config": o.TrainOptions,
-    "advise": o.AdviseOptions,
-    "export": o.ExportCommandOptions,
-    "generate": o.GenerateOptions,
-    "inspect": o.InspectTargetOptions,
-    "inspect_data": o.InspectOptions,
-    "limit": o.LimitOptions,
-    "rollout_alone": o.RolloutCommandOptions,
-    "score_checkpoint": o.ScoreCommandOptions,
-    "verify_served": o.VerifyOptions,
+    "config": TrainOptions,
+    "advise": AdviseOptions,
+    "export": ExportCommandOptions,
+    "generate": GenerateOptions,
+    "inspect": InspectTargetOptions,
+    "inspect_data": InspectOptions,
+    "limit": LimitOptions,
+    "rollout_alone": RolloutCommandOptions,
+    "score_checkpoint": ScoreCommandOptions,
+    "verify_served": VerifyOptions,
 }
 REQUIRED = {
     "export": ["checkpoint=c", "to=vllm"],
@@ -60,10 +77,10 @@ def test_setting_that_only_one_of_both_has_is_named():
         more = copy.deepcopy(cfg)
         OmegaConf.update(more, key, 1, force_add=True)
         with pytest.raises(UserError, match=f"^{key}: no such option$"):
-            read_options(o.TrainOptions, more)
+            read_options(TrainOptions, more)
     del cfg.score.every
     with pytest.raises(UserError, match=r"^score\.every: must be given$"):
-        read_options(o.TrainOptions, cfg)
+        read_options(TrainOptions, cfg)
 
 
 @dataclass(frozen=True)
@@ -97,8 +114,8 @@ def test_only_options_that_may_be_null_are():
 def test_each_engine_has_its_own_settings(engine):
     url = ["rollout.url=http://a/v1"] * (engine == "openai")
     rollout = options_of(f"rollout={engine}", *url).rollout
-    kinds = {"openai": o.OpenAIRolloutOptions, "ray": o.RayRolloutOptions, "vllm": o.VLLMRolloutOptions}
-    assert type(rollout) is kinds.get(engine, o.RolloutOptions)
+    kinds = {"openai": OpenAIRolloutOptions, "ray": RayRolloutOptions, "vllm": VLLMRolloutOptions}
+    assert type(rollout) is kinds.get(engine, RolloutOptions)
     assert rollout.until == ("answer" if engine in ("openai", "vllm") else "length")
 
 

@@ -11,7 +11,8 @@ import cards
 import pytest
 from workbench import Bench, Outcome
 
-from decode.evaluation.scorecard import Headline, read_scorecard
+from decode.evaluation.scorecard import read_scorecard
+from decode.evaluation.served import Headline
 from decode.model.load import load_target
 from distill.export import write
 from distill.loggers.base import scalars

@@ -23,7 +23,7 @@ from decode.evaluation.scorecard import read_scorecard
 from distill.loggers import loggers as tracking
 from distill.loggers.base import accepted_lengths, setting
 from distill.loggers.wandb_logger import Wandb
-from distill.options import LoggerOptions
+from distill.options.run import LoggerOptions
 from distill.report.history import read as history_of
 from distill.training import checkpointing as callbacks
 from distill.utils.run_record import ResolvedOptions, RunRecord

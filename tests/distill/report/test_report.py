@@ -32,7 +32,7 @@ from distill import main as run_module
 from distill.config.recorded import readable_overrides, resolved
 from distill.loggers import loggers as tracking
 from distill.loggers.wandb_logger import Wandb
-from distill.options import LoggerOptions
+from distill.options.run import LoggerOptions
 from distill.prompts.prompt import Prompt
 from distill.report import html as html_report
 from distill.report.history import read

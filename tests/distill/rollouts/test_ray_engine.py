@@ -15,7 +15,7 @@ from workbench import fork, leftovers, options_of
 
 from decode.errors import UserError
 from distill.config.build import TargetSource
-from distill.options import FleetOptions
+from distill.options.answers import FleetOptions
 from distill.prompts.sources import read_prompts
 from distill.rollouts import ray_workers as ray_engine
 from distill.rollouts.build import load_writer, portable, work_of

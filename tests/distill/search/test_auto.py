@@ -18,7 +18,7 @@ from workbench import CONF, Bench, Outcome, changed, fork, leftovers, train
 
 from decode.errors import RemoteError, UserError
 from distill.config.compose import compose
-from distill.options import SearchOptions
+from distill.options.run import SearchOptions
 from distill.report import history
 from distill.scoring.compare import scorecard
 from distill.search import search as auto

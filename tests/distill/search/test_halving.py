@@ -17,7 +17,7 @@ from workbench import options_of
 from benchmarks.auto_regret import Runner, described, summary
 from decode.errors import UserError
 from decode.plan import Plan
-from distill.options import SearchOptions
+from distill.options.run import SearchOptions
 from distill.search import halving, trials
 from distill.search.halving import LAST, SCORE, Row, Verdict
 from distill.search.search import Search

@@ -16,7 +16,7 @@ from workbench import make_target, make_tokenizer, options_of
 from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard
 from decode.model.load import load_target
-from distill.options import ScoreCommandOptions
+from distill.options.commands import ScoreCommandOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.scoring import tables

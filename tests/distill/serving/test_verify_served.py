@@ -19,7 +19,7 @@ from decode.sampling import Sampler
 from distill.cli.main import rewrite
 from distill.config.compose import compose
 from distill.engines.http import check_redirect
-from distill.options import VerifyOptions
+from distill.options.commands import VerifyOptions
 from distill.prompts.chat_template import Chat
 from distill.serving import endpoint, traffic
 from distill.serving.verify import verify

@@ -27,7 +27,7 @@ from decode.model.load import load_target
 from distill.cli.main import main
 from distill.config.read import checked_options
 from distill.export import export
-from distill.options import ExportCommandOptions
+from distill.options.commands import ExportCommandOptions
 from drafters.base import Drafter
 from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint import pretrained

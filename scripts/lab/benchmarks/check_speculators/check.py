@@ -18,7 +18,7 @@ from decode.errors import UserError
 from decode.model.target import Target
 from distill.config.build import TargetSource, quiet
 from distill.config.read import read_options
-from distill.options import TargetOptions
+from distill.options.answers import TargetOptions
 from distill.utils.progress import say
 from drafters.base import Batch, Drafter
 from drafters.checkpoint import io as checkpoint_io

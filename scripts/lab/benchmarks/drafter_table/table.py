@@ -11,7 +11,8 @@ from typing import NamedTuple
 from scipy import stats
 
 from benchmarks.drafter_table.arms import Run
-from decode.evaluation.scorecard import Row, Scorecard
+from decode.evaluation.rows import Row
+from decode.evaluation.scorecard import Scorecard
 from distill.scoring.compare import draft_ms
 from distill.scoring.tables import markdown
 

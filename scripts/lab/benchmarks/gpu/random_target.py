@@ -15,7 +15,7 @@ from decode.model.load import DTYPES, auto_class, target_of
 from decode.model.target import Target
 from distill.commands.planning.known_models import known, known_names
 from distill.config.build import build_drafter
-from distill.options import DrafterOptions
+from distill.options.run import DrafterOptions
 from drafters.base import Drafter, Text
 
 SPREAD = 1.5  # of a matrix times the root of its inputs: rows of logits that differ from one another

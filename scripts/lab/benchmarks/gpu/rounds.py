@@ -26,7 +26,7 @@ from distill.config.build import quiet
 from distill.config.read import read_options
 from distill.config.resolvers import device_of
 from distill.config.validate import check_out, check_ranges, refused
-from distill.options import DrafterOptions
+from distill.options.run import DrafterOptions
 from distill.scoring.tables import grid
 from distill.utils.atomic_files import write_json
 

@@ -28,7 +28,7 @@ from distill.losses.divergences import kl
 from distill.losses.objective import Objective
 from distill.losses.row_scores import Kernels
 from distill.losses.weights import decay
-from distill.options import DrafterOptions, OptimizerOptions
+from distill.options.run import DrafterOptions, OptimizerOptions
 from distill.training.throughput import ATTENTION
 from distill.utils.atomic_files import write_json
 from distill.utils.provenance import commit

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from distill.cli.checkpoint_defaults import PROMPTS
 from distill.commands.planning.constants import GPUS_OF_MACHINE
 from distill.config.plan_options import value_of
-from distill.options import PlanOptions
+from distill.options.commands import PlanOptions
 
 FILE = "prompts=/path/to/prompts.jsonl"
 ENGINE = "vllm/bin/python"  # as in docs/your_gpus.md

@@ -33,7 +33,7 @@ from distill.commands.planning.shape import empty_target, target_shape
 from distill.config.plan_options import drafter_choice
 from distill.config.recorded import readable_overrides, shown_settings
 from distill.config.target_size import steps_between_saves, training_steps
-from distill.options import answers_each
+from distill.options.answers import answers_each
 from distill.scoring.compare import scorecard
 from distill.training.trainer_state import STATE
 from distill.utils.phase_log import FILE, STARTING, Phase, read_phases

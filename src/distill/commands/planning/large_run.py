@@ -20,7 +20,8 @@ from distill.commands.planning.shape import drafter_shape, empty_target, target_
 from distill.config.compose import compose
 from distill.config.plan_options import drafter_choice
 from distill.config.target_size import size_settings
-from distill.options import PlanOptions, answers_each
+from distill.options.answers import answers_each
+from distill.options.commands import PlanOptions
 from distill.prompts.records.readers import read_file
 from distill.utils.paths import CONF, bundled
 

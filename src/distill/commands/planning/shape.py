@@ -18,7 +18,7 @@ from decode.model.load import auto_class, load_config
 from decode.model.target import LAST, Target
 from distill.commands.planning.known_models import known, known_names
 from distill.config.read import read_options
-from distill.options import DrafterOptions
+from distill.options.run import DrafterOptions
 from distill.utils.paths import bundled
 from drafters.base import Drafter
 from drafters.families.feature_heads import FeatureHeadsDrafter

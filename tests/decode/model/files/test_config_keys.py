@@ -14,7 +14,7 @@ from decode.model.files.config_keys import SHARE
 from decode.model.files.generation import account_of_generation
 from decode.model.load import load_config, load_model, load_target, load_tokenizer, stop_tokens
 from distill.config.build import TargetSource
-from distill.options import GenerateOptions
+from distill.options.commands import GenerateOptions
 
 SMALL = BASE | {"num_hidden_layers": 1}
 GONE = "gone"

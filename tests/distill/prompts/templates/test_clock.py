@@ -11,7 +11,7 @@ from workbench import TEMPLATE, make_tokenizer, options_of
 from decode.errors import UserError
 from distill.commands.rollout import roll_out
 from distill.config.build import PromptReader
-from distill.options import RolloutCommandOptions
+from distill.options.commands import RolloutCommandOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.templates import clock
 from distill.rollouts.store import moment_of

@@ -14,7 +14,8 @@ from workbench import options_of
 
 from decode.errors import UserError
 from distill.config.build import TargetSource
-from distill.options import GenerateOptions, InspectOptions, ScoreCommandOptions, TrainOptions
+from distill.options.commands import GenerateOptions, InspectOptions, ScoreCommandOptions
+from distill.options.run import TrainOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.templates.clock import now
 from distill.prompts.templates.loss_mask import Tokens
