@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from decode.errors import UserError
 from distill.config import run_prompts
 from distill.utils.atomic_files import read_json
+from drafters.hub import RECIPE
 
-RECIPE = "recipe.json"  # in a published folder
 BUNDLED = "data/pocket"  # default target of every command
 TARGET = {"target", "target.path"}  # overrides that name a target
 PROMPTS = {"prompts", "prompts.path", "prompts.dataset", "prompts.sources"}

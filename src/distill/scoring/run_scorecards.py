@@ -14,8 +14,7 @@ from distill.utils.paths import CONF
 from distill.utils.redact import hidden, printable
 from distill.utils.run_folder import checkpoints
 from distill.utils.run_record import read_options
-
-RECIPE = "recipe.json"  # in an exported folder
+from drafters.hub import RECIPE
 
 
 def objective_of(file: Path) -> str:

@@ -32,7 +32,7 @@ from drafters.checkpoint.folder import (
 from drafters.export import formats, layout, weight_files
 from drafters.export.layout import Saved
 from drafters.hf import lora_files
-from drafters.hub import download
+from drafters.hub import NOTES, download
 from drafters.hub.untrusted_files import is_hub_id, shape_of
 from drafters.optional import AdoptsWeights, ConvertsWeights, SavesApart
 from drafters.registry import drafter_class, short_name
@@ -201,9 +201,9 @@ def fetch(source: str, revision: str | None = None) -> Path:
             f"checkpoint={source}: no config.json there; give a checkpoints/<step> folder, or a hub id "
             "(owner/name)"
         )
-    small = [FILES[0], *download.NOTES]
+    small = [FILES[0], *NOTES]
     read_config(download.snapshot(source, revision, small))
-    return download.snapshot(source, revision, [*FILES, *download.NOTES])
+    return download.snapshot(source, revision, [*FILES, *NOTES])
 
 
 def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:

@@ -23,13 +23,12 @@ from drafters.checkpoint.atomic import publish
 from drafters.checkpoint.folder import target_name, target_origin
 from drafters.checkpoint.model_card import Facts, model_card, portable
 from drafters.export.layout import Layout
-from drafters.hub.download import NOTES
+from drafters.hub import NOTES, RECIPE, SCORECARD
 from drafters.hub.untrusted_files import in_hub_cache, is_hub_id, read_json
 from drafters.hub.upload import upload
 from drafters.registry import short_name
 
-SCORES = (NOTES[0], "score.json")  # name in a published folder, and in a run's checkpoint
-RECIPE = NOTES[1]
+SCORES = (SCORECARD, "score.json")  # name in a published folder, and in a run's checkpoint
 
 
 def from_pretrained(source: str | Path, target: Target | None = None, revision: str | None = None) -> Drafter:

@@ -18,8 +18,6 @@ from huggingface_hub.errors import (
 from decode.errors import RemoteError, UserError
 from drafters.hub.untrusted_files import brief
 
-NOTES = ("scorecard.json", "recipe.json")
-
 
 def snapshot(source: str, revision: str | None, files: Sequence[str]) -> Path:
     """Download the `files` that a repository has; returns the folder in huggingface_hub's cache.

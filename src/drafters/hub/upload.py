@@ -10,6 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import disable_progress_bars
 
 from decode.errors import RemoteError, UserError
+from drafters.hub import NOTES
 from drafters.hub.untrusted_files import brief, check_link, is_hub_id
 
 # Files that we write; the upload deletes the repository's copies of files missing from the folder.
@@ -20,8 +21,7 @@ OURS = (
     "adapter_model.safetensors",
     "medusa_lm_head.pt",
     "token_map.pt",
-    "scorecard.json",
-    "recipe.json",
+    *NOTES,
 )
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
 
