@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from hydra.core.config_store import ConfigStore
@@ -38,6 +38,33 @@ def path_of(config_dir: Path, group: str, name: str) -> Path:
     path = config_dir / group / f"{name}.yaml"
     other = None if path.exists() else _others(config_dir, group).get(name)
     return _file(other) if other else path
+
+
+class Experiment(NamedTuple):
+    """What an experiment sets, and what it inherits from other experiments.
+
+    Attributes:
+        choices: name by group.
+        settings: options by group, not resolved.
+    """
+
+    choices: dict[str, str]
+    settings: dict[str, Any]
+
+
+def experiment(config_dir: Path, name: str) -> Experiment:
+    """Read an experiment of conf/experiment; its own settings come before inherited ones."""
+    own: Any = OmegaConf.load(config_dir / "experiment" / f"{name}.yaml")
+    choices, settings = dict[str, str](), OmegaConf.create()
+    entries: Any = own.pop("defaults", [])
+    for entry in entries:
+        if OmegaConf.is_dict(entry):
+            choices |= {group.removeprefix("override /"): choice for group, choice in entry.items()}
+        else:
+            inherited = experiment(config_dir, entry)
+            choices, settings = inherited.choices | choices, OmegaConf.merge(settings, inherited.settings)
+    merged: Any = OmegaConf.to_container(OmegaConf.merge(settings, own))
+    return Experiment(choices, merged)
 
 
 def packages(config_dir: Path, group: str) -> list[str]:

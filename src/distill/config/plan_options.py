@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
+from distill.config.choices import experiment, options
 from distill.utils.paths import CONF
 
 if TYPE_CHECKING:
@@ -64,13 +65,12 @@ def drafter_choice(words: Sequence[str]) -> str:
     """The name in conf/drafter that options of a run choose."""
     if name := value_of("drafter", words):
         return name
-    experiment = CONF / "experiment" / f"{value_of('experiment', words)}.yaml"
-    for path, key in ((experiment, "override /drafter"), (CONF / "config.yaml", "drafter")):
-        config: Any = OmegaConf.load(path) if path.is_file() else {}
-        entries = config.get("defaults", [])
-        if found := next((e[key] for e in entries if OmegaConf.is_dict(e) and key in e), None):
-            return str(found)
-    raise AssertionError("conf/config.yaml names a drafter")
+    name = value_of("experiment", words)
+    choices = experiment(CONF, name).choices if name in options(CONF, "experiment") else {}
+    if "drafter" in choices:
+        return choices["drafter"]
+    config: Any = OmegaConf.load(CONF / "config.yaml")
+    return next(entry["drafter"] for entry in config.defaults if "drafter" in entry)
 
 
 def plan_settings(given: Sequence[str]) -> DictConfig:

@@ -22,10 +22,9 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 
 from decode.errors import UserError
-from distill.config.choices import options
+from distill.config.choices import experiment, options
 from distill.config.own_runs import are_own
 from distill.utils.atomic_files import read_json
 from distill.utils.paths import ROOT
@@ -64,7 +63,7 @@ def of_run(run: Path, config_dir: Path, wanted: Collection[str] | None, given: C
     """
     lines = _read(run / RECORD)
     recorded = {override.key_or_group: override for override in _about_prompts(run / RECORD, lines)}
-    experiment = recorded.pop("experiment", None)
+    chosen = recorded.pop("experiment", None)
     values: dict[str, Any] = {key: override.value() for key, override in recorded.items()}
     taken = [key for key in values if _is_wanted(key, wanted) and key not in given]
     faults = {key: why for key in taken if (why := _fault(key, values[key], run, config_dir))}
@@ -72,7 +71,7 @@ def of_run(run: Path, config_dir: Path, wanted: Collection[str] | None, given: C
         faults = {key: why for key, why in faults.items() if why not in (OUTSIDE, REQUEST)}
     if faults:
         raise UserError(_question(run / RECORD, {key: values[key] for key in taken}, faults))
-    stated = _of_experiment(experiment, config_dir, GROUP) if experiment else {}
+    stated = _of_experiment(chosen, config_dir, GROUP) if chosen else {}
     stated = {key: value for key, value in stated.items() if key not in recorded and _is_wanted(key, wanted)}
     return [assignment(key, value) for key, value in (stated | {key: values[key] for key in taken}).items()]
 
@@ -93,8 +92,8 @@ def plan_of_run(run: Path, config_dir: Path) -> list[str]:
         if not _is_of_plan(one, config_dir):
             line = printable(str(one.input_line))[:SHOWN]
             raise UserError(f"{run / RECORD}: {line!r} is no setting of a plan; give decode=... yourself")
-    experiment = next((one for one in parsed if one.key_or_group == "experiment"), None)
-    stated = _of_experiment(experiment, config_dir, PLAN) if experiment else {}
+    chosen = next((one for one in parsed if one.key_or_group == "experiment"), None)
+    stated = _of_experiment(chosen, config_dir, PLAN) if chosen else {}
     values = stated | {key: one.value() for key, one in recorded.items()}
     groups = sorted(values, key=lambda key: "." in key)  # choices first
     return [assignment(key, values[key]) for key in groups]
@@ -270,14 +269,13 @@ def _word(key: str, value: Any) -> str:
     return f'"{word}"' if "'" in word and not re.search(r'["$`!\\]', word) else shlex.quote(word)
 
 
-def _of_experiment(experiment: Override, config_dir: Path, group: str) -> dict[str, Any]:
+def _of_experiment(chosen: Override, config_dir: Path, group: str) -> dict[str, Any]:
     """Settings of a group in an experiment of conf/experiment."""
-    name = experiment.value()
-    if name not in options(config_dir, "experiment"):
+    name = chosen.value()
+    if not isinstance(name, str) or name not in options(config_dir, "experiment"):
         return {}
-    shown: Any = OmegaConf.to_container(OmegaConf.load(config_dir / "experiment" / f"{name}.yaml"))
-    choices = dict(entry.popitem() for entry in shown.get("defaults", []) if isinstance(entry, dict))
-    values = {group: choices[f"override /{group}"]} if f"override /{group}" in choices else {}
+    shown = experiment(config_dir, name)
+    values = {group: shown.choices[group]} if group in shown.choices else {}
     # null removes a default, which overrides cannot express
-    stated = {key: value for key, value in shown.get(group, {}).items() if value is not None}
+    stated = {key: value for key, value in shown.settings.get(group, {}).items() if value is not None}
     return values | {f"{group}.{key}": value for key, value in stated.items()}

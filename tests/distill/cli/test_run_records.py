@@ -15,6 +15,7 @@ from decode.errors import UserError
 from distill.cli.checkpoint_defaults import with_run_settings
 from distill.cli.main import rewrite
 from distill.config import own_runs, recorded
+from distill.config.choices import options
 from distill.config.compose import compose
 from distill.utils.redact import HIDDEN
 from distill.utils.run_record import read_options
@@ -284,8 +285,8 @@ def test_unnamed_target_and_prompts_are_as_in_training(best, capsys, name, given
         (["decode.depth=7", "decode=chain"], ["decode.depth=2"], ["decode=chain", "decode.depth=7"]),
         (["decode=chain", "decode/rule=block"], ["decode=dynamic"], []),
         (["decode=chain", "decode/rule=block"], [], ["decode=chain", "decode/rule=block"]),
-        (["experiment=qwen3_8b"], [], ["decode=chain"]),
-        (["experiment=qwen3_8b", "decode=static"], [], ["decode=static"]),
+        (["experiment=llama_cpp"], [], ["decode=chain"]),
+        (["experiment=llama_cpp", "decode=static"], [], ["decode=static"]),
         (["drafter=eagle"], [], []),
     ],
 )
@@ -294,6 +295,13 @@ def test_score_decodes_by_the_plan_of_the_run(run, recorded, given, expected):
     assert [word for word in taken if word.startswith("decode")] == expected
     compose(rewrite([*taken, *given, "checkpoint=x"], CONF), CONF, "score_checkpoint")
     assert not [word for word in found(run(*recorded), "generate") if word.startswith("decode")]
+
+
+@pytest.mark.parametrize("experiment", options(CONF, "experiment"))
+def test_score_decodes_by_the_plan_of_every_experiment(run, experiment):
+    taken = found(run(f"experiment={experiment}"), "score_checkpoint")
+    scored = compose(rewrite([*taken, "checkpoint=x"], CONF), CONF, "score_checkpoint")
+    assert scored.decode == compose([f"experiment={experiment}"], CONF).decode
 
 
 @pytest.mark.parametrize(

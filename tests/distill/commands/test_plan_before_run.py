@@ -29,7 +29,9 @@ from distill.commands.planning.shape import (
     target_config,
     target_shape,
 )
+from distill.config.choices import options
 from distill.config.compose import compose
+from distill.config.plan_options import drafter_choice
 from distill.config.validate import check_ranges
 
 QWEN, LLAMA = "Qwen/Qwen3-8B", "meta-llama/Llama-3.3-70B-Instruct"
@@ -76,6 +78,13 @@ def qwen() -> TargetShape:
 
 def words(*given: str):
     return plan(*read_arguments(given))
+
+
+@pytest.mark.parametrize("experiment", options(CONF, "experiment"))
+def test_drafter_of_an_experiment_is_the_one_that_it_trains(experiment):
+    name = drafter_choice([f"experiment={experiment}"])
+    made = compose([f"drafter={name}"], CONF).drafter._target_
+    assert made == compose([f"experiment={experiment}"], CONF).drafter._target_
 
 
 def test_shapes_have_the_published_numbers_of_weights():
@@ -282,6 +291,7 @@ def test_mistake_is_one_line(given, text):
     [
         f"target={QWEN} prompts=1000 gpus=8 drafter=eagle3 samples=2 steps=100 saves=5",
         "experiment=qwen3_8b prompts=100000 gpus=16",
+        "experiment=llama31_8b taps=auto prompts=5000 gpus=8",
         f"target={QWEN} prompts=1000 drafter=lm",
         f"target={LLAMA} prompts=2000 gpus=8 drafter=eagle3 taps=engine",
         "experiment=quick gpus=0",
