@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
@@ -19,6 +17,7 @@ from distill.config.build import TargetSource, quiet
 from distill.options.commands import InspectOptions
 from distill.rollouts import surprisal
 from distill.rollouts.manifest import refuse_links
+from distill.rollouts.shard import read_rows
 from distill.rollouts.statistics import RowCounts
 from distill.rollouts.store import SCHEMA, find
 from distill.scoring.scorer import threads
@@ -29,7 +28,6 @@ SUPERVISED, PLAIN = "\x1b[32m", "\x1b[0m"
 OPEN, CLOSE = "⟦", "⟧"  # around supervised text without colour
 # Control characters are tokens too, so they are shown by their Unicode symbols.
 SYMBOLS = {code: chr(0x2400 + code) for code in range(32)} | {0x7F: "\u2421", 0x0A: "\u240a\n"}
-NEEDED = ["id", "tokens", "loss_mask", "finish_reason", "ids"]
 Row = dict[str, Any]
 
 
@@ -121,10 +119,7 @@ def read(
     with bar(len(manifest["shards"]), "reading", "shards", leave=False) as progress:
         for shard in manifest["shards"]:
             path = folder / shard["file"]
-            try:
-                table = pq.read_table(path, columns=NEEDED)
-            except (OSError, pa.ArrowInvalid) as error:
-                raise UserError(f"{path}: {' '.join(str(error).split())[:200]}") from None
+            table = read_rows(path, counts.halves.shape[1])
             counts.add(table)
             ids = table["id"].to_pylist()
             for i, name in enumerate(ids):

@@ -77,6 +77,7 @@ def held_out_answers(
             writer = Writer(InProcess(target, SHARD, seed), chat, plan, shown.part)
             store.fill(writer, shown.shards, target.idle)
     store.check()
+    store.check_rows(target.vocab_size)
     return read_answers(store)
 
 

@@ -196,7 +196,7 @@ def fill(
     drafter: Drafter | None,
     watch: Callable[[int], None] | None = None,
 ) -> None:
-    """Generate the missing shards under a progress bar, and print a summary.
+    """Generate the missing shards under a progress bar, print a summary, and check every row.
 
     Args:
         options: options of the engine.
@@ -206,15 +206,32 @@ def fill(
         helper: drafter that speeds up the answers.
         drafter: drafter to train, for the memory estimate; None without training.
         watch: called with the number of missing shards; if it raises, finished shards are kept.
+
+    Raises:
+        UserError: a stored row is none of this target.
     """
-    missing = len(store.missing())
     if store.complete:
         store.check()
+        store.check_rows(target.vocab_size)
         say(f"rollouts: reusing all {counted(store.shards, 'shard')} in {store.folder}")
         return
-    if not missing:  # killed before the manifest
+    if store.missing():
+        _make(options, target, chat, store, helper, drafter, watch)
+    else:  # killed before the manifest
         store.seal()
-        return
+    store.check_rows(target.vocab_size)
+
+
+def _make(
+    options: AnswerOptions,
+    target: Target,
+    chat: Chat,
+    store: RolloutStore,
+    helper: Helper,
+    drafter: Drafter | None,
+    watch: Callable[[int], None] | None,
+) -> None:
+    missing = len(store.missing())
     shown = AnswersBar(store, "rollouts", leave=True)
     work = work_of(options, target, chat, store, helper, shown.part)
     say(estimate(store, target, drafter))

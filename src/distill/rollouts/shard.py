@@ -13,7 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from decode.errors import UserError
 from distill.utils.atomic_files import sha256
+from distill.utils.redact import printable
 from drafters.checkpoint.atomic import publish
 
 COLUMNS = pa.schema(
@@ -26,6 +28,7 @@ COLUMNS = pa.schema(
         ("weight", pa.float32()),
     ]
 )
+SHOWN = 200  # characters of a foreign text in a message
 Row = dict[str, Any]
 
 
@@ -47,6 +50,47 @@ def lists(column: pa.ChunkedArray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield chunks of a list column without copies: (n + 1,) offsets into (m,) values."""
     for chunk in column.chunks:
         yield chunk.offsets.to_numpy().astype(np.int64), chunk.values.to_numpy()
+
+
+def read_rows(path: Path, vocab_size: int) -> pa.Table:
+    """Read a shard, which may come from anywhere; rows that no such target wrote are refused.
+
+    Args:
+        path: file of the shard.
+        vocab_size: V of the target.
+
+    Raises:
+        UserError: no shard; or the first row with a token outside the vocabulary or a mask of another length.
+    """
+    try:
+        table = pq.read_table(path, columns=COLUMNS.names).cast(COLUMNS)
+        (ids, lengths), (_, masked) = flat(table["tokens"]), flat(table["loss_mask"])
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise UserError(f"{path}: no shard of rollouts ({' '.join(str(error).split())[:SHOWN]})") from None
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if (uneven := np.flatnonzero(lengths != masked)).size:
+        row = int(uneven[0])
+        fault = f"{lengths[row]} tokens, and a loss mask of {masked[row]}"
+    elif outside.size:
+        row = int(np.searchsorted(np.cumsum(lengths), outside[0], side="right"))
+        fault = f"token {ids[outside[0]]}, and the target has {vocab_size}"
+    else:
+        return table
+    name = printable(repr(table["id"][row].as_py()))[:SHOWN]
+    raise UserError(f"{path}: row {name} has {fault}; delete the file to have it made again")
+
+
+def flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+    """All values of a list column, and the lengths of the lists.
+
+    Raises:
+        ValueError: a value is missing.
+    """
+    rows: Any = column.combine_chunks()
+    values, lengths = rows.flatten(), rows.value_lengths()
+    if values.null_count or lengths.null_count:
+        raise ValueError("a value is missing")
+    return values.to_numpy(), lengths.to_numpy()
 
 
 def is_whole(path: Path, key: str, shard: int) -> bool:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from decode.errors import UserError
+from distill.rollouts.shard import flat
 from drafters.vocabulary import by_frequency
 
 PERCENTILES = (0, 50, 90, 99, 100)
@@ -46,20 +45,11 @@ class RowCounts:
         self._seen: set[bytes] = set()
 
     def add(self, table: pa.Table) -> None:
-        """Count the rows of a shard.
-
-        Raises:
-            UserError: a mask and tokens of different lengths, or a token outside the vocabulary.
-        """
+        """Count the rows of a shard that `read_rows` has passed."""
         first, rows = len(self.answer), table.num_rows
-        tokens, length = _flat(table["tokens"])
-        mask, same = _flat(table["loss_mask"])
-        if not np.array_equal(length, same):
-            raise UserError("store: damaged; loss_mask and tokens of a row differ in length")
-        mask = mask != 0
+        tokens, length = flat(table["tokens"])
+        mask = flat(table["loss_mask"])[0] != 0
         vocab = self.halves.shape[1]
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab:
-            raise UserError(f"store: token ids {tokens.min()}..{tokens.max()} in a vocabulary of {vocab}")
         # Flat arrays over all N tokens of the shard: row of each token, and its position in the row.
         row = np.repeat(np.arange(rows), length)  # (N,)
         start = np.cumsum(length) - length  # (rows,)
@@ -114,12 +104,6 @@ class RowCounts:
             "draft vocabulary       most frequent tokens of half the rows: share of the others' answers",
             "  " + "  ".join(f"{size:,}: {'-' if s is None else f'{s:.2%}'}" for size, s in coverages),
         ]
-
-
-def _flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """All values of a list column, and the lengths of the lists."""
-    lists: Any = column.combine_chunks()
-    return lists.flatten().to_numpy(), lists.value_lengths().to_numpy()
 
 
 def _percentiles(lengths: np.ndarray) -> str:

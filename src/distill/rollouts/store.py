@@ -28,7 +28,7 @@ from distill.rollouts.manifest import (
     versions,
 )
 from distill.rollouts.remote import Mirror
-from distill.rollouts.shard import Row, count, is_whole, lists, plan_key, write_shard
+from distill.rollouts.shard import Row, count, is_whole, lists, plan_key, read_rows, write_shard
 from distill.utils.atomic_files import read_json, sha256, write_json
 from distill.utils.progress import rank_and_world
 from distill.utils.provenance import digest
@@ -335,6 +335,15 @@ class RolloutStore:
         for i, shard in enumerate(shards):
             if sha256(self.path(i)) != shard["sha256"]:
                 raise _changed(self.path(i))
+
+    def check_rows(self, vocab_size: int) -> None:
+        """Compare the rows with the target's vocabulary, before anything counts or reads them.
+
+        Raises:
+            UserError: see `shard.read_rows`.
+        """
+        for shard in range(self.shards):
+            read_rows(self.path(shard), vocab_size)
 
 
 def moment_of(place: str | None) -> str | None:

@@ -13,6 +13,7 @@ from decode.generation.generate import generate
 from decode.model.load import load_target
 from decode.sampling import Sampler
 from distill.rollouts import produce
+from distill.rollouts.shard import write_shard
 from distill.rollouts.surprisal import mismatch_warning
 from distill.utils import progress
 from distill.utils.progress import rank_and_world
@@ -64,6 +65,23 @@ def test_target_that_was_changed_in_place_gets_a_new_store(bench, tmp_path):
     assert is_new()
     assert stores[0] == stores[1]
     assert len(set(stores)) == 3
+
+
+def test_rows_of_somebody_with_ids_of_no_token_are_refused(bench, tmp_path):
+    """Before anything counts them: a drafter, its draft vocabulary, or the statistics of a store."""
+    folder = tmp_path / "mine"
+    stored = f"rollout.store={folder}"
+    roll_out(bench, stored).succeeded()
+    shard, note = folder / "shard-00000.parquet", folder / "manifest.json"
+    for token in (10**6, -5):
+        rows = pq.read_table(shard).to_pylist()
+        rows[2]["tokens"][-1] = token
+        write_shard(shard, rows, json.loads(note.read_text())["key"], 0)
+        note.unlink()
+        said = f"{shard}: row '{rows[2]['id']}' has token {token}, and the target has "
+        bench.train(stored, "drafter.draft_vocab_size=20").refused(said)
+        roll_out(bench, stored).refused(said)
+        foredraft("inspect-data", f"store={folder}", f"target={bench.target}", "sample=0").refused(said)
 
 
 @pytest.mark.proof

@@ -21,9 +21,10 @@ from workbench import fork
 from decode.errors import UserError
 from distill.rollouts import store as module
 from distill.rollouts.remote import Mirror
-from distill.rollouts.shard import is_whole
+from distill.rollouts.shard import is_whole, write_shard
 from distill.rollouts.store import SCHEMA, RolloutStore
 
+VOCAB = 1000  # above the ids of the stores made here
 OTHERS = {
     "target": ("u", r"answers of another target, /m/one \(t\), not of /m/one \(u\)"),
     "config": ("d", "another configuration of the target"),
@@ -214,6 +215,47 @@ def test_malformed_moment_is_ignored(tmp_path):
     for plan in ([1], "x", {"moment": 5}, {"moment": [1]}, None):
         (tmp_path / "plan.json").write_text(json.dumps({"plan": plan}))
         assert module.moment_of(str(tmp_path)) is None
+
+
+# -- rows that nobody here wrote -----------------------------------------------------------------
+
+
+def forged(store: RolloutStore, change) -> None:
+    """Change the second row of shard 1, and everything that is a hash of it."""
+    rows = pq.read_table(store.path(1)).to_pylist()
+    change(rows[1])
+    write_shard(store.path(1), rows, PLAN.key, 1)
+    (store.folder / "manifest.json").unlink()
+    remake(store)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda row: row["tokens"].__setitem__(0, VOCAB), f"token {VOCAB}, and the target has {VOCAB}"),
+        (lambda row: row["tokens"].__setitem__(-1, -1), f"token -1, and the target has {VOCAB}"),
+        (lambda row: row["tokens"].append(0), "tokens, and a loss mask of"),
+        (lambda row: row["loss_mask"].pop(), "tokens, and a loss mask of"),
+    ],
+)
+def test_row_that_is_no_answer_of_the_target_is_named(store, change, said):
+    name = pq.read_table(store.path(1))["id"][1].as_py()
+    store.check_rows(VOCAB)
+    forged(store, change)
+    with pytest.raises(UserError, match=rf"shard-00001\.parquet: row '{name}' has .*{said}"):
+        store.check_rows(VOCAB)
+
+
+def test_shard_of_other_columns_is_named(store):
+    table = pq.read_table(store.path(1))
+    for wrong in (
+        table.drop_columns("tokens"),
+        table.set_column(1, "tokens", pa.array([["a"]] * len(table))),
+        table.set_column(1, "tokens", pa.array([[1, None]] * len(table), pa.list_(pa.int32()))),
+    ):
+        pq.write_table(wrong, store.path(1))
+        with pytest.raises(UserError, match=r"shard-00001\.parquet: no shard of rollouts"):
+            store.check_rows(VOCAB)
 
 
 # -- damaged notes -------------------------------------------------------------------------------
