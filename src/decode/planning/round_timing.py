@@ -149,6 +149,7 @@ class _Timer:
         loop.round()
         if tries and len(loop.batch.request) < self.batch:
             return self._round(plan, tries - 1)
-        after = loop.times
-        parts = (getattr(after, name) - getattr(before, name) for name in ("draft", "verify", "other"))
-        return RoundTiming(plan, self.batch, loop.slots, *parts, loop.passes)
+        after, slots = loop.times, loop.slots
+        draft, verify = after.draft - before.draft, after.verify - before.verify
+        rest = after.other - before.other
+        return RoundTiming(plan, self.batch, slots, draft, verify, rest, loop.passes)
