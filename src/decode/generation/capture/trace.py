@@ -11,6 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+# private API: the place where make_fx looks for a mode to describe results in, before it makes one for each.
+from torch._guards import TracingContext, tracing
+
+# private API: that mode.
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
@@ -82,7 +88,9 @@ def trace(function: Function, arguments: Sequence[Tensor]) -> fx.GraphModule:
     """
     with RefuseHost(), refused_reads():
         function(*clones(arguments))
-    return folded(make_fx(function, tracing_mode="real")(*clones(arguments)))
+    with tracing(TracingContext(FakeTensorMode())):
+        module = make_fx(function, tracing_mode="real")(*clones(arguments))
+    return folded(module)
 
 
 def folded(module: fx.GraphModule) -> fx.GraphModule:
