@@ -39,7 +39,16 @@ from distill.utils.launcher import (
     watch_parent,
 )
 from distill.utils.redact import hidden, printable
-from distill.utils.run_folder import AFTERWARDS, Run, claim, claim_at, join, name_later, unfinished_before
+from distill.utils.run_folder import (
+    AFTERWARDS,
+    Recorded,
+    Run,
+    claim,
+    claim_at,
+    join,
+    name_later,
+    unfinished_before,
+)
 
 # group -> (yaml that takes a path, key of the path)
 PATH_GROUPS = {"target": ("hf", "path"), "prompts": ("jsonl", "path")}
@@ -198,12 +207,12 @@ def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[l
         folder = join(Path(cfg.output_dir))
     else:
         resolved: Any = OmegaConf.to_container(cfg, resolve=True)
-        root, resume = Path(cfg.output_dir), str(cfg.resume)
+        root, resume, recorded = Path(cfg.output_dir), str(cfg.resume), partial(settings, current=cfg)
         if named := sweep.run_folder(argv, config_dir, config_name):
-            run = claim_at(named, root, resolved, resume, settings)
+            run = claim_at(named, root, resolved, resume, recorded)
         else:
-            run = claim(root, resolved, resume, settings)
-            _name_unfinished(root, run, resolved)
+            run = claim(root, resolved, resume, recorded)
+            _name_unfinished(root, run, resolved, recorded)
         folder = run.path
         if run.resumed:
             print(f"resuming: {folder}", flush=True)
@@ -213,10 +222,10 @@ def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[l
     return [*argv, f"hydra.run.dir={quoted(str(folder))}"], run
 
 
-def _name_unfinished(root: Path, run: Run, config: dict[str, Any]) -> None:
+def _name_unfinished(root: Path, run: Run, config: dict[str, Any], recorded: Recorded) -> None:
     """Print one line about a run that was killed before, and has other options than this new one."""
     old = None if run.resumed else unfinished_before(root, run)
-    if old and (recorded := settings(old)) and (changed := sorted(_changed(recorded, config))):
+    if old and (before := recorded(old)) and (changed := sorted(_changed(before, config))):
         shown = ", ".join(changed[:SHOWN]) + f" and {len(changed) - SHOWN} more" * (len(changed) > SHOWN)
         print(
             f"a new run: the one before, {old}, is not finished and has other values of {shown}; "

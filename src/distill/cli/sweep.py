@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -233,7 +234,7 @@ def run_job(
             if "output_dir" not in cfg:
                 return task(cfg, folder)
             config: Any = OmegaConf.to_container(cfg, resolve=True)
-            with closing(occupy(folder, config, name, settings)) as run:
+            with closing(occupy(folder, config, name, partial(settings, current=cfg))) as run:
                 value = task(cfg, folder)
                 run.finish()
             return value

@@ -9,6 +9,7 @@ import socket
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from workbench import CONF, foredraft, make_target, write_prompts
 
 from decode.errors import UserError
@@ -21,6 +22,7 @@ from distill.utils.redact import HIDDEN
 from distill.utils.run_record import read_options
 
 KEY = "sk-a-secret-of-the-environment"
+CURRENT = OmegaConf.create({"a": 1})  # configuration of a command
 
 
 @pytest.fixture
@@ -233,11 +235,32 @@ def test_downloaded_configuration_shows_no_environment(tmp_path, monkeypatch):
     assert "size: 1  # chosen by ${plain}" in options, "shown, and not followed"
     assert all(f"{name}: {HIDDEN}" in options for name in ("plain", "spaced", "resolver", "part"))
     file.write_text("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n")
-    assert recorded.settings(tmp_path) is None
+    assert recorded.settings(tmp_path, CURRENT) is None
     assert recorded.shown_settings(tmp_path) is None
     for text in ("a: &a 1\nb: *a", "a: [", "[" * 5000):
         file.write_text(text)
         assert recorded.shown_settings(tmp_path) is None
+
+
+def test_configuration_of_a_folder_is_not_interpolated(tmp_path, monkeypatch):
+    """A few lines of doubling texts would be more than a machine holds."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    (tmp_path / ".hydra").mkdir()
+    texts = {"a0": "x" * 10} | {f"a{i}": f"${{a{i - 1}}}${{a{i - 1}}}" for i in range(1, 60)}
+    texts |= {"key": "${oc.env:OPENAI_API_KEY}", "again": "${again}"}
+    (tmp_path / ".hydra" / "config.yaml").write_text(json.dumps(texts))
+    assert recorded.shown_settings(tmp_path) == texts | {"key": HIDDEN}
+    assert recorded.settings(tmp_path, CURRENT) == texts
+    assert recorded.settings(tmp_path, OmegaConf.create({"key": "another", "a0": "y"})) == texts
+
+
+def test_recorded_interpolations_of_this_command_have_its_values(tmp_path):
+    cfg = compose(["seed=3", "prompts.template_options={a: '\\${b}'}", "drafter=eagle"], CONF)
+    (tmp_path / ".hydra").mkdir()
+    OmegaConf.save(cfg, tmp_path / ".hydra" / "config.yaml")
+    assert recorded.settings(tmp_path, cfg) == OmegaConf.to_container(cfg, resolve=True)
+    assert recorded.settings(tmp_path, cfg)["rollout"]["seed"] == 3
+    assert recorded.settings(tmp_path, CURRENT)["rollout"]["seed"] == "${seed}"
 
 
 PROMPTS = ["prompts=jsonl", "prompts.path='a b.jsonl'"]

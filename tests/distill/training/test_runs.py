@@ -6,9 +6,11 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from workbench import fork, spawn
 
 from decode.errors import UserError
@@ -18,6 +20,7 @@ from distill.utils.launcher import LAUNCHERS, PARENT, launch, watch, watch_paren
 from distill.utils.run_folder import claim, claim_at, config_hash
 
 CONFIG = {"a": 1, "resume": "auto"}
+READ = partial(settings, current=OmegaConf.create(CONFIG))
 
 
 def in_another_process(body) -> str:
@@ -273,15 +276,25 @@ def damaged_run(root, about=None):
 
 def test_damaged_run_json_is_written_again_from_its_configuration(tmp_path, capsys):
     folder = damaged_run(tmp_path, about="a: 1\nresume: auto\n")
-    assert claim(tmp_path, {"a": 2, "resume": "auto"}, "auto", settings).path != folder
+    assert claim(tmp_path, {"a": 2, "resume": "auto"}, "auto", READ).path != folder
     assert capsys.readouterr().out == ""
-    run = claim(tmp_path, CONFIG, "auto", settings)
+    run = claim(tmp_path, CONFIG, "auto", READ)
     assert (run.resumed, run.path) == (True, folder)
     assert f"{folder / 'run.json'}: damaged; written again" in capsys.readouterr().out
     assert json.loads((folder / "run.json").read_text())["config"] == config_hash(CONFIG)
 
 
-@pytest.mark.parametrize("about", [None, "a: [", "- 1", "a: ${b}"])
+def test_interpolations_of_a_damaged_run_are_not_followed(tmp_path):
+    """They have the values that the same ones have in this command; any other is another configuration."""
+    one, other = (OmegaConf.create({"a": text, "b": 1, "resume": "auto"}) for text in ("${b}", "1"))
+    for current, resumed in ((one, True), (other, False)):
+        folder = damaged_run(tmp_path / str(resumed), about="a: ${b}\nb: 1\nresume: auto\n")
+        resolved = OmegaConf.to_container(current, resolve=True)
+        run = claim(tmp_path / str(resumed), resolved, "auto", partial(settings, current=current))
+        assert (run.path == folder) == resumed
+
+
+@pytest.mark.parametrize("about", [None, "a: [", "- 1"])
 @pytest.mark.parametrize("text", ["", "{", "[]", '"text"', '{"config": 3}'])
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.covering
@@ -289,19 +302,19 @@ def test_damaged_run_json_without_a_configuration_ends_the_command(named, text, 
     folder = damaged_run(tmp_path, about=about)
     (folder / "run.json").write_text(text)
     with pytest.raises(UserError, match=rf"^{folder}/run\.json: damaged.*resume=never$"):
-        claim(tmp_path, CONFIG, str(folder) if named else "auto", settings)
+        claim(tmp_path, CONFIG, str(folder) if named else "auto", READ)
     assert not claim(tmp_path, CONFIG, "never").resumed
 
 
 def test_damaged_run_json_of_a_job_is_written_again_and_of_a_finished_run_left(tmp_path, capsys):
     folder = damaged_run(tmp_path, about="a: 1\n")
-    assert runs.occupy(folder, CONFIG, "a=1", settings).resumed
+    assert runs.occupy(folder, CONFIG, "a=1", READ).resumed
     assert json.loads((folder / "run.json").read_text())["job"] == "a=1"
     assert "damaged; written again" in capsys.readouterr().out
     (folder / "run.json").write_text("{")
     (folder / ".hydra" / "config.yaml").unlink()
     (folder / runs.DONE).touch()
-    assert not claim(tmp_path, CONFIG, "auto", settings).resumed
+    assert not claim(tmp_path, CONFIG, "auto", READ).resumed
 
 
 @pytest.fixture(autouse=True)
