@@ -21,6 +21,7 @@ from distill.config.plan_options import plan_option, plan_option_names, plan_set
 from distill.config.validate import check_paths, check_ranges
 from distill.utils.atomic_files import put
 from distill.utils.paths import CONF
+from distill.utils.redact import printable
 
 if TYPE_CHECKING:
     from distill.options.commands import PlanOptions
@@ -37,7 +38,7 @@ def main() -> None:
     from distill.commands.planning.large_run import plan
 
     estimate = plan(options, training)
-    print(as_text(estimate))
+    print(printable(as_text(estimate)))
     if options.out:
         card = asdict(estimate) | {"hours": estimate.hours}
         put(Path(options.out), json.dumps(card, indent=1) + "\n")

@@ -23,6 +23,7 @@ from distill.scoring.compare import (
 )
 from distill.scoring.paired import Estimate, speedup_text
 from distill.scoring.tables import markdown, tau_cell
+from distill.utils.redact import one_line
 from drafters.registry import drafter_class, known_names
 
 SLIGHT = 0.01  # largest share of changed tokens, or nats a token, of a recommended lossy row
@@ -62,7 +63,7 @@ def field_page(scored: Sequence[Scored], choice: Choice) -> str:
     ordered = in_order(scored, choice)
     first = ordered[0]
     parts = [
-        f"# All drafters of {first.card.checkpoint.target or 'one target'}",
+        f"# All drafters of {one_line(first.card.checkpoint.target) or 'one target'}",
         "tau: tokens a target pass, with its 95 % interval; replayed on stored answers, or counted by the "
         "decoder (~). Speedup over plain decoding of the same code, interleaved in one process. LOSSY rows "
         "change the text, as their columns show; they are no better drafters.",
@@ -70,7 +71,7 @@ def field_page(scored: Sequence[Scored], choice: Choice) -> str:
     for temperature in choice.temperatures:
         at = choice._replace(temperatures=[temperature])
         parts += [f"## T={temperature:g}", *_section(in_order(scored, at), at)]
-    return "\n\n".join([*parts, "; ".join(machines([s.card for s in ordered]))]) + "\n"
+    return "\n\n".join([*parts, one_line("; ".join(machines([s.card for s in ordered])))]) + "\n"
 
 
 def _section(ordered: Sequence[Scored], choice: Choice) -> list[str]:
@@ -83,7 +84,7 @@ def _section(ordered: Sequence[Scored], choice: Choice) -> list[str]:
     found = bound(pairs)
     parts = [markdown([HEAD, *lines])]
     if found:
-        parts.append(_about(found))
+        parts.append(one_line(_about(found)))
     return [*parts, markdown([["when", "take", "because"], *advice(ordered, choice)])]
 
 

@@ -12,6 +12,7 @@ from decode.evaluation.served import BY_ENGINE
 from distill.scoring import served
 from distill.scoring.run_scorecards import scorecards
 from distill.scoring.target_drift import describe
+from distill.utils.redact import one_line
 from distill.utils.run_folder import best, is_step
 from drafters.hub.untrusted_files import is_hub_id
 
@@ -162,9 +163,9 @@ def _cells(card: Scorecard, row: Row, there: Sequence[str]) -> list[str]:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as a Markdown table; the first row is the head."""
-    rule = ["---"] * len(rows[0])
-    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rule, *rows[1:]])
+    """Format rows as a Markdown table; the first row is the head. Cells may be untrusted."""
+    head, *lines = ([one_line(cell).replace("|", r"\|") for cell in row] for row in rows)
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *lines])
 
 
 def grid(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -132,6 +132,11 @@ def printable(text: str) -> str:
     )
 
 
+def one_line(text: str) -> str:
+    """Untrusted text for a line of a document: no control characters, and blanks for line breaks."""
+    return " ".join(printable(text).split())
+
+
 def reason(error: BaseException) -> str:
     """Describe an error in one line without keys."""
     return hidden(" ".join(str(error).split()) or type(error).__name__)

@@ -123,6 +123,19 @@ def test_command_prints_and_writes_the_plan(small, tmp_path):
         foredraft("plan", str(small), *words.split()).refused(text)
 
 
+def test_plan_from_a_downloaded_run_prints_no_control_characters(small, tmp_path):
+    """Its target's name, and the options that the printed command takes from its record."""
+    run = changed(small, tmp_path, "max_steps: 4", "max_steps: 4")
+    config = (run / ".hydra" / "config.yaml").read_text()
+    path = next(line for line in config.splitlines() if line.strip().startswith("path:"))
+    config = config.replace(path, '  path: "a\\e[2Jb"')
+    (run / ".hydra" / "config.yaml").write_text(config)
+    (run / ".hydra" / "overrides.yaml").write_text('- "target=a\\e[2Jb"\n- "logger=\\u202ecsv"\n')
+    out = foredraft("plan", str(run), "prompts=1000").succeeded().out
+    assert "target=" in out
+    assert out.replace("\n", "").isprintable()
+
+
 def test_start_of_an_engine_is_no_time_of_answers(small, tmp_path):
     """Two starts of the run waited for vLLM; a large run waits once."""
     other = changed(small, tmp_path, "taps: memory", "taps: online")

@@ -19,7 +19,7 @@ from decode.errors import UserError
 from distill.report import page, panels
 from distill.report.bottleneck import bottleneck
 from distill.report.compare_page import page_of
-from distill.report.field import advice, bound, field_page
+from distill.report.field import HEAD, advice, bound, field_page
 from distill.scoring import tables
 from distill.scoring.compare import Choice, read
 from distill.training.checkpointing import _rank, _summary
@@ -233,6 +233,19 @@ def test_drafters_are_on_the_page_and_lossy_rows_marked(runs, tmp_path):
     assert "| chain-2 topk LOSSY | 8.00~" in lines[6]
     assert lines[6].endswith("LOSSY: log p -1.20 (-0.90), 0.8% of tokens changed |")
     assert "**Bound.** Of the 3 drafters that were scored on the same answers" in page
+
+
+def test_page_of_downloaded_scorecards_has_no_control_characters_and_no_lines_of_theirs(tmp_path):
+    bad = "a\x1b[2J|b\r\n\n# c\u202e"
+    forged = {"decode": bad, "speedup": 1.5}
+    several = [card(tmp_path / str(i), [row(FAST, **forged)], bad, target=bad, hardware=bad) for i in (1, 2)]
+    page = field_page(read([f"{bad}={several[0]}", several[1]]), COLD)
+    assert page.replace("\n", "").isprintable()
+    assert [line for line in page.splitlines() if line.startswith("# ")] == [
+        "# All drafters of a\ufffd[2J|b\ufffd # c\ufffd"
+    ]
+    columns = {line.replace("\\|", "").count("|") for line in page.splitlines() if line.startswith("| ")}
+    assert columns == {len(HEAD) + 1, 4}
 
 
 def test_command_writes_the_page_of_one_target(runs, tmp_path):
