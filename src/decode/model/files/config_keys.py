@@ -89,6 +89,7 @@ def account_of_config(config: Any, raw: Mapping[str, Any], warnings: list[str]) 
     """
     account = Account("config.json")
     _add_keys(account, config, raw, "")
+    _check_dtype(account, raw, "")
     _check_rope(account, config, raw)
     text = config.get_text_config()
     ends = getattr(text, "eos_token_id", None)
@@ -203,6 +204,20 @@ def _equal(config: Any, key: str, value: Any) -> bool:
         return True
     here = getattr(config, key, value)
     return not isinstance(here, bool | int | float | str | None) or here == value
+
+
+def _check_dtype(account: Account, raw: Mapping[str, Any], prefix: str) -> None:
+    """Refuse a dtype with different values under its two names, of which programs take one or the other."""
+    values = {name: raw[name] for name in ("dtype", "torch_dtype") if raw.get(name) is not None}
+    kinds = [str(value).removeprefix("torch.") for value in values.values()]
+    if len(set(kinds)) > 1:
+        account.refuse(
+            f"given twice with different values ({', '.join(kinds)}); keep the right one, in dtype",
+            [" and ".join(f"{prefix}{name}" for name in values)],
+        )
+    for key, inner in raw.items():
+        if isinstance(inner, dict):
+            _check_dtype(account, inner, f"{prefix}{key}.")
 
 
 def _check_rope(account: Account, config: Any, raw: Mapping[str, Any]) -> None:

@@ -64,6 +64,8 @@ def check_refused(load, folder, reason):
         (OLD | HARMLESS, ""),
         ({"rope_theta": 1e4}, ""),  # the same angles twice
         ({SHARE: 1.0}, ""),
+        ({"dtype": "float32", "torch_dtype": "torch.float32"}, ""),
+        ({"dtype": "float32", "torch_dtype": None}, ""),
         ({"sliding_window": 4, "logit_scale": 0.5, "use_qk_norm": None}, "sliding_window and 1 more: not"),
         ({"scaling": 0.3}, "scaling: not read by LlamaConfig"),  # a word of the code, and no key
         ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM: .* another class than Llama"),
@@ -89,6 +91,7 @@ def test_keys_of_a_llama_are_read_or_named(values, line, llama, capsys):
         ({"rope_scaling": YARN | {"rope_theta": 1e4}}, f"rope_scaling and rope_parameters: {TWICE}"),
         ({"rope_parameters": GONE, "rope_scaling": YARN | {"type": "linear"}}, r"type .*\(linear, yarn\)"),
         ({"rope_parameters": LINEAR | {"rope_type": "frobnicated"}}, "frobnicated"),
+        ({"dtype": "float32", "torch_dtype": "bfloat16"}, f"dtype and torch_dtype: {TWICE}"),
         ({"transformers_weights": "other.safetensors"}, "transformers_weights: names another file"),
         ({"num_hidden_layers": 10**6}, r"1,000,000 layers, and the files \d+ tensors"),  # before it is made
         *(({name: value}, "target=") for name, value in IMPOSSIBLE.items()),
@@ -129,6 +132,13 @@ def test_keys_of_an_inner_configuration_are_named_with_their_path(tmp_path, caps
     whole = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     assert any(line.startswith("text_config.frobnicate: not read") for line in said(tmp_path, capsys))
+
+
+def test_dtypes_of_an_inner_configuration_are_one(tmp_path):
+    text = SMALL | {"model_type": "gemma3_text", "head_dim": 8, "dtype": "float16", "torch_dtype": "float32"}
+    whole = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    check_refused(load_config, tmp_path, rf"text_config\.dtype and text_config\.torch_dtype: {TWICE}")
 
 
 def test_value_that_the_class_replaces_is_named(tmp_path, capsys):
