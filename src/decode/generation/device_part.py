@@ -44,7 +44,7 @@ class Pass(NamedTuple):
     logits: Tensor  # (B, S, V)
 
 
-def drafted(
+def proposed(
     drafter: Proposer | None,
     state: Any,
     target: Target,
@@ -52,12 +52,15 @@ def drafted(
     coin: KeyedCoin,
     plan: Plan,
     rows: int,
-) -> CheckedDraft:
+) -> Draft:
     """The drafter's draft for `rows` rows; empty without a drafter or depth."""
     if drafter is None or plan.depth == 0:  # depth may change between rounds
-        draft = Draft.empty(rows, target.device)
-    else:
-        draft = drafter.propose(state, target, sampler, coin, plan)
+        return Draft.empty(rows, target.device)
+    return drafter.propose(state, target, sampler, coin, plan)
+
+
+def checked(draft: Draft, target: Target, plan: Plan) -> CheckedDraft:
+    """Check a draft."""
     fault = draft_fault(draft, target.vocab_size, plan.rule.reads_probs)
     # An id out of range would fail in the embedding, before the fault is read.
     return CheckedDraft(replace(draft, tokens=draft.tokens.clamp(PAD, target.vocab_size - 1)), fault)

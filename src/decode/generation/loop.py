@@ -17,11 +17,11 @@ from decode.draft import PAD, Draft
 from decode.draft_check import FAULTS
 from decode.errors import UserError
 from decode.generation.adaptive import adapt_depth
+from decode.generation.capture.choice import captured_rows
 from decode.generation.capture.makers import Captures, captures_of
-from decode.generation.capture.round import RunningTexts
-from decode.generation.capture.rows import CapturedRows
-from decode.generation.capture.state import NotCapturedError
-from decode.generation.device_part import accepted_path, drafted, follow, result_table, target_pass
+from decode.generation.capture.rows import CapturedRows, Setup
+from decode.generation.capture.verification import RunningTexts
+from decode.generation.device_part import accepted_path, checked, follow, proposed, result_table, target_pass
 from decode.generation.finite import broken_slot, not_finite
 from decode.generation.types import (
     Observes,
@@ -141,7 +141,6 @@ class Loop:
         """What reads more than a round's table on the host, between rounds; "" if nothing does."""
         readers = {
             "the target's logits are changed on the host": self.edit,
-            f"{self.proposer} reads the target's answers": self.observer,
             "`on_round` reads every round": self.on_round,
             "random numbers come from elsewhere": None if isinstance(self.coin, KeyedCoin) else self.coin,
         }
@@ -287,9 +286,9 @@ class Loop:
             raise UserError("stream: `tap` was called in between; finish the stream before changing taps")
         coin = batch.coin.at(batch.position, batch.rounds)
         begin = self.now()
-        draft, fault = drafted(
-            self.drafter, self.state, target, self.sampler, coin, self.plan, len(batch.request)
-        )
+        rows = len(batch.request)
+        draft = proposed(self.drafter, self.state, target, self.sampler, coin, self.plan, rows)
+        draft, fault = checked(draft, target, self.plan)
         draft_end = self.now()
         forward, logits = target_pass(target, batch.root, draft)
         verify_end = self.now()
@@ -302,11 +301,12 @@ class Loop:
         # The only synchronisation of a round.
         table = result_table(draft, result, broken_slot(logits, draft), fault, answers).tolist()
         running = self._settle(table, draft.depth, lambda: draft)
+        if self.observer:
+            self.observer.observe(self.state, [line[6 + draft.depth :] for line in table])
         self._report(logits, draft, result)
 
         # Keep the root and the accepted nodes in the cache.
-        lengths = [output.draft_lengths[-1] for output in map(self.outputs.__getitem__, self._requests)]
-        counts = Settled([a + 1 for a in self._accepted], result.accepted + 1, self._settled, lengths)
+        counts = self._counts(result.accepted + 1)
         target.keep(counts, None if draft.is_chain else result.slots)
         tokens, taps = accepted_path(batch.root, draft, result, forward)
         self._advance(running, tokens, taps, counts, result)
@@ -325,17 +325,16 @@ class Loop:
         """Move the running rows into captured rounds, or find that these cannot be captured."""
         rows, plan = len(self.batch.request), self.plan
         rows = min(self.size, rows + self.waiting) if self.waiting else rows
-        draft = 1 + max(plan.nodes, plan.width * plan.depth) if self.drafter else 1
+        draft = max(self.target.slots(1 + plan.nodes), 1 + plan.width * plan.depth) if self.drafter else 1
         slots = max(len(p) + n for p, n in zip(self.prompts, self.limits, strict=True)) + draft
-        try:
-            parts = captures, self.drafter, plan, self.sampler, self._texts()
-            self._captured = CapturedRows(*parts, rows, slots)
-        except NotCapturedError as reason:
+        setup = Setup(captures, self.drafter, plan, self.sampler, slots)
+        name = self.proposer if self.drafter else "the target"
+        coin = self.batch.coin.at(self.batch.position, self.batch.rounds)
+        self._captured = captured_rows(setup, name, self._texts(), rows, coin)
+        if self._captured is None:
             self._captures = None
-            who = self.proposer if self.drafter else "the target"
-            captures.say(f"decoding is not captured: {who} {reason}")
-            return
-        self._release()
+        else:
+            self._release()
 
     def _captured_round(self, rows: CapturedRows) -> None:
         """`round`, repeated from graphs."""
@@ -345,13 +344,20 @@ class Loop:
         draft_end = self.now()
         rows.verify()
         verify_end = self.now()
-        table = rows.advance()  # the only synchronisation
+        table = rows.table()  # the only synchronisation
         times.draft += draft_end - begin + self.now() - verify_end
         times.verify += verify_end - draft_end
-        running = self._settle(table, self.plan.depth if self.drafter else 0, rows.drafted)
+        running = self._settle(table, rows.depth, rows.drafted)
+        begin = self.now()
+        rows.settle(running, self._counts())
+        times.draft += self.now() - begin
         if len(running) < len(batch.request):
-            rows.keep(running)
             batch.select(RowInts(running))
+
+    def _counts(self, copy: Tensor | None = None) -> Settled:
+        """What the rows settled in this round, for drafters; `copy` is the number of tokens on the device."""
+        lengths = [output.draft_lengths[-1] for output in map(self.outputs.__getitem__, self._requests)]
+        return Settled([a + 1 for a in self._accepted], copy, self._settled, lengths)
 
     def _probs(self, logits: Tensor, state: TextState | None = None) -> TargetProbs:
         """The target's distributions for the (B, S, V) logits of a round."""
@@ -396,8 +402,6 @@ class Loop:
                 f"{self.proposer} drafted {FAULTS[number]}; decode.rule={self.plan.rule.name} would not be "
                 "lossless: correct its `propose` (docs/adding.md)"
             )
-        if self.observer and not prefill:
-            self.observer.observe(self.state, [line[5 + width :] for line in table])
         self._requests, self._accepted = batch.request, []
         self._settled, self._emitted = [], []  # tokens before and after the cut at a request's end
         running = []

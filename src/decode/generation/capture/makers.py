@@ -7,18 +7,22 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from decode.errors import UserError
 from decode.generation.capture.round import FixedRound
-from decode.generation.capture.state import clones
+from decode.generation.capture.state import NotCapturedError, StateBuffers, clones
 from decode.generation.capture.trace import trace
+from decode.generation.capture.verification import FixedVerification
 from decode.model.target import Target
 
 WARM_UPS = 2  # runs before a recording, so that libraries have made their workspaces
-MOST, MOST_BYTES = 64, 4 << 30  # captured rounds that a target keeps, and their buffers
+MOST, MOST_BYTES = 64, 4 << 30  # buffers of captured rounds that a target keeps
+FORMS = 8  # captured rounds over the same buffers
+Made = TypeVar("Made")
 
 
 class Stage(NamedTuple):
@@ -37,26 +41,70 @@ Maker = Callable[[Callable[..., list[Tensor]], list[Tensor]], Stage]
 
 
 class CapturedRound:
-    """The stages of a fixed round over its buffers; see `FixedRound`.
+    """The stages of a fixed round over its buffers; see `FixedVerification` and `FixedRound`.
 
     Args:
         fixed: the round.
         make: makes stages.
 
     Attributes:
-        owner: the rows whose texts are in the buffers.
-        bytes: of all buffers, those of results included.
+        draft: its results are the draft that `verify` reads; without a drafter they are set from outside.
+        bytes: of the buffers of results.
     """
 
-    def __init__(self, fixed: FixedRound, make: Maker) -> None:
+    def __init__(self, fixed: FixedVerification, make: Maker) -> None:
         self.fixed = fixed
-        self.owner: object = None
-        self.draft = make(fixed.draft, fixed.buffers)
-        drafted = [*fixed.buffers, *self.draft.results]
-        self.verify = make(fixed.verify, drafted)
-        nothing = Stage(lambda: None, [])
-        self.advance = make(fixed.advance, [*drafted, *self.verify.results]) if fixed.drafter else nothing
-        self.bytes = sum(part.nbytes for part in [*drafted, *self.verify.results])
+        self.draft, self.advance = Stage(_nothing, fixed.given), Stage(_nothing, [])
+        if isinstance(fixed, FixedRound):
+            self.draft = make(fixed.draft, fixed.buffers)
+        given = [*fixed.buffers, *self.draft.results]
+        self.verify = make(fixed.verify, given)
+        if isinstance(fixed, FixedRound) and fixed.drafter:
+            self.advance = make(fixed.advance, [*given, *self.verify.results])
+        self.bytes = sum(part.nbytes for part in [*self.draft.results, *self.verify.results])
+
+
+def _nothing() -> None:
+    """Run no stage."""
+
+
+@dataclass
+class Captured:
+    """Buffers of rows, and the rounds that are captured over them.
+
+    Attributes:
+        state: the buffers.
+        make: how rounds are made.
+        owner: the rows whose texts are in the buffers.
+        rounds: by the form of their drafts.
+    """
+
+    state: StateBuffers
+    make: Maker
+    owner: object = None
+    rounds: dict[Hashable, CapturedRound] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Of all buffers, those of results included."""
+        rounds = sum(one.bytes for one in self.rounds.values())
+        return rounds + sum(part.nbytes for part in self.state.tensors)
+
+    def round(self, form: Hashable, fixed: Callable[[], FixedVerification]) -> CapturedRound:
+        """The captured round for a form of draft, made from `fixed` if there is none.
+
+        Raises:
+            NotCapturedError: see `FixedVerification` and `trace`.
+            UserError: there are too many.
+        """
+        if form not in self.rounds:
+            if len(self.rounds) == FORMS:
+                raise UserError(
+                    f"the drafter's drafts have more than {FORMS} forms, each of which would be captured: "
+                    "set target.capture=false"
+                )
+            self.rounds[form] = CapturedRound(fixed(), self.make)
+        return self.rounds[form]
 
 
 class Key(NamedTuple):
@@ -109,38 +157,51 @@ class Captures:
 
     Attributes:
         make: how they are made.
-        most: number to keep; the ones not used for longest are dropped.
-        most_bytes: that their buffers may take; the newest is kept however large it is.
+        most: number of `Captured` to keep; those not used for longest are dropped.
+        most_bytes: that their buffers may take; the newest are kept however large they are.
     """
 
     make: Maker
     most: int = MOST
     most_bytes: int = MOST_BYTES
-    _rounds: OrderedDict[Key, CapturedRound] = field(default_factory=OrderedDict)
+    _rounds: OrderedDict[Key, Captured] = field(default_factory=OrderedDict)
+    _refused: dict[Hashable, str] = field(default_factory=dict)
     _said: set[str] = field(default_factory=set)
 
-    def of(self, key: Key, fixed: Callable[[], FixedRound]) -> CapturedRound:
-        """The captured round with this key, made from `fixed` if there is none.
+    def of(self, key: Key, made: Callable[[Maker], Captured]) -> Captured:
+        """The buffers with this key and their rounds, from `made` if there are none.
 
-        Rounds of the same drafter with other weights are dropped.
+        Those of the same drafter with other weights are dropped.
 
         Raises:
-            NotCapturedError: see `FixedRound` and `trace`.
+            NotCapturedError: `made` did.
         """
         if key not in self._rounds:
             for old in list(self._rounds):
                 if old.drafter is key.drafter and old.weights != key.weights:
                     del self._rounds[old]
-            self._rounds[key] = CapturedRound(fixed(), self.make)
+            self._rounds[key] = made(self.make)
             while len(self._rounds) > max(1, self._room()):
                 self._rounds.popitem(last=False)
         self._rounds.move_to_end(key)
         return self._rounds[key]
 
     def _room(self) -> int:
-        """How many of the newest rounds may be kept."""
+        """How many of the newest ones may be kept."""
         sizes = accumulate(one.bytes for one in reversed(self._rounds.values()))
         return min(self.most, sum(size <= self.most_bytes for size in sizes))
+
+    def attempt(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Call `make`, unless it raised `NotCapturedError` before: the same error is then raised at once."""
+        if key in self._refused:
+            raise NotCapturedError(self._refused[key])
+        try:
+            return make()
+        except NotCapturedError as reason:
+            if len(self._refused) == self.most:
+                self._refused.clear()
+            self._refused[key] = str(reason)
+            raise
 
     def say(self, text: str) -> None:
         """Print a line once."""

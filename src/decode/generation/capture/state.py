@@ -81,6 +81,10 @@ class StateBuffers:
         rows: rows to hold.
         capacity: slots of each row in every store.
 
+    Attributes:
+        tensors: all of them.
+        active: (B,) rows that decode; the others do not change.
+
     Raises:
         NotCapturedError: the state has a part that the host reads, or that is not there yet.
     """
@@ -95,6 +99,7 @@ class StateBuffers:
                 else:
                     slots = Slots.like(part, rows, capacity)
                     self.tensors += [slots.lengths, slots.dropped, *slots.parts]
+            self.active = torch.zeros(rows, dtype=torch.bool, device=self.tensors[0].device)
         # Without the tensors of `state`, whose memory is free after its rows are loaded.
         self.template = without_tensors(state)
 
@@ -103,11 +108,12 @@ class StateBuffers:
         other = copy.copy(self)
         with torch.inference_mode(False), torch.no_grad():
             other.tensors = [part.new_zeros(rows, *part.shape[1:]) for part in self.tensors]
+            other.active = self.active.new_zeros(rows)
         other.rows = rows
         return other
 
     def load(self, state: Any, row: int, source: int) -> None:
-        """Copy row `source` of a state to row `row` of the buffers.
+        """Copy row `source` of a state to row `row` of the buffers, which then decodes.
 
         Raises:
             NotCapturedError: the state has other shapes.
@@ -117,12 +123,11 @@ class StateBuffers:
             if isinstance(part, Tensor):
                 buffer = next(given)
                 if buffer.shape[1:] != part.shape[1:]:
-                    raise NotCapturedError(
-                        f"has a state that grows from {[*buffer.shape]} to {[*part.shape]}"
-                    )
+                    raise NotCapturedError("has a state that grows")
                 buffer[row] = part[source]
             else:
                 _slots(part, given).load(part, row, source)
+        self.active[row] = True
 
     def over(self, given: Iterator[Tensor]) -> Any:
         """The state over given tensors, which are like `tensors`."""
@@ -173,7 +178,7 @@ def write_back(before: list[Tensor | RowStore], lengths: list[Tensor], state: An
             assert isinstance(buffer, Tensor)
             assert isinstance(value, Tensor)
             if value.shape != buffer.shape:
-                raise NotCapturedError(f"has a state that grows from {[*buffer.shape]} to {[*value.shape]}")
+                raise NotCapturedError("has a state that grows")
             buffer.copy_(torch.where(active.view(-1, *[1] * (buffer.ndim - 1)), value, buffer))
 
 
