@@ -198,7 +198,8 @@ class Generation:
     """Outputs of all requests, in the order given, and times of the batch.
 
     Attributes:
-        passes: how the target's passes ran: "uncompiled", "compiled", or "captured"; "" without passes.
+        passes: how the target's passes ran: "uncompiled", "compiled", "captured",
+            or "verification captured"; "" without passes.
     """
 
     outputs: list[Output]

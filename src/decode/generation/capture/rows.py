@@ -73,8 +73,10 @@ class CapturedRows(ABC):
     Attributes:
         places: of the running rows, in their order.
         depth: levels of the newest draft in `table`.
+        passes: see `Generation`.
     """
 
+    passes = "captured"
     depth: int
     _round: CapturedRound  # the newest
 

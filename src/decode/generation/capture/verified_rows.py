@@ -39,6 +39,7 @@ class VerifiedRows(CapturedRows):
         NotCapturedError: see `FixedVerification` and `trace`.
     """
 
+    passes = "verification captured"
     _draft: Draft  # of the newest round
 
     def __init__(
