@@ -195,6 +195,15 @@ def test_captures_are_not_counted_as_decoding(target, make_drafter, name, monkey
     assert next(ticks) > 2000 > out.times.total
 
 
+def test_buffers_have_room_for_what_a_target_reads_after_every_slot(target, make_drafter):
+    drafter, prompt = make_drafter("prompt", target), [9] * 12
+    verifier = drafter.verifier(target)
+    decoded(verifier, drafter, CHAIN, 0.0, True, 1, length=48, prompts=[prompt])
+    (made,) = captures_of(verifier)._rounds.values()
+    _, _, keys, *_ = made.state.tensors
+    assert keys.shape[1] >= len(prompt) + 48 + verifier.slots(1 + CHAIN.nodes)
+
+
 def test_new_weights_are_used(target, make_drafter):
     drafter = make_drafter("eagle", target)
     first = decoded(target, drafter, CHAIN, 0.0, True, 1)
