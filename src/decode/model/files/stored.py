@@ -16,8 +16,15 @@ from decode.model.files.folder import ADAPTER_WEIGHTS, ModelFiles, is_file_name
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ROWS = 4096  # rows of a tensor to compare at a time
-# Other weight formats, which are ignored if there are safetensors files.
+# Other weight formats, which are not read: a pickle (.bin, .pt, .pth) can run code.
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".gguf")
+
+# Files of a training run, which are no weights of the model.
+OF_TRAINING = ("training_args.", "optimizer.", "scheduler.", "scaler.", "rng_state")
+CONVERT = (
+    "only safetensors are read; convert the weights where you trust them (a pickle can run code): "
+    "AutoModelForCausalLM.from_pretrained(...).save_pretrained(<folder>) in transformers"
+)
 
 
 class Stored(NamedTuple):
@@ -64,7 +71,7 @@ def account_of_files(files: ModelFiles) -> Account:
     """Account of the weight files, before they are read.
 
     Raises:
-        UserError: see `weight_map`; or a file of the index is missing.
+        UserError: see `weight_map`; or a file is not in the cache, and the hub cannot be reached.
     """
     account, read = Account("weights"), weight_map(files)
     local = isinstance(files.source, Path)
@@ -78,10 +85,15 @@ def account_of_files(files: ModelFiles) -> Account:
             [f"{SINGLE} and {INDEX}"],
         )
     others = [name for name in files.names() if name not in read]
-    account.ignore(
-        "weights in another format, which are ignored if there are safetensors files",
-        [name for name in others if name.endswith(OTHER_FORMATS) and name not in ADAPTER_WEIGHTS],
-    )
+    unread = [name for name in others if name.endswith(OTHER_FORMATS) and name not in ADAPTER_WEIGHTS]
+    if read:
+        account.ignore("weights in another format, which are ignored if there are safetensors files", unread)
+    elif local:
+        weights = [name for name in unread if not name.startswith(OF_TRAINING) and ".gguf" not in name]
+        account.refuse(CONVERT, weights)
+    else:
+        files.path(SINGLE, needed=True)
+        account.refuse(f"not in the repository; {CONVERT}", [SINGLE])
     more = [name for name in others if name.endswith(".safetensors") and name not in ADAPTER_WEIGHTS]
     account.ignore(
         "weights under the names of the authors' own code",

@@ -289,3 +289,31 @@ def test_head_without_layers_goes_through_the_same_account(name, value, make):
     HeadTarget.load(str(folder))
     with pytest.raises(UserError, match=re.escape(name)):
         HeadTarget.load(str(add(folder, {name: value})))
+
+
+def check_refused(folder, said):
+    with pytest.raises(UserError, match=rf"^target={folder}: {said}") as caught:
+        load_target(str(folder))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("names", [["pytorch_model.bin"], ["model.pt"], ["consolidated.00.pth", "model.pt"]])
+def test_weights_that_can_hold_code_are_refused_with_what_to_do(names, llama):
+    weights = load_file(llama / WEIGHTS)
+    (llama / WEIGHTS).unlink()
+    torch.save({}, llama / "training_args.bin")  # none of the weights
+    check_refused(llama, rf".*no file named {WEIGHTS}")
+    for name in names:
+        torch.save(weights, llama / name)
+    check_refused(
+        llama, rf"weights: {names[0]}.*: only safetensors are read; convert .*code.*save_pretrained"
+    )
+
+
+def test_repository_without_safetensors_is_refused_with_what_to_do(llama, fake_hub):
+    """Before transformers looks for a conversion by others, another revision; nothing large is read."""
+    files = {path.name: path.read_bytes() for path in llama.iterdir() if path.name != WEIGHTS}
+    fake_hub.give("me/pickled", files | {"pytorch_model.bin": b"x"})
+    check_refused("me/pickled", rf"weights: {WEIGHTS}: not in the repository.*convert.*save_pretrained")
+    asked = {where for _, where in fake_hub.asked}
+    assert not [where for where in asked if where.endswith(".bin") or "discussions" in where], asked
