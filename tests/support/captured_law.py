@@ -17,7 +17,7 @@ import numpy as np
 from exact import EnumeratingCoin, Probs, Tape, assert_same_probs, complete, exact_probs, target_probs
 from typing_extensions import override
 
-from decode.generation.capture.makers import CapturedRound, captures_of
+from decode.generation.capture.makers import Captured, captures_of
 from decode.generation.loop import Loop
 from decode.generation.types import Output, Proposer
 from decode.model.target import Target
@@ -120,7 +120,7 @@ class FirstRounds:
         self._compare(probs, [*prompt, found[0][1].tokens[0]])
         return len(found)
 
-    def _traced(self) -> list[CapturedRound]:
+    def _traced(self) -> list[Captured]:
         captures = captures_of(self.target)
         assert captures is not None
         assert len(captures._rounds) == 1
