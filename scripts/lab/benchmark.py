@@ -8,11 +8,11 @@ from distill.utils.paths import CONF
 
 # name -> module:function; its configuration is conf/lab/<name>.yaml
 BENCHMARKS = {
-    "attention": "benchmarks.gpu.attention:attention",
     "auto": "benchmarks.auto_regret:auto_regret",
     "decode": "benchmarks.decode:decoders",
     "batch": "benchmarks.batch_context:batch_sizes",
     "context": "benchmarks.batch_context:context_lengths",
+    "attention": "benchmarks.gpu.attention:attention",
     "distillspec": "benchmarks.drafter_table.main:drafters",
     "drafters": "benchmarks.drafter_table.main:drafters",
     "field": "benchmarks.gpu.training:field",
