@@ -32,6 +32,7 @@ class Conditions:
         load_average: of the machine over one minute, at the end.
         kv_bytes_per_token: bytes per token in the target's cache.
         prompts_digest: hash of the decoded prompts' token ids.
+        replayed_digest: hash of the token ids of the prompts whose answers are replayed; "" without any.
         elsewhere: reason why the target cannot be decoded here, so nothing was timed or audited; or "".
         control: "none", or how the drafter's inputs were corrupted on purpose.
         served_plan: name of the run's engine's plan, used to compare checkpoints; "": no engine is named.
@@ -47,6 +48,7 @@ class Conditions:
     load_average: float
     kv_bytes_per_token: int = 0
     prompts_digest: str = ""
+    replayed_digest: str = ""
     elsewhere: str = ""
     control: str = "none"
     served_plan: str = ""

@@ -144,6 +144,12 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
     return digest.hexdigest()[:16]
 
 
+def ids_digest(prompts: Sequence[Sequence[int]]) -> str:
+    """Hash of the token ids of prompts, in order."""
+    text = json.dumps([list(ids) for ids in prompts])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def hash64(value: Any) -> int:
     """64-bit hash of a JSON value."""
     digest = hashlib.blake2b(json.dumps(value).encode(), digest_size=8).digest()

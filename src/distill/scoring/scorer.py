@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -25,7 +24,7 @@ from decode.sampling import Sampler
 from distill.options.answers import DecodePlan
 from distill.options.run import ScoringOptions
 from distill.prompts.chat_template import Chat
-from distill.prompts.prompt import Prompt
+from distill.prompts.prompt import Prompt, ids_digest
 from distill.rollouts.heldout import held_out_answers
 from distill.rollouts.manifest import versions
 from distill.scoring.sample_texts import sample_texts
@@ -33,7 +32,7 @@ from distill.scoring.script_judge import ScriptJudge, judge_record
 from distill.scoring.tap_control import ShuffledTaps
 from distill.scoring.target_drift import target_drift
 from distill.utils.progress import bar, say
-from distill.utils.provenance import commit, digest
+from distill.utils.provenance import commit
 from drafters import optional
 from drafters.base import Drafter
 from drafters.checkpoint import io as checkpoint_io
@@ -213,10 +212,12 @@ class Scorer:
                 self._options(target, judge),
                 progress,
             )
+        replayed = next(iter(answers.values()), [])
         conditions = replace(
             card.conditions,
             control=self.control,
-            prompts_digest=digest(json.dumps(ids)),
+            prompts_digest=ids_digest(ids),
+            replayed_digest=ids_digest([one.prompt for one in replayed]) if replayed else "",
             served_plan=self.served_plan,
         )
         samples = []

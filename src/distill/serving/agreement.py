@@ -107,6 +107,18 @@ def matching_row(card: Scorecard, depth: int, temperature: float, name: str | No
     )
 
 
+def same_prompts(card: Scorecard, row: Row, sent: str) -> bool:
+    """Whether the prompts of a row were sent, and no others.
+
+    Args:
+        card: the scorecard.
+        row: one of its rows.
+        sent: `ids_digest` of the prompts sent; "" if none were.
+    """
+    conditions = card.conditions
+    return bool(sent) and sent == (conditions.replayed_digest if row.replay else conditions.prompts_digest)
+
+
 def compare(served: ServedAcceptance, row: Row, tolerance: float, same: bool = False) -> Comparison:
     """Compare an engine's acceptance with a row of the scorecard.
 

@@ -27,7 +27,7 @@ from distill.options.run import ScoringOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.scoring.served import difference
-from distill.serving.agreement import compare, matching_row
+from distill.serving.agreement import compare, matching_row, same_prompts
 from distill.serving.broken_exports import Seen, likeliest
 from distill.serving.diagnosis import ServerFacts, causes
 from distill.serving.endpoint import Endpoint
@@ -284,7 +284,7 @@ class EngineScorer:
         depth = traffic.reading.depth or len(acceptance.survival)
         again = f"score.plans=[{{depth: {depth}}}]"
         row = matching_row(card, depth, sampler.temperature, None, again)
-        result = compare(acceptance, row, TOLERANCE, same=row.replay is not None)
+        result = compare(acceptance, row, TOLERANCE, same_prompts(card, row, traffic.digest))
         facts = ServerFacts(
             card.checkpoint.target, [], "", depth, traffic.answer_tokens, sampler.temperature > 0
         )

@@ -18,6 +18,7 @@ from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
 from distill.options.answers import TargetOptions
 from distill.options.commands import VerifyOptions
+from distill.prompts.prompt import ids_digest
 from distill.prompts.templates import clock
 from distill.serving.endpoint import Endpoint, Model
 from distill.serving.metrics import Reading, difference
@@ -35,6 +36,7 @@ class Traffic(NamedTuple):
         reading: counters of this traffic only.
         histograms: accepted tokens by answer, if the engine reports them.
         prompts: number of prompts sent.
+        digest: `ids_digest` of the prompts sent; "" if none were.
         available: number of held-out prompts that there are.
         answer_tokens: tokens of the answers; None: other users' traffic.
         description: description of the traffic, for messages.
@@ -49,6 +51,7 @@ class Traffic(NamedTuple):
     description: str
     answers: Sequence[Answer] = ()
     seconds: float = 0.0
+    digest: str = ""
     available: int = 0
 
 
@@ -116,6 +119,7 @@ def send(
         f"{len(answers)} held-out prompts, {answer_tokens} tokens answered",
         answers,
         seconds,
+        ids_digest([request.tokens for request in requests]),
     )
 
 

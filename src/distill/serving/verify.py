@@ -14,7 +14,7 @@ from distill.config.validate import check_address
 from distill.options.commands import VerifyOptions
 from distill.scoring.compare import scorecard
 from distill.scoring.tables import grid
-from distill.serving.agreement import Comparison, compare, matching_row
+from distill.serving.agreement import Comparison, compare, matching_row, same_prompts
 from distill.serving.diagnosis import ServerFacts, causes
 from distill.serving.endpoint import Endpoint
 from distill.serving.metrics import Reading, served_acceptance
@@ -65,7 +65,7 @@ def verify(options: VerifyOptions) -> bool:
             f"{endpoint.url}: does not say how many tokens it drafts; give depth=<--speculative-num-steps>"
         )
     row = _matching_row(options, card, reading, depth, temperature)
-    same = row.replay is not None and traffic.prompts == row.replay.prompts
+    same = same_prompts(card, row, traffic.digest)
     result = compare(acceptance, row, options.tolerance, same)
     facts = ServerFacts(
         target=card.checkpoint.target,
@@ -75,6 +75,8 @@ def verify(options: VerifyOptions) -> bool:
         written=traffic.answer_tokens,
         sampled=temperature > 0,
     )
+    if same:
+        traffic = traffic._replace(description=f"the scorecard's own {traffic.description}")
     return _report(result, causes(result, facts), traffic, endpoint, card)
 
 

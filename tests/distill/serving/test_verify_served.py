@@ -211,6 +211,35 @@ def test_all_prompts_that_are_too_few_ask_for_more_prompts(base, place, start, t
     assert "count=50: there are 1 held-out prompts, and all of them are sent" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("replayed", [True, False])
+def test_as_many_prompts_are_the_scored_ones_only_if_their_ids_are(
+    base, place, start, tmp_path, capsys, monkeypatch, replayed
+):
+    """The noise between greedy answers to the same prompts is smaller."""
+    row, sent, send = a_row(), [], traffic.send
+    row["replay"]["tau_interval"] = [2.5, 2.78]
+    row |= {name: row["replay"][name] for name in ("tau", "tau_interval", "survival")} | {"rounds": 800}
+    row |= {} if replayed else {"replay": None}
+    monkeypatch.setattr(traffic, "send", lambda *given: sent.append(send(*given)) or sent[-1])
+    server, other = start(), write_prompts(tmp_path / "other.jsonl", PROMPTS, first=200)
+
+    def noise(heldout, **conditions):
+        options = OmegaConf.merge(base, {"prompts": {"heldout": str(heldout)}})
+        card = written(tmp_path, a_card(place / "m", [row], **conditions))
+        verify(changed(options, VerifyOptions, url=server.url, checkpoint=card))
+        said = capsys.readouterr().out
+        (tau,) = [line.split() for line in said.splitlines() if line.split()[:1] == ["tau"]]
+        return float(tau[4]), "the scorecard's own" in said
+
+    wide, same = noise(place / "heldout.jsonl")
+    assert not same
+    scored = {"replayed_digest" if replayed else "prompts_digest": sent[-1].digest}
+    narrow, same = noise(place / "heldout.jsonl", **scored)
+    assert same
+    assert narrow < 0.75 * wide
+    assert noise(other, **scored) == (pytest.approx(wide, rel=0.1), False)
+
+
 def test_traffic_of_others_is_noticed(ask, start):
     server = start()
     server.extra = TOKENS
@@ -401,6 +430,7 @@ def test_real_decoder_counts_what_its_scorecard_says(tmp_path, ask):
         server.kill()
         print(said)
         assert agrees, said
+        assert "counted: the scorecard's own 48 held-out prompts" in said
     for weight in whole.parameters():
         weight.data.normal_(0, 0.02)
     server = Decoder(chat, target, whole, 3)
