@@ -150,7 +150,7 @@ class Loop:
     def passes(self) -> str:
         """How the target's passes ran so far; see `Generation`."""
         if self._captured:
-            return self._captured.passes
+            return self._captured.passes + (", compiled" if self.target.compiles else "")
         fused = self.target.fused
         return "compiled" if fused is not None and fused.compiled is not None else "uncompiled"
 

@@ -199,7 +199,7 @@ class Generation:
 
     Attributes:
         passes: how the target's passes ran: "uncompiled", "compiled", "captured",
-            or "verification captured"; "" without passes.
+            "verification captured", the latter two also ", compiled"; "" without passes.
     """
 
     outputs: list[Output]

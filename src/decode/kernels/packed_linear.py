@@ -155,7 +155,8 @@ def _make_copy(weight: Tensor) -> _Copy:
     size = weight.numel() * product_dtype(weight.dtype, weight.device).itemsize
     room = MEMORY_SHARE * memory_bytes(weight.device) - sum(copy.size for copy in _COPIES.values())
     least = copy_rows(weight.dtype, *weight.shape) if size <= room else 0
-    packed, size = (_pack(weight), size) if least else (None, 0)
+    with torch.inference_mode(False), torch.no_grad():  # compiled rounds use copies in any mode
+        packed, size = (_pack(weight), size) if least else (None, 0)
     reference = weakref.ref(weight, lambda _: _COPIES.pop(key, None))
     return _Copy(reference, weight_state(weight), packed, least, size)
 

@@ -162,8 +162,8 @@ def compiled_pass(fused: Fused) -> tuple[CompiledPass | None, str]:
         with locked(file.with_suffix(".lock")):
             run = _read(file)
             if run is None:
-                if (compiler := os.environ.get("CXX", "g++")) and not shutil.which(compiler):
-                    return None, f"no C++ compiler ({compiler}); install one or set CXX"
+                if reason := missing_compiler(weight.device):
+                    return None, reason
                 _write(fused, file)
                 run = _read(file)
         if run is None:
@@ -177,6 +177,14 @@ def compiled_pass(fused: Fused) -> tuple[CompiledPass | None, str]:
     if not difference <= TOLERANCE.get(weight.dtype, HALF_TOLERANCE):  # NaN, too
         return None, f"compiled and uncompiled passes differ by {difference:.2g}"
     return compiled, ""
+
+
+def missing_compiler(device: torch.device) -> str:
+    """What to install before code for a device can be compiled; "" if nothing."""
+    compiler = os.environ.get("CXX", "g++")
+    if device.type != "cpu" or shutil.which(compiler):
+        return ""
+    return f"no C++ compiler ({compiler}); install one or set CXX"
 
 
 def _key(fused: Fused) -> str:
@@ -242,7 +250,13 @@ def _write(fused: Fused, file: Path) -> None:
         {0: Dim.AUTO},
         [{0: rows, 1: capacity}] * len(parts),
     )
-    with torch.inference_mode(False), torch.no_grad(), _compiler_folder(file.parent) as folder:
+    temporary = TemporaryDirectory(prefix="compiling-", dir=file.parent)  # it also holds the weights
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        temporary as name,
+        compiler_folder(folder := Path(name)),
+    ):
         graph = export(
             _Layers(fused).eval(), (x, angles, mask, index, parts), dynamic_shapes=dynamic, strict=False
         )
@@ -252,18 +266,17 @@ def _write(fused: Fused, file: Path) -> None:
 
 
 @contextmanager
-def _compiler_folder(parent: Path) -> Iterator[Path]:
-    """Let the compiler write its own files, which also hold the weights, to a temporary folder."""
+def compiler_folder(folder: Path) -> Iterator[None]:
+    """Let the compiler keep its own files in a folder."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
-    with TemporaryDirectory(prefix="compiling-", dir=parent) as folder:
-        os.environ[name] = folder
-        try:
-            yield Path(folder)
-        finally:
-            os.environ.pop(name)
-            if before is not None:
-                os.environ[name] = before
+    os.environ[name] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def _example(fused: Fused, rows: int, new: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:

@@ -21,6 +21,7 @@ from decode.kernels.packed_linear import linear, linear_add
 from decode.kernels.weight_state import WeightState, counted, weight_state
 from decode.model.attention import attend
 from decode.model.cache import RowStore
+from decode.transfer import on_device_only
 
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 COMPILED_SLOTS = 64  # with more, products dominate the launches
@@ -243,7 +244,8 @@ class Fused:
         compiled, (rows, slots) = self.compiled, x.shape[:2]
         causal = mask is None and slots > 1
         few = slots <= COMPILED_SLOTS and not causal and parts is None
-        if compiled and few and rows * slots <= compiled.most:
+        # A graph of a round is made of torch's operations, and compiled as a whole.
+        if compiled and not on_device_only() and few and rows * slots <= compiled.most:
             return compiled(x, angles, mask, store, inputs)
         for index, layer in enumerate(self.layers):
             part = WHOLE if parts is None else parts[index]

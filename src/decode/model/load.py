@@ -192,7 +192,7 @@ def load_target(
         device: device to load to.
         revision: of a hub id, or the SHA-256 of a GGUF file.
         trust_remote_code: run Python code that comes with the model.
-        compiled: see `CausalLM.compile`.
+        compiled: see `CausalLM.compile`; with `capture` rounds are compiled whole.
         placement: `replicated`: all on one device; `sharded`: each layer sharded over processes;
             `device_map`: layers spread over devices, host memory and disk.
         decodes: refuse a target that cannot verify drafts; False: only one that cannot be trained for either.
@@ -229,7 +229,7 @@ def load_target(
     target.abilities = able._replace(decode=able.decode or why_elsewhere(config))
     if decodes or able.train:
         target.abilities.check_decode(f"target: {type(target.model).__name__}")
-    target.capture = capture
+    target.capture, target.compiles = capture, compiled
     if compiled:
         reason = target.compile()
         if reason:

@@ -44,6 +44,7 @@ class Target(CausalLM):
     """
 
     capture = False  # whether rounds are captured, see `decode.generation.capture`
+    compiles = False  # whether captured rounds are compiled
     captures: Any = None  # its captured rounds
     source = ""  # name of the engine that runs the layers, if any
     read_ahead = 0  # preferred tokens per `read`, if each call waits for a server

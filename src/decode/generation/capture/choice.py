@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from decode.generation.capture.rows import CapturedRows, Setup, WholeRows
 from decode.generation.capture.state import NotCapturedError
 from decode.generation.capture.verification import RunningTexts
 from decode.generation.capture.verified_rows import VerifiedRows
 from decode.generation.types import Observes
 from decode.rng import KeyedCoin
+
+HALF = (torch.bfloat16, torch.float16)  # in which compiled rounds win on a CPU; see docs/speed.md
 
 
 def captured_rows(
@@ -25,10 +29,12 @@ def captured_rows(
     Returns:
         The rows; None: their rounds cannot be captured.
     """
-    say, drafter, fused = setup.captures.say, setup.drafter, texts.target.fused
-    if fused is not None and fused.compiled is not None:
-        # Its operations are not torch's: a trace would hold one pass's results as constants.
-        say("decoding is not captured: the target decodes with compiled passes: set target.compile=false")
+    say, drafter, target = setup.captures.say, setup.drafter, texts.target
+    if target.compiles and target.device.type == "cpu" and target.dtype not in HALF:
+        say(
+            f"decoding is not captured: on a CPU rounds in {str(target.dtype).removeprefix('torch.')} are "
+            "slower than compiled passes; set target.compile=false"
+        )
         return None
     try:
         return _whole(setup, texts, rows)

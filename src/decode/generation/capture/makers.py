@@ -1,4 +1,4 @@
-"""How a fixed round is run: traced, and on a GPU recorded as a graph."""
+"""How a fixed round is run: traced, with `target.compile` compiled, and on a GPU recorded as a graph."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from decode.errors import UserError
+from decode.generation.capture.inductor import Run, compiled, packed_products
 from decode.generation.capture.round import FixedRound
 from decode.generation.capture.state import NotCapturedError, StateBuffers, clones
 from decode.generation.capture.trace import trace
@@ -116,9 +118,16 @@ class Key(NamedTuple):
     rows: int
 
 
-def traced(function: Callable[..., list[Tensor]], arguments: list[Tensor]) -> Stage:
-    """Run the traced operations one by one: what a graph would repeat, on any device."""
-    module = trace(function, arguments)
+def operations(function: Callable[..., list[Tensor]], arguments: list[Tensor], compiles: bool) -> Run:
+    """A function of tensors as a list of operations, through Inductor if `compiles`."""
+    if not compiles:
+        return trace(function, arguments)
+    return compiled(trace(function, arguments, packed_products()), arguments)
+
+
+def traced(function: Callable[..., list[Tensor]], arguments: list[Tensor], compiles: bool = False) -> Stage:
+    """Run the operations one after the other: what a graph would repeat, on any device."""
+    module = operations(function, arguments, compiles)
     results = [part.clone() for part in module(*clones(arguments))]
 
     def run() -> None:
@@ -128,9 +137,9 @@ def traced(function: Callable[..., list[Tensor]], arguments: list[Tensor]) -> St
     return Stage(run, results)
 
 
-def graphed(function: Callable[..., list[Tensor]], arguments: list[Tensor]) -> Stage:
-    """Record the traced operations as a CUDA graph, and replay it."""
-    module, before = trace(function, arguments), [*clones(arguments)]
+def graphed(function: Callable[..., list[Tensor]], arguments: list[Tensor], compiles: bool = False) -> Stage:
+    """Record the operations as a CUDA graph, and replay it."""
+    module, before = operations(function, arguments, compiles), [*clones(arguments)]
     device = arguments[0].device
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -214,7 +223,7 @@ def captures_of(target: Target) -> Captures | None:
     """Captured rounds of a target, kept on it and freed with it; None without `capture`."""
     if not target.capture:
         return None
-    on_gpu = target.device.type == "cuda"
     if target.captures is None:
-        target.captures = Captures(graphed if on_gpu else traced)
+        maker = graphed if target.device.type == "cuda" else traced
+        target.captures = Captures(partial(maker, compiles=target.compiles))
     return target.captures

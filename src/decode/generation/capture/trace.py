@@ -78,10 +78,17 @@ def _place(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
     return "unknown code"
 
 
-def trace(function: Function, arguments: Sequence[Tensor]) -> fx.GraphModule:
+def trace(
+    function: Function, arguments: Sequence[Tensor], replacements: dict[Any, Function] | None = None
+) -> fx.GraphModule:
     """Trace a function of tensors, which stay as they are.
 
     Tables that are made at a first call must exist.
+
+    Args:
+        function: of tensors.
+        arguments: its arguments.
+        replacements: operations, and functions that are traced in place of them.
 
     Raises:
         NotCapturedError: it reads the device or uploads numbers.
@@ -89,7 +96,7 @@ def trace(function: Function, arguments: Sequence[Tensor]) -> fx.GraphModule:
     with RefuseHost(), refused_reads():
         function(*clones(arguments))
     with tracing(TracingContext(FakeTensorMode())):
-        module = make_fx(function, tracing_mode="real")(*clones(arguments))
+        module = make_fx(function, replacements, tracing_mode="real")(*clones(arguments))
     return folded(module)
 
 
