@@ -1,9 +1,11 @@
-"""Conversion of integers and token ids of any type to Python's."""
+"""Checks of numbers; conversion of integers and token ids of any type to Python's."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,16 @@ def whole_number(value: Any, name: str, least: int | None = None) -> int:
     if least is not None and number < least:
         raise UserError(f"{name}={number}: give an integer of at least {least}")
     return number
+
+
+def finite_number(value: Any, name: str) -> None:
+    """Check that a value is a finite number.
+
+    Raises:
+        UserError: it is not; `name` is for the message.
+    """
+    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+        raise UserError(f"{name}={value!r}: give a number")
 
 
 def token_ids(tokens: Sequence[int] | np.ndarray | Tensor) -> list[int]:

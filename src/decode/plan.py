@@ -8,6 +8,7 @@ from typing import Any
 
 from decode.depth_policy import DepthPolicy
 from decode.errors import UserError
+from decode.integers import finite_number, whole_number
 from decode.verification.rule import Auto, Rule, rule_class, rule_names, rule_of
 
 Path = tuple[int, ...]  # child ranks from the root to a node
@@ -72,9 +73,7 @@ class Plan:
     adapt: DepthPolicy | None = None
 
     def __post_init__(self) -> None:
-        if self.proposal not in AUTO_RULES:
-            raise UserError(f"decode.proposal={self.proposal}: choose one of {', '.join(AUTO_RULES)}")
-        object.__setattr__(self, "tree", tuple(self.tree))  # hashable
+        self._check_types()
         if self.tree:
             self._set_tree()
         if self.depth < 0 or self.width < 1:
@@ -97,6 +96,23 @@ class Plan:
         self._choose_rule()
         self.rule.check(self)
         self._check_adapt()
+
+    def _check_types(self) -> None:
+        """Check the types of settings, which may be those of a file or a command line."""
+        for name in ("depth", "width", "nodes", "drafts"):
+            object.__setattr__(self, name, whole_number(getattr(self, name), f"decode.{name}"))
+        finite_number(self.min_confidence, "decode.min_confidence")
+        if self.draft_temperature is not None:
+            finite_number(self.draft_temperature, "decode.draft_temperature")
+        for name in ("replacement", "lossy"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise UserError(f"decode.{name}={value!r}: give true or false")
+        if not isinstance(self.proposal, str) or self.proposal not in AUTO_RULES:
+            raise UserError(f"decode.proposal={self.proposal}: choose one of {', '.join(AUTO_RULES)}")
+        if not _is_list(self.tree) or not all(map(_is_list, self.tree)):
+            raise UserError(f"decode.tree={self.tree!r:.80}: give a list of paths, as in [[0], [1], [0, 0]]")
+        paths = tuple(tuple(whole_number(r, "decode.tree, a rank") for r in path) for path in self.tree)
+        object.__setattr__(self, "tree", paths)  # hashable
 
     def _check_drafts(self) -> None:
         if self.drafts < 1:
@@ -121,7 +137,7 @@ class Plan:
 
     def _set_tree(self) -> None:
         """Sort the paths; set depth, width and nodes from them."""
-        paths = tuple(sorted({tuple(int(r) for r in path) for path in self.tree}, key=lambda p: (len(p), p)))
+        paths = tuple(sorted(set(self.tree), key=lambda path: (len(path), path)))
         prefixes = {(), *paths}
         for path in paths:
             previous = (*path[:-1], path[-1] - 1) if path and path[-1] else path[:-1]
@@ -225,12 +241,18 @@ class Plan:
         return AUTO_RULES[self.proposal][self.has_siblings]
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 def plan_of(settings: Mapping[str, Any]) -> Plan:
     """Build a plan from plain values.
 
     Raises:
-        UserError: an unknown setting, or an invalid plan.
+        UserError: no mapping, an unknown setting, or an invalid plan.
     """
+    if not isinstance(settings, Mapping):
+        raise UserError(f"decode: {settings!r:.80} is no plan; give a mapping, as in {{depth: 3}}")
     known = {one.name for one in fields(Plan)}
     for name in settings:
         if name in MOVED:

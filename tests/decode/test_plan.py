@@ -1,9 +1,11 @@
 """Plans: what is refused because it would not be lossless, and what becomes of decode.proposal=auto."""
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rule_cases import LOSSY
 from workbench import CONF
@@ -11,7 +13,10 @@ from workbench import CONF
 from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.plan import MOVED, Plan, plan_of
+from decode.planning.auto import Auto
+from decode.planning.calibrated_tree import Calibrated
 from decode.sampling import Sampler
+from decode.verification.rule import rule_class, rule_names
 from distill.config.compose import compose
 from distill.config.read import read_options
 from distill.options.commands import RolloutCommandOptions
@@ -90,8 +95,9 @@ REFUSED = [
     (CHAIN | {"rule": {"name": "bild", "top": 2}}, "not a parameter of bild"),
     (CHAIN | {"rule": {"top": 2}}, "give its name"),
     (CHAIN | {"rule": 3}, "give its name"),
-    (CHAIN | {"rule": {"name": "topk", "top": "2"}}, "must be a number"),
+    (CHAIN | {"rule": {"name": "topk", "top": "2"}}, "give an integer"),
     (CHAIN | {"rule": {"name": "topk", "within": 3}}, "must be a list"),
+    (CHAIN | {"rule": {"name": "topk", "within": [1.5, [2]]}}, "two different tags"),
     (CHAIN | {"lossy": True}, "rule=match is lossless"),
     (CHAIN | {"drafts": 2}, "side by side; set decode.proposal=sampled"),
     (SAMPLED_TREE | {"drafts": 2}, "side by side.*without a tree"),
@@ -123,6 +129,59 @@ def test_number_that_was_a_setting_of_plans_is_named(name):
         plan_of({"depth": 2, name: 0.5})
     with pytest.raises(UserError, match=rf"decode\.{name}: moved; write decode/rule=\w+ decode\.rule\.\w+"):
         compose([f"decode.{name}=0.5"], Path(CONF))
+
+
+WRONG: dict[str, tuple] = {
+    **dict.fromkeys(("depth", "width", "nodes", "drafts"), ("3", 2.5, True, None, [1], {})),
+    **dict.fromkeys(("min_confidence", "draft_temperature"), ("0.5", True, [0.5], math.nan, math.inf)),
+    **dict.fromkeys(("replacement", "lossy"), ("yes", 1, None, [])),
+    "proposal": (3, None, ["fixed"], {}),
+    "tree": (5, "ab", None, [0], [["a"]], [[0.5]], [[True]], [None], [[]], {}),
+    "rule": (3, None, ["match"], {"name": ["match"]}),
+    "adapt": ("x", 1, [1], {"costs": "a"}, {"prior": "a", "costs": {1: [1.0, 2.0]}}),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in WRONG.items() for v in values], ids=str)
+def test_setting_of_another_type_is_one_line(name, value):
+    with pytest.raises(UserError, match=rf"^decode\.{name}\b[^\n]*$"):
+        plan_of({"depth": 2, "proposal": "sampled", name: value})
+
+
+def test_every_field_of_a_plan_is_tried_with_other_types():
+    assert WRONG.keys() == {one.name for one in fields(Plan)}
+
+
+@pytest.mark.parametrize("rule", [name for name in rule_names() if fields(rule_class(name))])
+def test_number_of_a_rule_of_another_type_is_one_line(rule):
+    for field in fields(rule_class(rule)):
+        values = ["2", True, None, [1.0], math.nan, math.inf, *([1.5] if field.type == "int" else [])]
+        for value in values:
+            if field.name == "within" and isinstance(value, list):
+                continue
+            with pytest.raises(UserError, match=r"^decode\.rule\b[^\n]*$"):
+                plan_of({"depth": 2, "lossy": True, "rule": {"name": rule, field.name: value}})
+
+
+def test_plan_is_no_mapping():
+    for value in ("chain", None, 3, [1], ["depth"]):
+        with pytest.raises(UserError, match=r"^decode: [^\n]*a mapping"):
+            plan_of(value)
+
+
+def test_integers_of_other_libraries_are_integers():
+    assert plan_of({"depth": np.int64(3)}) == Plan(3)
+    assert json.loads(json.dumps(Plan(np.int64(3)).settings))["depth"] == 3
+
+
+@pytest.mark.parametrize("value", ["16", 2.5, True, None])
+def test_sizes_of_measured_plans_are_integers(value):
+    with pytest.raises(UserError, match=r"decode\.nodes"):
+        Calibrated(nodes=value, depth=3, width=2)
+    with pytest.raises(UserError, match=r"decode\.prompts"):
+        Auto([{"depth": 1}], prompts=value)
+    with pytest.raises(UserError, match=r"decode\.depth"):
+        Auto([{"depth": value}])
 
 
 def test_plan_is_made_again_from_its_settings():

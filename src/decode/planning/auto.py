@@ -11,6 +11,7 @@ from decode.evaluation.acceptance import Acceptance, acceptance
 from decode.evaluation.estimates import interval
 from decode.evaluation.replay import Counts, Rollout
 from decode.generation.types import ChecksPlans, Proposer
+from decode.integers import whole_number
 from decode.model.target import Target
 from decode.plan import Plan, plan_of
 from decode.planning.cost_model import PLAIN, Costs, Throughput, fastest, throughputs
@@ -131,10 +132,10 @@ class Auto:
 
     def __post_init__(self) -> None:
         plans = tuple(p if isinstance(p, Plan) else plan_of(p) for p in self.plans)  # pyright: ignore[reportArgumentType]
-        if not plans or min(self.prompts, self.repeats) < 1:
-            raise UserError(
-                "decode=auto: give decode.plans to choose from, decode.prompts and decode.repeats >= 1"
-            )
+        for name in ("prompts", "repeats"):
+            whole_number(getattr(self, name), f"decode=auto: decode.{name}", least=1)
+        if not plans:
+            raise UserError("decode=auto: give decode.plans to choose from")
         if any(plan.lossy for plan in plans):
             raise UserError("decode=auto chooses among lossless plans; remove lossy ones from decode.plans")
         object.__setattr__(self, "plans", (PLAIN, *plans))

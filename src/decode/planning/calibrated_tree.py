@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from decode.errors import UserError
 from decode.evaluation.teacher_forced import ForcedTokens, Rollout, TeacherForcedTexts
 from decode.generation.types import Proposer
+from decode.integers import whole_number
 from decode.model.target import Target
 from decode.plan import Path, Plan
 from decode.sampling import Sampler
@@ -52,8 +52,7 @@ class Calibrated:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "depth", "width"):
-            if getattr(self, name) < 1:
-                raise UserError(f"decode=calibrated: decode.{name}={getattr(self, name)} must be at least 1")
+            whole_number(getattr(self, name), f"decode=calibrated: decode.{name}", least=1)
 
     @property
     def plans(self) -> tuple[Plan, ...]:

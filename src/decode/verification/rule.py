@@ -7,7 +7,7 @@ in `conf/decode/rule`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib import import_module
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.errors import UserError
+from decode.integers import finite_number, whole_number
 from decode.rng import Coin
 from decode.verification.descent import match
 from decode.verification.result import VerificationResult
@@ -181,9 +182,13 @@ def rule_of(value: Rule | str | Mapping[str, Any]) -> Rule:
     if unknown := sorted(numbers.keys() - set(known)):
         raise UserError(f"decode.rule.{unknown[0]}: not a parameter of {cls.name}; it has {known or 'none'}")
     for key, number in numbers.items():
-        kinds = (list, tuple) if isinstance(getattr(cls, key), tuple) else (int, float)
-        if isinstance(number, bool) or not isinstance(number, kinds):
-            raise UserError(f"decode.rule.{key}={number}: must be a {'list' if list in kinds else 'number'}")
+        default, name = getattr(cls, key), f"decode.rule.{key}"
+        if isinstance(default, int):
+            numbers[key] = whole_number(number, name)
+        elif isinstance(default, float):
+            finite_number(number, name)
+        elif not isinstance(number, Sequence) or isinstance(number, str):
+            raise UserError(f"{name}={number}: must be a list")
     return cls(**numbers)
 
 

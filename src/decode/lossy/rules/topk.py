@@ -66,7 +66,8 @@ class TopK(Relaxed):
             raise UserError(
                 f"decode.rule: top={self.top} must be at least 1, ratio={self.ratio} above 0 and at most 1"
             )
-        if self.within and len(set(self.within)) != TAGS:
+        plain = all(isinstance(tag, int | str) and not isinstance(tag, bool) for tag in self.within)
+        if self.within and not (plain and len(set(self.within)) == TAGS):
             raise UserError(
                 f"decode.rule.within={list(self.within)}: give two different tags, as in [<think>, </think>]"
             )
