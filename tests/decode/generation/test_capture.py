@@ -14,9 +14,12 @@ from captured import (
     STATIC,
     TREE,
     VOCAB,
+    Until,
     assert_same,
+    both,
+    compare,
     decoded,
-    make_heedful,
+    small,
 )
 from families import PROMPTS as FAMILY_PROMPTS
 from families import WORKS, save
@@ -42,18 +45,20 @@ SAID["sparse"] = "decoding is not captured: Sparse keeps .* on the host, and dra
 
 @pytest.fixture
 def target(tiny_target):
-    return make_heedful(tiny_target)
+    return small(tiny_target)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+@pytest.mark.covering
 def test_every_drafter_decodes_as_uncaptured(target, make_drafter, drafter_name, shape, temperature, capsys):
     drafter = make_drafter(drafter_name, target)
     verifier = drafter.verifier(target)
     greedy = {"chain": CHAIN, "tree": DYNAMIC}
     drawn = {"chain": SAMPLED, "tree": STATIC}
     plan = (drawn if temperature and "sampled" in drafter.traits.proposals else greedy)[shape]
-    assert_same(verifier, drafter, plan, temperature)
+    texts = assert_same(verifier, drafter, plan, temperature)
+    assert not temperature or any(any(accepted) for _, accepted, *_ in texts)
     said = [line for line in capsys.readouterr().err.splitlines() if "captured" in line]
     assert re.fullmatch(SAID.get(drafter_name, ""), "".join(said))
     assert bool(captures_of(verifier)._rounds) == (drafter_name != "sparse")
@@ -75,17 +80,21 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", list(PLANS.values()), ids=list(PLANS))
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.ci("plain", "hybrid tree", "confident")
 def test_every_plan_and_rule_decodes_as_uncaptured(target, make_drafter, plan):
-    drafter = make_drafter("eagle", target)
-    assert_same(target, drafter if plan.depth else None, plan, 1.0)
+    drafter = make_drafter("eagle", target) if PLANS[plan].depth else None
+    assert_same(target, drafter, PLANS[plan], 1.0)
     assert captures_of(target)._rounds
 
 
-@pytest.mark.parametrize("warp", [{"repetition_penalty": 1.3}, {"top_k": 5, "top_p": 0.8}])
-def test_warped_texts_are_the_uncaptured_ones(target, make_drafter, warp):
-    for temperature in (0.0, 1.0):
-        assert_same(target, make_drafter("eagle", target), CHAIN, temperature, warp=warp)
+@pytest.mark.parametrize(
+    "warp", [{"repetition_penalty": 1.3}, {"top_k": 5, "top_p": 0.8}], ids=["penalty", "top"]
+)
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.ci("1.0-penalty")
+def test_warped_texts_are_the_uncaptured_ones(target, make_drafter, temperature, warp):
+    assert_same(target, make_drafter("eagle", target), CHAIN, temperature, warp=warp)
 
 
 # Classes whose code reads the host in every pass.
@@ -99,13 +108,14 @@ UNCAPTURED = {
 
 @pytest.mark.filterwarnings("ignore:the drafter omits the scaling")
 @pytest.mark.parametrize("kind", WORKS)
-@pytest.mark.ci("gpt2, context ends", "gemma3, window 6", "qwen3 experts")
-def test_every_class_is_captured_or_its_line_is_named(kind, tmp_path, make_drafter, capsys):
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.ci("1.0-gpt2, context ends", "1.0-gemma3, window 6", "1.0-qwen3 experts")
+def test_every_class_is_captured_or_its_line_is_named(kind, temperature, tmp_path, make_drafter, capsys):
     name, options, *seed = WORKS[kind]
     target = load_target(str(save(tmp_path, name, options, *seed)), "float64")
-    for temperature, plan in ((0.0, DYNAMIC), (1.0, SAMPLED)):
-        drafter = make_drafter("eagle", target)
-        assert_same(target, drafter, plan, temperature, prompts=FAMILY_PROMPTS, length=20)
+    drafter, plan = make_drafter("eagle", target), SAMPLED if temperature else DYNAMIC
+    # Some classes round to single precision in a softmax.
+    assert_same(target, drafter, plan, temperature, prompts=FAMILY_PROMPTS, atol=1e-5)
     said = capsys.readouterr().err
     if reason := UNCAPTURED.get(kind):
         assert re.search(reason, said), said
@@ -114,15 +124,17 @@ def test_every_class_is_captured_or_its_line_is_named(kind, tmp_path, make_draft
         assert captures_of(target)._rounds
 
 
-def test_fused_pass_in_single_precision_is_captured(tiny_target, make_drafter):
-    target = tiny_target(vocab=VOCAB, layers=3, hidden=16, positions=512, dtype=torch.float32)
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.ci("1.0")
+def test_fused_pass_in_single_precision_is_captured(tiny_target, make_drafter, temperature):
+    target = small(tiny_target, torch.float32)
     assert target.fused is not None
-    assert_same(target, make_drafter("eagle", target), DYNAMIC, 0.0)
-    assert_same(target, make_drafter("eagle", target), SAMPLED, 1.0)
+    plan = SAMPLED if temperature else DYNAMIC
+    assert_same(target, make_drafter("eagle", target), plan, temperature, atol=1e-4)
 
 
 def test_compiled_passes_are_not_part_of_a_round(tiny_target, capsys):
-    target = tiny_target(vocab=VOCAB, layers=3, hidden=16, positions=512, dtype=torch.float32)
+    target = small(tiny_target, torch.float32)
     expected = decoded(target, None, Plan(), 0.0, False)
     prefill = max(map(len, PROMPTS))
     target.fused.compiled = SimpleNamespace(most=prefill - 1)  # a call would fail
@@ -130,23 +142,33 @@ def test_compiled_passes_are_not_part_of_a_round(tiny_target, capsys):
     assert "not captured" not in capsys.readouterr().err
 
 
-def test_windows_and_sinks_of_a_drafter_are_captured(target, make_drafter):
-    drafter = make_drafter("eagle", target, window=4, sinks=2)
-    prompts = [[*range(4, 24)] * 2, [4, 6, 10], [17, 4, 21]]  # the first drops positions at once
-    assert_same(target, drafter, DYNAMIC, 0.0, prompts=prompts, length=40)
-    assert_same(target, drafter, SAMPLED, 1.0, prompts=prompts, length=40)
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.ci("1.0")
+def test_windows_and_sinks_of_a_drafter_are_captured(target, make_drafter, temperature):
+    drafter, plan = make_drafter("eagle", target, window=4, sinks=2), SAMPLED if temperature else DYNAMIC
+    prompts = [[*range(VOCAB)] * 5, [4, 6, 2], [1, 4, 5]]  # the first drops positions at once
+    assert_same(target, drafter, plan, temperature, prompts=prompts)
 
 
-def test_rows_that_end_by_a_stop_test_are_the_same(target, make_drafter):
-    class Until:
-        def __init__(self):
-            self.count = 0
+@pytest.mark.parametrize("size", [3, 1])
+@pytest.mark.parametrize("until", [Until, None])
+@pytest.mark.ci("Until-3")
+def test_texts_are_the_uncaptured_ones_to_their_ends(target, make_drafter, until, size):
+    """Rows end and join; when none waits, the others move to rounds with fewer places."""
+    given = target, make_drafter("eagle", target), SAMPLED, 1.0
+    plain = decoded(*given, False, size, until=until)
+    assert decoded(*given, True, size, until=until) == plain
+    assert len(captures_of(target)._rounds) >= (2 if size == 3 else 1)
 
-        def __call__(self, token):
-            self.count += token % 3 == 0
-            return self.count == 4
 
-    assert_same(target, make_drafter("eagle", target), SAMPLED, 1.0, until=Until)
+@pytest.mark.parametrize("plan", [SAMPLED, STATIC], ids=["chain", "tree"])
+@pytest.mark.proof
+def test_rows_have_the_slots_that_they_need_before_these_are_rounded_up(
+    target, make_drafter, plan, monkeypatch
+):
+    monkeypatch.setattr(rows, "bucket", lambda count, least: bucket(count, 1) if least == 1 else count)
+    for prompt in PROMPTS:
+        assert_same(target, make_drafter("lm", target), plan, 1.0, prompts=[prompt])
 
 
 # -- what is not captured, and what changes between rounds -----------------------------------------
@@ -194,7 +216,7 @@ def test_captures_are_not_counted_as_decoding(target, make_drafter, name, monkey
 
 
 def test_buffers_have_room_for_what_a_target_reads_after_every_slot(target, make_drafter):
-    drafter, prompt = make_drafter("prompt", target), [9] * 12
+    drafter, prompt = make_drafter("prompt", target), PROMPTS[4]
     verifier = drafter.verifier(target)
     decoded(verifier, drafter, CHAIN, 0.0, True, 1, length=48, prompts=[prompt])
     (made,) = captures_of(verifier)._rounds.values()
@@ -258,7 +280,7 @@ def test_buckets_hold_the_count_and_waste_little(count):
         assert size <= max(2 * count, least) if count <= 8 * least else size <= 1.25 * count
 
 
-# -- seeded bugs: each must show in texts or accepted tokens ----------------------------------------
+# -- seeded bugs ------------------------------------------------------------------------------------
 
 
 def baked_length(monkeypatch):
@@ -318,13 +340,14 @@ def row_that_joins_late_is_not_loaded(monkeypatch):
     monkeypatch.setattr(fixed_store.Slots, "load", without_keys)
 
 
-@pytest.mark.parametrize(
-    "bug",
-    [baked_length, hidden_scratch, unmasked_tail, slot_off_by_one, row_that_joins_late_is_not_loaded],
-)
+BUGS = [baked_length, hidden_scratch, unmasked_tail, slot_off_by_one, row_that_joins_late_is_not_loaded]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.ci("slot_off_by_one", "row_that_joins_late_is_not_loaded")
 def test_seeded_bug_shows(bug, target, make_drafter, monkeypatch):
-    drafter = make_drafter("lm", target)
-    plain = [decoded(target, drafter, p, t, False, 2) for p, t in ((SAMPLED, 1.0), (DYNAMIC, 0.0))]
     bug(monkeypatch)
-    assert [decoded(target, drafter, p, t, True, 2) for p, t in ((SAMPLED, 1.0), (DYNAMIC, 0.0))] != plain
+    found = both(target, make_drafter("eagle", target), SAMPLED, 1.0)
     assert captures_of(target)._rounds
+    with pytest.raises(AssertionError):
+        compare(*found, 1e-4)
