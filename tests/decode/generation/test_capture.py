@@ -25,7 +25,7 @@ from families import PROMPTS as FAMILY_PROMPTS
 from families import WORKS, save
 
 from decode.errors import UserError
-from decode.generation.capture import fixed_store
+from decode.generation.capture import fixed_store, rows
 from decode.generation.capture.makers import Captured, Captures, Key, Stage, captures_of
 from decode.generation.capture.rows import bucket
 from decode.generation.capture.state import NotCapturedError
