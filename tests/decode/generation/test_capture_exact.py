@@ -7,7 +7,9 @@ import pytest
 import torch
 from captured_law import FirstRounds
 
+from decode.generation.capture import rows
 from decode.generation.capture.round import FixedRound
+from decode.generation.capture.rows import bucket
 from decode.plan import Plan
 from decode.rng import KeyedCoin, Purpose, TableCoin
 from decode.sampling import Sampler
@@ -44,7 +46,7 @@ PLAYED = {
     "T=1": Played(Sampler(1.0), 1),
     "two warped rounds": Played(Sampler(1.5, top_k=2, top_p=0.95), 2),
 }
-PROMPT, OTHERS = [1, 2, 0, 1, 1], [[2, 0, 1], [0, 0, 2, 1, 0, 2, 2, 1], [1]]
+PROMPT, OTHERS = [1, 2, 0, 1, 1, 0], [[2, 0, 1], [0, 0, 2, 1, 0], [1]]
 
 
 @pytest.fixture
@@ -66,6 +68,17 @@ def check(tiny_target, make_drafter):
 @pytest.mark.ci("two warped rounds-token", "T=1-recursive, hybrid", "T=1-traversal, siblings")
 def test_traced_rounds_have_the_targets_distribution(check, plan, played):
     assert check(plan, played) > 1
+
+
+@pytest.mark.parametrize("slots", [len(PROMPT) + 3, len(PROMPT) + 2])
+def test_a_slot_too_few_for_the_last_draft_is_found(check, slots, monkeypatch):
+    """The prompt, the root, and two drafted tokens."""
+    monkeypatch.setattr(rows, "bucket", lambda count, least: bucket(count, 1) if least == 1 else slots)
+    if slots > len(PROMPT) + 2:
+        check("token", "T=1")
+    else:
+        with pytest.raises(AssertionError, match=r"^captured, "):
+            check("token", "T=1")
 
 
 # -- seeded bugs of the draws ---------------------------------------------------------------------
