@@ -163,16 +163,6 @@ def test_texts_are_the_uncaptured_ones_to_their_ends(target, make_drafter, until
     assert len(captures_of(target)._rounds) >= (2 if size == 3 else 1)
 
 
-@pytest.mark.parametrize("plan", [SAMPLED, STATIC], ids=["chain", "tree"])
-@pytest.mark.proof
-def test_rows_have_the_slots_that_they_need_before_these_are_rounded_up(
-    target, make_drafter, plan, monkeypatch
-):
-    monkeypatch.setattr(rows, "bucket", lambda count, least: bucket(count, 1) if least == 1 else count)
-    for prompt in PROMPTS:
-        assert_same(target, make_drafter("lm", target), plan, 1.0, prompts=[prompt])
-
-
 # -- what is not captured, and what changes between rounds -----------------------------------------
 
 

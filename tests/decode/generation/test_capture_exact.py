@@ -7,6 +7,7 @@ import pytest
 import torch
 from captured_law import FirstRounds
 
+from decode.depth_policy import DepthPolicy
 from decode.generation.capture import rows
 from decode.generation.capture.round import FixedRound
 from decode.generation.capture.rows import bucket
@@ -16,6 +17,8 @@ from decode.sampling import Sampler
 
 TREE = ((0,), (1,), (0, 0))
 SAMPLED, SEVERAL = Plan(2, proposal="sampled"), Plan(2, proposal="sampled", drafts=2)
+# A chain's length changes with what was accepted, so that only verification is captured.
+ADAPTIVE = replace(SAMPLED, adapt=DepthPolicy(0.45, ((1, (1.0, 1.42, 1.64)), (4, (1.0, 1.43, 1.65)))))
 SIBLINGS, HYBRID = Plan(tree=TREE, proposal="sampled"), Plan(tree=TREE, proposal="hybrid")
 PLANS = {
     "plain": Plan(),
@@ -24,6 +27,8 @@ PLANS = {
     "match, chain": replace(SAMPLED, rule="match"),
     "token": SAMPLED,
     "block": replace(SAMPLED, rule="block"),
+    "token, adaptive": ADAPTIVE,
+    "block, adaptive": replace(ADAPTIVE, rule="block"),
     "recursive, siblings": SIBLINGS,
     "recursive, repeating siblings": replace(SIBLINGS, replacement=True),
     "recursive, hybrid": HYBRID,
