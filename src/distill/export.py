@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from decode.errors import FollowUpError, RemoteError, UserError
@@ -29,7 +30,7 @@ from drafters.export import formats, layout, llama_cpp
 from drafters.export.formats import GGUF, NATIVE
 from drafters.export.layout import Layout
 from drafters.hub import upload
-from drafters.registry import short_name
+from drafters.registry import class_name, short_name
 
 PARTS = ("drafter", "objective", "weights", "optimizer", "on_policy")
 TRAINER = ("max_steps", "accumulate_grad_batches", "gradient_clip_val", "precision", "devices", "strategy")
@@ -166,18 +167,30 @@ class RunExport:
 
     options: ExportOptions
 
+    def check_kind(self, factory: str) -> None:
+        """Check what needs no target: the options' names, and that the program has a format for the drafter.
+
+        Args:
+            factory: see `DrafterOptions`.
+
+        Raises:
+            UserError: see `check_options` and `formats.check_format`.
+        """
+        check_options(self.options)
+        if (to := self.options.to or NATIVE) != NATIVE:
+            formats.check_format(class_name(resolve_name(factory.rpartition(".")[0])), to)
+
     def check(self, drafter: Drafter, target: Target) -> None:
-        """Check that the export will succeed, before the run's work starts.
+        """Check that the export will succeed, before the run's work starts; after `check_kind`.
 
         Args:
             drafter: the untrained drafter.
             target: target of the drafter.
 
         Raises:
-            UserError: see `check_options`, `formats.check` and `llama_cpp.check_tokenizer`.
+            UserError: see `formats.check` and `llama_cpp.check_tokenizer`.
         """
         options, to, kind = self.options, self.options.to or NATIVE, short_name(drafter)
-        check_options(options)
         if to != NATIVE:
             formats.check(kind, drafter.settings, target, to)
         if to == GGUF:

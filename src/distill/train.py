@@ -176,6 +176,7 @@ def _inputs(options: TrainOptions, folder: Path, phases: PhaseLog) -> tuple[Chat
     """Check settings; read the chat template, the prompts and the held-out prompts."""
     check_engine(options)
     quiet()
+    RunExport(options.export).check_kind(options.drafter.factory)
     check_vllm(options)
     engine_scores.check(options.score, training=True)
     switch["on"] = options.trainer.enable_progress_bar

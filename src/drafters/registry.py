@@ -92,12 +92,16 @@ def nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, An
 
 
 def short_name(drafter: Drafter) -> str:
+    """Name of a drafter's class; see `class_name`."""
+    return class_name(type(drafter))
+
+
+def class_name(kind: type) -> str:
     """The inverse of `drafter_class`.
 
     Raises:
         UserError: a class that has no name.
     """
-    kind = type(drafter)
     where = f"{kind.__module__}:{kind.__qualname__}"
     others = {name: other.entry.value for name, other in installed("drafter").items()}
     if name := next((name for name, entry in [*KNOWN.items(), *others.items()] if entry == where), None):

@@ -33,6 +33,23 @@ def test_export_that_cannot_succeed_is_refused_before_any_work(bench, said):
     assert not list((bench.root / "outputs").glob("rollouts/*"))
 
 
+@pytest.mark.parametrize(
+    ("export", "said"),
+    [
+        ("export.to=nonsense", "to=nonsense: choose native, vllm"),
+        ("export.push_to=bad", "push_to=bad: give owner/name"),
+        ("export.to=gguf", "llama.cpp's source folder"),
+        ("export.to=sglang", "sglang has no format for drafter 'lstm'"),
+    ],
+)
+def test_export_that_needs_no_target_to_be_refused_is_refused_before_it_is_loaded(
+    bench, monkeypatch, export, said
+):
+    monkeypatch.delenv("FOREDRAFT_LLAMA_CPP", raising=False)
+    monkeypatch.setattr("distill.config.build.load_target", lambda *_, **__: pytest.fail("it is loaded"))
+    bench.train("drafter=lstm", export).refused(said)
+
+
 def test_end_of_a_run_recommends_a_program_that_takes_its_drafter(bench):
     for bias, program in ("true", "sglang"), ("false", "vllm"):
         done = bench.train(f"drafter.bias={bias}", *SHORT).succeeded()

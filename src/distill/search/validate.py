@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pkgutil import resolve_name
 
 from decode.errors import UserError
 from distill.config.choices import options as choices
 from distill.config.engine import check_engine
 from distill.config.validate import processes
+from distill.export import RunExport, check_options
 from distill.options.run import SearchOptions, TrainOptions
 from distill.search import trials
 from distill.search.trials import JobContext
@@ -20,7 +22,8 @@ def family_jobs(
     """Overrides and options of every family's run.
 
     Raises:
-        UserError: an invalid setting of the search or of a family; a family that tunes the target.
+        UserError: an invalid setting of the search or of a family; a family that tunes the target; no family
+            that the export has a format for.
     """
     auto, selected = options.drafter, family_names(options, context)
     given = {name: {**auto.priors.get(name, {}), **(auto.options or {}).get(name, {})} for name in selected}
@@ -29,7 +32,25 @@ def family_jobs(
     for name, run in runs.items():
         if resolve_name(run.drafter.factory.rpartition(".")[0]).traits.tunes_target:
             raise UserError(f"drafter.families: {name} tunes the target, so its output is another model's")
+    _check_export(options, runs)
     return overrides, runs
+
+
+def _check_export(options: SearchOptions, runs: Mapping[str, TrainOptions]) -> None:
+    """Check that the program of `export.to` has a format for a family; settings are checked with the target.
+
+    Raises:
+        UserError: it has none for any family, or see `check_options`.
+    """
+    check_options(options.export)
+    faults = []
+    for name, run in runs.items():
+        try:
+            RunExport(options.export).check_kind(run.drafter.factory)
+        except UserError as error:
+            faults.append(f"{name}: {error}")
+    if len(faults) == len(runs):
+        raise UserError(f"drafter=auto: no family is left ({'; '.join(faults)})")
 
 
 def family_names(options: SearchOptions, context: JobContext) -> list[str]:

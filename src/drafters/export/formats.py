@@ -141,9 +141,11 @@ def check_format(drafter: str, to: str) -> None:
         UserError: the program has none.
     """
     if drafter not in TWO_DRAFTERS and drafter not in FORMATS[to]:  # else `check` decides
-        known = ALTERNATIVES.get((to, drafter))
-        reason = f"; {known.reason}" if known else ""
-        raise UserError(f"{_no_format(drafter, to)}{reason}; to={NATIVE} takes every drafter")
+        known = ALTERNATIVES.get((to, drafter), Alternative(""))
+        reason = f"; {known.reason}" if known.reason else ""
+        ways = [f"train drafter={known.drafter}"] if known.drafter else []
+        ways.append(f"set to={' or '.join([*(p for p in FORMATS if drafter in FORMATS[p]), NATIVE])}")
+        raise UserError(f"{_no_format(drafter, to)}{reason}; {', or '.join(ways)}")
 
 
 def check(drafter: str, settings: Mapping[str, Any], target: Target, to: str) -> None:

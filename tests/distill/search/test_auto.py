@@ -175,6 +175,17 @@ def test_bad_input_is_one_line_before_any_work(bench, monkeypatch):
     done.refused("no family is left", "no format for drafter 'bigram'", "drafter.token_info=none")
     monkeypatch.setattr(auto.TargetSource, "load", lambda *_, **__: pytest.fail("work has begun"))
     search(bench, "drafter.families=[medusa2]", "drafter.options=null").refused("medusa2 tunes the target")
+    for export, said in {
+        "export.to=vllm": (
+            "no family is left",
+            "no format for drafter 'bigram'",
+            "no format for drafter 'lstm'",
+        ),
+        "export.to=nonsense": ("to=nonsense: choose native, vllm",),
+        "export.push_to=bad": ("push_to=bad: give owner/name",),
+        "export.to=gguf": ("llama.cpp's source folder",),
+    }.items():
+        search(bench, "drafter.families=[bigram,lstm]", "drafter.options=null", export).refused(*said)
     misspelt = "drafter.families=[eagle]", "drafter.options={eagle: {dpth: 2}}"
     search(bench, *misspelt).refused("did you mean depth?")
     assert bench.runs() == before
