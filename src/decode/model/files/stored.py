@@ -16,13 +16,13 @@ from decode.model.files.folder import ADAPTER_WEIGHTS, ModelFiles, is_file_name
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ROWS = 4096  # rows of a tensor to compare at a time
-# Other weight formats, which are not read: a pickle (.bin, .pt, .pth) can run code.
+# Other weight formats, which are not read: to read .bin, .pt and .pth can run code.
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".gguf")
 
 # Files of a training run, which are no weights of the model.
 OF_TRAINING = ("training_args.", "optimizer.", "scheduler.", "scaler.", "rng_state")
 CONVERT = (
-    "only safetensors are read; convert the weights where you trust them (a pickle can run code): "
+    "only safetensors are read; convert the weights where you trust them (reading others can run code): "
     "AutoModelForCausalLM.from_pretrained(...).save_pretrained(<folder>) in transformers"
 )
 
