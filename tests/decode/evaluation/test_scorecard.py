@@ -35,6 +35,7 @@ RECORDS = (
 def full() -> dict:
     drift = {"kl": 0.1, "reverse_kl": 0.2, "top1_agreement": 0.9, "greedy_prefix": 0.4}
     timing = {"seconds": [0.5], "tokens": [3], "plain_seconds": [1.0], "plain_tokens": [3]}
+    timing |= {"passes": "compiled", "plain_passes": "uncompiled"}
     quality = {"log_likelihood": -1.5, "plain_log_likelihood": -1.25, "kl": 0.1, "changed": None}
     quality |= {"judge": 0.5, "plain_judge": 0.75}
     text = {"id": "p1", "category": "a", "prompt": "x", "temperature": 0.0, "decode": "chain-2"}

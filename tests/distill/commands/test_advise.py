@@ -145,7 +145,7 @@ def test_no_draft_is_advised_in_words_where_plain_is_fastest(bench, tmp_path, mo
     slow = SimpleNamespace(
         round_seconds=lambda plan, batch: 1.0 + 9 * plan.depth,
         idle_seconds=lambda batch: 1.0,
-        table=lambda batch: {"verify": {"slots": [1], "seconds": [1.0]}, "draft": []},
+        table=lambda batch: {"passes": "uncompiled", "verify": {"slots": [1], "seconds": [1.0]}, "draft": []},
     )
     monkeypatch.setattr("distill.commands.advise.measure", lambda *_, **__: slow)
     out, card = advise(bench, tmp_path, "drafter=ngram", "batch_sizes=[1]")
