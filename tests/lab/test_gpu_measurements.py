@@ -53,6 +53,7 @@ def test_rounds_have_a_row_for_plain_decoding_and_for_every_plan(name, tmp_path)
         assert row["draft_share"] == pytest.approx(row["draft_ms"] / row["round_ms"])
         assert math.isfinite(row["host_ms"])  # a difference of two runs
         assert row["reads"] == 1, "a round reads the device once"
+        assert row["operations"] > plain["operations"] > 20
         assert (row["kernels"], row["kernels_ms"]) == (None, None), "there is no card"
     captured = "target.capture=true" in STEPS[name].words
     assert {row["passes"] for row in card["rows"]} == {"captured" if captured else "uncompiled"}

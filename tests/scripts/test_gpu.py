@@ -203,7 +203,7 @@ def test_synthetic_speeds_are_marked_on_the_page():
         ("round_ms", "draft_ms", "verify_over_plain", "host_ms", "reads", "speedup", "tau"), 1.0
     )
     row = {"decode": "plain", "passes": "captured", "tokens_per_second": 50.0, "draft_share": 0.25, **parts}
-    row |= {"kernels": None, "kernels_ms": None}
+    row |= {"operations": 355.0, "kernels": None, "kernels_ms": None}
     drafted = row | {"decode": "chain-3", "synthetic": [0.5], "differ": 1, "strayed": 0}
     card = {"what": "rounds", "rows": [row, drafted], "like": "a/b", "drafter": "Eagle", "dtype": "bfloat16"}
     card |= {"temperature": 0.0, "bound_ms": 4.0, "copy_bytes": 4e12, "prompts": 2}

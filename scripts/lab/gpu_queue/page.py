@@ -61,6 +61,7 @@ def _rounds(card: Row) -> str:
         ("verification over plain", part("verify_over_plain")),
         ("host, ms", part("host_ms")),
         ("reads", part("reads", 1)),
+        ("operations", part("operations", 0)),
         ("kernels", part("kernels", 0)),
         ("kernels, ms", part("kernels_ms")),
     ]

@@ -6,7 +6,9 @@ import pytest
 import torch
 from device_traffic import CUDA, READ, SYNCHRONISATION, UPLOAD, Traffic
 
+from benchmarks.gpu.device import Operations
 from decode.depth_policy import DepthPolicy
+from decode.generation.capture.makers import Captures, traced
 from decode.generation.loop import Loop
 from decode.plan import Plan
 from decode.rng import KeyedCoin
@@ -36,8 +38,8 @@ PLANS = {
 
 
 def loop_of(target, drafter, plan, temperature, limits=(60, 60, 60), **options) -> Loop:
-    coin = KeyedCoin(1, range(len(PROMPTS)))
-    return Loop(target, drafter, PROMPTS, limits, Sampler(temperature), plan, coin, (), None, **options)
+    coin, prompts = KeyedCoin(1, range(len(limits))), PROMPTS[: len(limits)]
+    return Loop(target, drafter, prompts, limits, Sampler(temperature), plan, coin, (), None, **options)
 
 
 def rounds_of(target, drafter, plan, temperature, **options) -> list[dict[str, int]]:
@@ -103,6 +105,68 @@ def test_plain_decoding_and_a_window_wait_for_the_device_once(tiny_target, make_
     for temperature in (0.0, 1.0):
         assert_waits_once(windowed, None, Plan(), temperature)
         assert_waits_once(windowed, make_drafter("eagle", windowed), PLANS["tree"], temperature)
+
+
+# Those that the GPU queue times.
+COUNTED = {"plain": Plan(), "chain of 3": Plan(3), "tree of 16": Plan(4, 4, 16)}
+
+
+def captured_loop(target, drafter, plan, temperature, **options) -> Loop:
+    """A loop whose next rounds repeat a trace."""
+    target.capture, target.captures = True, Captures(traced)
+    loop = loop_of(target, drafter, plan, temperature, **options)
+    loop.admit()
+    for _ in range(LEARNING):
+        loop.round()
+    assert target.captures._rounds
+    return loop
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("plan", COUNTED)
+@pytest.mark.ci("plain-1.0", "chain of 3-1.0", "tree of 16-0.0")
+def test_captured_round_reads_one_table_and_uploads_its_draws(target, make_drafter, plan, temperature):
+    drafter = make_drafter("eagle", target) if COUNTED[plan].depth else None
+    loop, found = captured_loop(target, drafter, COUNTED[plan], temperature), []
+    with Traffic() as traffic:
+        for _ in range(STEADY):
+            loop.round()
+            found.append(totals(traffic.take()))
+    draws = int(temperature > 0)
+    assert found == [{UPLOAD: draws, READ: 1, SYNCHRONISATION: 0}] * STEADY
+
+
+# Operations that a captured round of one row has more: with three layers, and for each further one. They make
+# masks by the row's length, keep all slots of a draft, and move a tree's keys and values layer by layer.
+MORE = {"plain": (22, 1), "chain of 3": (55, 0), "tree of 16": (65, 4)}
+
+
+@pytest.mark.parametrize("plan", COUNTED)
+@pytest.mark.ci("tree of 16")
+def test_captured_round_has_few_operations_more(tiny_target, make_drafter, plan):
+    more = []
+    for layers in (3, 4):
+        target = tiny_target(vocab=VOCAB, layers=layers, hidden=16, positions=512, dtype=torch.float32)
+        drafter = make_drafter("eagle", target) if COUNTED[plan].depth else None
+        loop = loop_of(target, drafter, COUNTED[plan], 0.0, [60])
+        loop.admit()
+        before = operations(loop)
+        after = operations(captured_loop(target, drafter, COUNTED[plan], 0.0, limits=[60]))
+        assert set(after) == {after[0]}, "every round repeats the same operations"
+        more.append(after[0] - min(before))  # with fewer slots to keep
+    most, a_layer = MORE[plan]
+    assert more[0] <= most
+    assert more[1] - more[0] <= a_layer
+
+
+def operations(loop: Loop) -> list[int]:
+    """Of the next rounds."""
+    found = []
+    for _ in range(STEADY):
+        with Operations() as counted:
+            loop.round()
+        found.append(counted.count)
+    return found
 
 
 def test_round_in_which_a_row_ends_uploads_the_rows_that_stay(target, make_drafter):

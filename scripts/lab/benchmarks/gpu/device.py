@@ -1,4 +1,4 @@
-"""What a device does at most, the host's waits for it, and kernels that run on it."""
+"""What a device does at most, the host's waits for it, operations started on it, and kernels that run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
+# private API: the documented way to see every operation.
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
 # Dense bf16 by NVIDIA's data sheets, in FLOP/s; the first name that is part of the card's
 PEAKS = {
     "H100 PCIe": 756e12,
@@ -24,6 +28,8 @@ PEAKS = {
 }
 # Calls by which the host reads the device, and waits for it
 READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__")
+# Operations that start no kernel; views do not either
+WITHOUT_KERNEL = {"empty", "empty_strided", "new_empty", "_unsafe_view"}
 SIDE = {"cuda": 8192, "cpu": 256}  # of the square matrices of a product
 BYTES = {"cuda": 2**32, "cpu": 2**24}  # that are copied
 
@@ -123,6 +129,29 @@ def _replaced(places: list[tuple[Any, str, bool]], by: Callable[..., Any]) -> It
                 delattr(holder, name)
             else:
                 setattr(holder, name, before)
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations while it is entered: about the kernels that the host starts.
+
+    Operations made of others count as these, as in a trace; views do not count.
+
+    Attributes:
+        count: so far. What a CUDA graph repeats is not in it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:
+            parts = func.decompose(*args, **(kwargs or {}))
+        if parts is not NotImplemented:
+            return parts
+        self.count += not func.is_view and func.overloadpacket.__name__ not in WITHOUT_KERNEL
+        return func(*args, **(kwargs or {}))
 
 
 def kernels(body: Callable[[], Any], device: torch.device) -> tuple[int, float] | None:

@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.common import conditions, encode, load_drafter, load_inputs, machine, span
-from benchmarks.gpu.device import ceilings, kernels, waits
+from benchmarks.gpu.device import Operations, ceilings, kernels, waits
 from benchmarks.gpu.random_target import random_drafter, random_prompts, random_target
 from benchmarks.gpu.synthetic import SyntheticAcceptance, replayed
 from decode.errors import UserError
@@ -38,7 +38,7 @@ def rounds(cfg: DictConfig, folder: Path) -> float:
     """Time plain and drafted rounds; a table, and `out` as JSON.
 
     Speeds are of undisturbed runs, interleaved. Further runs read the clock between the parts of a round,
-    count reads by the host, and count kernels.
+    count reads by the host, and count operations and kernels.
 
     Args:
         cfg: composed from conf/lab/rounds.yaml.
@@ -193,22 +193,28 @@ def _row(
 
 
 def _host(target: Target, decode: Decode) -> dict[str, Any]:
-    """The host's time, its reads, and the kernels of a round: differences of two runs of other lengths.
+    """The host's time, its reads, and the operations and kernels of a round: differences of two runs.
 
-    Both have the same passes over the prompts, which drop out.
+    Their texts have other lengths, and both have the same passes over the prompts, which drop out.
     """
-    most, counts, ran = decode.keywords["max_new_tokens"], [], []
+    most, counts, started, ran = decode.keywords["max_new_tokens"], [], [], []
     for longest in (most // 2, most):
         with waits(target.device) as waited:
             out = decode(max_new_tokens=longest)
         seconds = out.times.prefill + out.times.total - waited.seconds
         counts.append((_rounds(out), waited.reads, seconds))
     for longest in (most // 4, most // 2):
+        decode(max_new_tokens=longest)  # rounds of this length are captured before they are counted
+        with Operations() as operations:
+            out = decode(max_new_tokens=longest)
+        started.append((_rounds(out), operations.count))
         outs: list[Generation] = []
         found = kernels(lambda n=longest, outs=outs: outs.append(decode(max_new_tokens=n)), target.device)
         ran.append(found and (_rounds(outs[0]), *found))
     steps, reads, seconds = (b - a for a, b in zip(*counts, strict=True))
     row: dict[str, Any] = {"host_ms": 1000 * seconds / steps, "reads": reads / steps}
+    steps, number = (b - a for a, b in zip(*started, strict=True))
+    row["operations"] = number / steps
     if ran[0] is None:
         return row | {"kernels": None, "kernels_ms": None}
     steps, number, seconds = (b - a for a, b in zip(*ran, strict=True))
@@ -238,23 +244,13 @@ def _table(card: Mapping[str, Any]) -> str:
             *(f"{row[f'{part}_ms']:.2f}" for part in ("round", "draft", "verify", "other", "host")),
             f"{row['verify_over_plain']:.2f}",
             f"{row['reads']:.1f}",
+            f"{row['operations']:.0f}",
             "-" if row["kernels"] is None else f"{row['kernels']:.0f}",
         ]
         for row in card["rows"]
     ]
-    head = [
-        "decode",
-        "passes",
-        "tokens/s",
-        "min..max",
-        "speedup",
-        "tau",
-        "round, ms",
-        "draft",
-        "verify",
-        "other",
-    ]
-    head += ["host", "verify/plain", "reads", "kernels"]
+    head = ["decode", "passes", "tokens/s", "min..max", "speedup", "tau", "round, ms", "draft", "verify"]
+    head += ["other", "host", "verify/plain", "reads", "operations", "kernels"]
     rates = card["rows"][-1].get("synthetic")
     note = f"\nSYNTHETIC: drafts are accepted at the rates {rates}, which no drafter has" if rates else ""
     return (
