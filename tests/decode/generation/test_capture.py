@@ -37,12 +37,16 @@ from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters.layers.decoder_layer import Rotary
+from drafters.registry import KNOWN
 
 # What is said of drafters whose drafts are not captured; all other drafters' rounds are captured whole.
 OUTSIDE = dict.fromkeys(("cascade", "hf_dllm", "ngram", "suffix", "union"), "keeps .* on the host")
 OUTSIDE |= {"lookahead": "reads the target's answers on the host", "recycle": "has a state that grows"}
 SAID = {name: f"verification is captured, drafting is not: .* {reason}" for name, reason in OUTSIDE.items()}
 SAID["sparse"] = "decoding is not captured: Sparse keeps .* on the host, and drafts from the target's cache"
+
+# The drafters of CI
+ONE_OF_EACH_FILE = {KNOWN[name].partition(":")[0]: name for name in sorted(KNOWN, reverse=True)}.values()
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def target(tiny_target):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize("shape", ["tree", "chain"])
-@pytest.mark.covering
+@pytest.mark.ci(*(f"{name}-tree-1.0" for name in ONE_OF_EACH_FILE))
 def test_every_drafter_decodes_as_uncaptured(target, make_drafter, drafter_name, shape, temperature, capsys):
     drafter = make_drafter(drafter_name, target)
     verifier = drafter.verifier(target)
@@ -186,6 +190,7 @@ def test_timed_rounds_are_captured_and_split(target, make_drafter):
 
 
 @pytest.mark.parametrize("name", ["eagle", "ngram"])
+@pytest.mark.ci("ngram")
 def test_captures_are_not_counted_as_decoding(target, make_drafter, name, monkeypatch):
     drafter, ticks, make = make_drafter(name, target), itertools.count(), FixedVerification.__init__
 
@@ -398,10 +403,7 @@ BUGS += [copy_of_old_weights]
 
 
 @pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.ci(
-    *["stale_mask", "slot_off_by_one", "row_that_joins_late_is_not_loaded", "copy_of_old_weights"],
-    "angles_of_the_target_made_anew",
-)
+@pytest.mark.ci("stale_mask", "row_that_joins_late_is_not_loaded", "copy_of_old_weights")
 def test_seeded_bug_shows(bug, target, tiny_target, make_drafter, monkeypatch):
     if bug is angles_of_the_target_made_anew:  # which only a fused pass has
         target = small(tiny_target, torch.float32)
