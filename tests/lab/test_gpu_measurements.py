@@ -11,7 +11,7 @@ from workbench import command
 
 from benchmark import run
 from benchmarks.gpu import attention, marked_tests
-from benchmarks.gpu.device import ceilings, kernels, named_peak, waits
+from benchmarks.gpu.device import Operations, ceilings, kernels, named_peak, waits
 from benchmarks.gpu.random_target import random_target
 from decode.errors import UserError
 from gpu_queue.page import page
@@ -234,6 +234,13 @@ def test_peaks_are_of_named_cards():
     assert named_peak("AMD EPYC") is None
     assert kernels(lambda: None, CPU) is None
     assert all(value > 0 for value in ceilings(CPU).values())
+
+
+def test_operations_are_counted_without_views_and_by_what_they_are_made_of():
+    values = torch.ones(3, 3)
+    with torch.inference_mode(), Operations() as found:
+        torch.nn.functional.linear(values.t()[:2], values).view(-1).add_(torch.empty(6).zero_())
+    assert found.count == 3  # a product, a sum, zeros
 
 
 def test_a_loss_that_is_not_finite_is_refused(monkeypatch):
