@@ -17,7 +17,7 @@ from workbench import CONF, ROOT, Bench, foredraft
 from decode.errors import UserError
 from distill.cli.main import rewrite
 from distill.commands.plan import read_arguments
-from distill.commands.planning.before_run import BeforeRun, Work
+from distill.commands.planning.before_run import DEFAULT, BeforeRun, Work
 from distill.commands.planning.constants import CARDS, EAGLE3, GIB, Card
 from distill.commands.planning.expected_tau import eagle3_range
 from distill.commands.planning.known_models import known, known_names
@@ -117,6 +117,26 @@ def test_keys_values_and_hidden_states_have_their_public_sizes(qwen):
     assert BeforeRun(qwen, DRAFTER, texts).estimate().disk["hidden states"] * GIB == pytest.approx(
         1.6e12, rel=0.06
     )
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", QWEN, "Qwen/Qwen3-32B"])
+def test_depths_of_eagle3_come_with_what_the_others_cost(name):
+    """For a target of any size: the default, and what the paper's depths would take."""
+    work = replace(WORK, gpus=8, taps="online")
+    paper = replace(DRAFTER, depth=7, passes=7, anchors=0)
+    few, many = (BeforeRun(shape(name), drafter, work).estimate() for drafter in (DRAFTER, paper))
+    hours = [next(p.hours for p in plan.parts if p.name == "training") for plan in (few, many)]
+    lines = [next(line for line in plan.choices if line.startswith("depths: ")) for plan in (few, many)]
+    assert "depths: 3, the deeper ones at 64 places of a text" in lines[0]
+    assert "drafter.depth=7 drafter.anchors=0 drafter.depth_weight=1" in lines[0]
+    assert "depths: 7 at all places of a text, as in the paper's code" in lines[1]
+    default = compose(["drafter=eagle3"], CONF).drafter
+    assert (default.depth, default.anchors) == DEFAULT
+    for line in lines:
+        (times,) = re.findall(r"([\d.]+) times", line)
+        assert float(times) == pytest.approx(hours[1] / hours[0], abs=0.06)
+    other = BeforeRun(shape(name), replace(DRAFTER, name="eagle"), work).estimate()
+    assert not [line for line in other.choices if line.startswith("depths")]
 
 
 def tokens_a_second(

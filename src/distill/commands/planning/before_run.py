@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -15,6 +15,8 @@ from distill.commands.planning.shape import HALF, DrafterShape, TargetShape
 from distill.config.target_size import steps_between_saves, training_steps
 
 GIB = c.GIB
+# Depths and anchors of EAGLE-3: the paper's code, and conf/drafter/eagle3.yaml
+PAPER, DEFAULT = (7, 0), (3, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +155,7 @@ class BeforeRun:
             parts += [*self._taps(taps), *trained]
             disk |= {"hidden states": taps.disk}
             memory = self._memory(taps)
-            choices.append(self._taps_choice(taps))
+            choices += [self._taps_choice(taps), *self._depths(taps)]
             scored = work.scored and taps.way != "engine"  # which has no target to score with
         disk["checkpoints"] = drafter.parameters * (4 * max(1, self.saves) + 24)  # and two trainer states
         parts += self._checkpoints(scored)
@@ -281,13 +283,8 @@ class BeforeRun:
 
     def _training(self, taps: Taps) -> tuple[list[Part], float]:
         """Parts of training, and the bytes that one process sends in a step."""
-        work, drafter, card = self.work, self.drafter, self.card
-        weights = 6 * drafter.own + (0 if drafter.own_head else 4 * self.target.hidden * drafter.scored)
-        own = work.batch * self._predictions() * weights / (card.flops * card.training)
-        teacher = work.batch * work.supervised * self.target.head / (card.flops * card.forward)
-        micro = max(own + teacher, drafter.passes * card.depth_seconds) + taps.forward
-        seconds = micro * work.accumulate
-        hours = max(self.steps * seconds / 3600, taps.reading)
+        work, drafter = self.work, self.drafter
+        hours = max(self.steps * self._step_seconds(taps) / 3600, taps.reading)
         sent = 2 * (work.gpus - 1) / work.gpus * 4 * drafter.parameters
         steps = Part("training", f"{self.steps:,} steps", f"{self.steps / hours / 3600:,.4g} steps/s", hours)
         link = self._link()
@@ -298,6 +295,15 @@ class BeforeRun:
             self.steps * sent / link / 3600,
         )
         return [steps, *([exchange] if sent else [])], sent
+
+    def _step_seconds(self, taps: Taps) -> float:
+        """Seconds of an optimizer step, without the exchange of gradients."""
+        work, drafter, card = self.work, self.drafter, self.card
+        weights = 6 * drafter.own + (0 if drafter.own_head else 4 * self.target.hidden * drafter.scored)
+        own = work.batch * self._predictions() * weights / (card.flops * card.training)
+        teacher = work.batch * work.supervised * self.target.head / (card.flops * card.forward)
+        micro = max(own + teacher, drafter.passes * card.depth_seconds) + taps.forward
+        return micro * work.accumulate
 
     def _link(self) -> float:
         return self.work.network or (self.card.link if self.work.machines == 1 else c.NETWORK)
@@ -359,6 +365,26 @@ class BeforeRun:
         states, chosen = self._state_bytes() / GIB, "cheapest" if self.work.taps == "auto" else "as given"
         why = f", {taps.why}" if taps.why else ""
         return f"hidden states: {how}, {chosen}{why}; stored, they would take {states:,.1f} GiB"
+
+    def _depths(self, taps: Taps) -> list[str]:
+        """The depths of an EAGLE-3, and what the default or the paper's would cost."""
+        if self.drafter.name != "eagle3":
+            return []
+        depth, anchors = self.drafter.depth, self.drafter.anchors
+        is_paper = (depth, anchors) == PAPER
+        other, others = DEFAULT if is_paper else PAPER
+        shape = replace(self.drafter, depth=other, passes=other, anchors=others)
+        ratio = BeforeRun(self.target, shape, self.work)._step_seconds(taps) / self._step_seconds(taps)
+        if is_paper:
+            return [
+                f"depths: 7 at all places of a text, as in the paper's code; a step takes {1 / ratio:.1f} "
+                "times that of the default, 3 depths, the deeper ones at 64 places"
+            ]
+        where = f"the deeper ones at {anchors} places of a text" if anchors else "at all places of a text"
+        return [
+            f"depths: {depth}, {where}; the paper's 7 at all places would take {ratio:.1f} times as long a "
+            "step (drafter.depth=7 drafter.anchors=0 drafter.depth_weight=1)"
+        ]
 
     def _network(self) -> list[str]:
         """What is assumed of the network."""
