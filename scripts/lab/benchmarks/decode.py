@@ -17,6 +17,7 @@ from decode.errors import UserError
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan, plan_of
+from decode.planning.round_timing import clock_of
 from decode.sampling import Sampler
 from distill.config.build import build_drafter
 from distill.config.read import read_options
@@ -57,12 +58,14 @@ def decoders(cfg: DictConfig, folder: Path) -> float:
     with conditions(cfg, target) as found:
         if cfg.compiled:
             contenders[2:2] = _compiled(cfg, target, prompts)
+        clock = clock_of(target)
         with bar(len(prompts) * options.repeats, "racing", "prompts") as shown:
             results = race(
                 contenders,
                 prompts,
                 max_new_tokens=options.max_new_tokens,
                 repeats=options.repeats,
+                clock=clock,
                 progress=shown.update,
             )
     differences = Differences(target, prompts, results[0].texts)
@@ -70,6 +73,7 @@ def decoders(cfg: DictConfig, folder: Path) -> float:
     card = {
         "what": "decode",
         "timed": "whole calls, the pass over the prompt included, batch 1",
+        "clock": clock.__name__,
         "rows": rows,
         "depth": cfg.depth,
         "ends": cfg.ends,
@@ -184,6 +188,7 @@ def _table(card: dict[str, Any]) -> str:
     return (
         f"{grid(head, lines)}\n"
         f"T={card['temperature']:g}, {card['dtype']}, draft of {card['depth']}, {card['prompts']} prompts, "
-        f"up to {card['max_new_tokens']} tokens, {card['repeats']} repeats; {card['timed']}\n"
+        f"up to {card['max_new_tokens']} tokens, {card['repeats']} repeats; {card['timed']}; "
+        f"clock: {card['clock']}\n"
         f"{machine(card)}"
     )

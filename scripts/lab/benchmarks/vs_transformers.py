@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -206,6 +205,7 @@ def race(
     *,
     max_new_tokens: int,
     repeats: int,
+    clock: Callable[[], float],
     progress: Callable[[], Any] | None = None,
 ) -> list[Result]:
     """Time all contenders on every prompt in turn, rotating who goes first.
@@ -217,6 +217,7 @@ def race(
         prompts: token ids.
         max_new_tokens: of each text.
         repeats: over all prompts.
+        clock: seconds; CPU time leaves out what other programs take.
         progress: called after each prompt.
 
     Returns:
@@ -235,9 +236,9 @@ def race(
         for number, prompt in enumerate(prompts):
             for place in range(len(contenders)):
                 index = (place + repeat + number) % len(contenders)
-                tally, begin = tallies[index], time.perf_counter()
+                tally, begin = tallies[index], clock()
                 text = contenders[index].decode(prompt, max_new_tokens)
-                tally.seconds[-1] += time.perf_counter() - begin
+                tally.seconds[-1] += clock() - begin
                 tally.counts[-1] += len(text.tokens)
                 if repeat == 0:
                     tally.texts.append(text)
