@@ -73,7 +73,7 @@ DEFAULT_CARD = "h100"
 
 GPUS_OF_MACHINE = 8  # cards in one machine; more are several machines
 NETWORK = 10e9  # bytes a second between machines, as `network=` has it
-CPU_LAYER_SECONDS = 1.2e-3  # measured: bundled target, 12 layers, 69.9 tokens a second (docs/speed.md)
+CPU_LAYER_SECONDS = 1.2e-3  # measured: bundled target, 12 layers, 69.9 tokens a second beside other programs
 CPU_DEPTH_SECONDS = 0.0  # a CPU computes while it prepares the next operation
 # Shares of a large product's speed in small models. Measured: experiment=quick, one thread of an EPYC among
 # other programs. Sampling and attention take most of a step of decoding.
