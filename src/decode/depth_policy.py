@@ -51,6 +51,11 @@ class DepthPolicy:
             ) from None
         return cls(prior, tuple(sorted(curves.items())))
 
+    @property
+    def settings(self) -> dict[str, object]:
+        """Plain values, as `from_config` reads them."""
+        return {"prior": self.prior, "costs": {str(batch): list(curve) for batch, curve in self.costs}}
+
     def __post_init__(self) -> None:
         batches, curves = zip(*self.costs, strict=True)
         if len({len(curve) for curve in curves}) > 1 or not curves[0]:

@@ -41,8 +41,8 @@ class Plan:
             a chain.
         nodes: number of verified nodes, the best by draft probability; 0 means `depth`.
         proposal: `fixed` takes the most likely tokens; `sampled` draws them; `hybrid` gives a node the most
-            likely tokens as children and one child drawn from the rest of the distribution. `auto` is hybrid
-            for trees above temperature 0 and fixed otherwise; see `resolved`.
+            likely tokens as children and one child drawn from the rest of the distribution. `auto` is fixed
+            at temperature 0; above it a tree is hybrid and a chain sampled, see `resolved`.
         drafts: number of parallel chains (SpecDiff-2, arXiv:2511.00606), of `depth` tokens each.
         draft_temperature: temperature for drawing draft tokens; None: the sampler's.
         min_confidence: end a row's chain before the product of its levels' confidences falls below
@@ -188,8 +188,10 @@ class Plan:
         """
         if self.proposal != "auto":
             return self
-        draws = temperature > 0 and self.width > 1 and self.rule.uses_drawn_child and "hybrid" in proposals
-        return replace(self, proposal="hybrid" if draws else "fixed")
+        drawn = "hybrid" if self.width > 1 else "sampled"
+        uses = self.rule.uses_drawn_child if self.width > 1 else self.rule.reads_probs
+        draws = temperature > 0 and self.depth > 0 and uses and drawn in proposals
+        return replace(self, proposal=drawn if draws else "fixed")
 
     def for_tokenizer(self, tokenizer: Any) -> Plan:
         """The plan with texts in its rule replaced by token ids.
@@ -233,8 +235,10 @@ class Plan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Plain values of all fields, as `plan_of` reads them."""
-        return {**asdict(self), "rule": self.rule.settings}
+        """Plain values of all fields, as JSON has them and `plan_of` reads them."""
+        adapt = None if self.adapt is None else self.adapt.settings
+        plain = {"rule": self.rule.settings, "adapt": adapt, "tree": [list(path) for path in self.tree]}
+        return asdict(self) | plain
 
     @property
     def _auto_rule(self) -> str:

@@ -23,7 +23,7 @@ from distill.text_generation import Messages, Model, TextGenerator
 from drafters.base import Drafter
 from drafters.checkpoint import pretrained
 from foredraft.arguments import Decoding, check_drafter, check_target, sampler
-from foredraft.plans import chosen_plan
+from foredraft.plans import fastest_plan, given_plan
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ def generate(
         prompt: a user's message, or a conversation as [{"role": ..., "content": ...}]; or a list of these,
             which are decoded side by side.
         drafter: from `load_drafter`; None decodes plainly.
-        plan: what is drafted in a round and how it is verified: a Plan, or a name as in "chain"; default: a
-            dynamic tree.
+        plan: what is drafted in a round and how it is verified: a Plan, or a name as in "chain"; default: the
+            fastest of the drafter's score on this machine (plain decoding, if that is), else a dynamic tree.
         do_sample: draw tokens, at temperature 1 if none is given; None: if a temperature is given.
         temperature: divides the logits; 0 or None is greedy.
         top_k: draw from the k most likely tokens; 0: from all.
@@ -153,7 +153,7 @@ def generate(
     check_target(target)
     prompts, single = _prompts(prompt)
     drawn = sampler(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
-    generator = _generator(target, drafter, plan, drawn, max_new_tokens, stop, seed)
+    generator = _generator(target, drafter, plan, drawn, max_new_tokens, stop, seed, len(prompts))
     generation = generator.generate([target.encode(one) for one in prompts])
     seconds = generation.times.total
     answers = [
@@ -229,7 +229,7 @@ def score(
     """
     check_target(target)
     check_drafter(drafter, target.target, optional=False)
-    shapes = [chosen_plan(plan, drafter) for plan in plans] or [chosen_plan(None, drafter)]
+    shapes = [given_plan(plan, drafter) for plan in plans or ["dynamic"]]
     seed = whole_number(seed, "seed")
     batch_size = whole_number(batch_size, "batch_size", 1)
     max_new_tokens = whole_number(max_new_tokens, "max_new_tokens", 1)
@@ -279,9 +279,14 @@ def _generator(
     max_new_tokens: int,
     stop: str | Sequence[str],
     seed: int,
+    batch: int = 1,
 ) -> TextGenerator:
     check_drafter(drafter, target.target)
-    return TextGenerator(target, drafter, chosen_plan(plan, drafter), drawn, max_new_tokens, stop, seed)
+    if plan is None:
+        chosen = fastest_plan(drafter, target.target, drawn, batch)
+    else:
+        chosen = given_plan(plan, drafter)
+    return TextGenerator(target, drafter, chosen, drawn, max_new_tokens, stop, seed)
 
 
 def _text(target: Model, output: Output) -> str:

@@ -41,7 +41,7 @@ from foredraft.hf_arguments import (
     read_prompts,
 )
 from foredraft.hf_processors import processing
-from foredraft.plans import chosen_plan
+from foredraft.plans import fastest_plan, given_plan
 
 
 def assist(
@@ -57,7 +57,8 @@ def assist(
 
     Args:
         drafter: from `load_drafter`, or a checkpoint's folder or hub id, loaded for the model that calls.
-        plan: what is drafted in a round: a Plan, or a name as in "chain"; default: a dynamic tree.
+        plan: what is drafted in a round: a Plan, or a name as in "chain"; default: the
+            fastest of the drafter's score on this machine (plain decoding, if that is), else a dynamic tree.
         tokenizer: of `stop_strings`; default: the one next to the model's files.
 
     Raises:
@@ -69,8 +70,8 @@ def assist(
     if not isinstance(given, Drafter):
         given = checkpoint_io.fetch(str(given))
         read_config(given)
-    chosen = chosen_plan("dynamic" if plan is None else plan, given if isinstance(given, Drafter) else None)
-    if chosen.lossy:
+    chosen = None if plan is None else given_plan(plan, given if isinstance(given, Drafter) else None)
+    if chosen and chosen.lossy:
         raise UserError(f"assist: plan {chosen.name} changes the text; give a lossless plan")
     return Assisted(given, chosen, tokenizer)
 
@@ -83,7 +84,7 @@ class Assisted:
     """
 
     def __init__(
-        self, drafter: Drafter | Path, plan: Plan, tokenizer: PreTrainedTokenizerBase | None
+        self, drafter: Drafter | Path, plan: Plan | None, tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
         self._drafter, self._plan, self._tokenizer = drafter, plan, tokenizer
         self._loaded: tuple[PreTrainedModel, Target, Drafter, tuple[torch.device, torch.dtype]] | None = None
@@ -133,13 +134,14 @@ class Assisted:
             target, drafter = self._load(model)
             with target.lock:  # another thread would set other taps
                 target.tap(drafter.taps)
+                plan = self._plan or fastest_plan(drafter, target, done.sampler, len(prompts.texts))
                 self.outputs = generate(
                     target,
                     drafter,
                     prompts.texts,
                     max_new_tokens=ends.max_new_tokens,
                     sampler=done.sampler,
-                    plan=self._plan,
+                    plan=plan,
                     # so that torch.manual_seed seeds it, as it does in `generate`
                     seed=int(torch.randint(2**62, ())) if draws else 0,
                     stop=ends.stop,
@@ -159,7 +161,8 @@ class Assisted:
             target, drafter = target_of(model), self._drafter
             if isinstance(drafter, Path):
                 drafter = checkpoint_io.load(drafter, target)
-                drafter.check(self._plan)
+                if self._plan:
+                    drafter.check(self._plan)
             check_fit(drafter, target)
             known = self._loaded = model, target, drafter, where
         _, target, drafter, _ = known

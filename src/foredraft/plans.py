@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
+from warnings import warn
 
 from hydra.utils import instantiate
 
 from decode.errors import UserError
+from decode.model.target import Target
 from decode.plan import Plan
+from decode.sampling import Sampler
 from distill.config.choices import options
 from distill.config.compose import compose
 from distill.config.validate import refused
 from distill.utils.paths import CONF
 from drafters.base import Drafter
+from drafters.checkpoint.fastest_plan import Fastest
 
 
-def named_plan(decode: str = "dynamic") -> Plan:
+def named_plan(decode: str) -> Plan:
     """The plan that a name of conf/decode stands for: dynamic (a tree), chain, static, drafts.
 
     Raises:
@@ -34,19 +39,45 @@ def _built(decode: str) -> Any:
         return instantiate(compose(["prompt=-", f"decode={decode}"], CONF, "generate").decode)
 
 
-def chosen_plan(plan: Plan | str | None, drafter: Drafter | None) -> Plan:
-    """The plan that a caller gave, by name or not at all: a dynamic tree, or plain decoding.
+def given_plan(plan: Plan | str, drafter: Drafter | None) -> Plan:
+    """The plan that a caller gave, by name or as it is.
 
     Raises:
         UserError: no plan, or one that the drafter does not support.
     """
-    given: Any = plan
-    if isinstance(given, str):
-        given = named_plan(given)
-    elif given is None:
-        given = named_plan() if drafter else Plan()
+    given: Any = named_plan(plan) if isinstance(plan, str) else plan
     if not isinstance(given, Plan):
         raise UserError(f"plan: give a foredraft.Plan or a name, as in 'chain', not {type(given).__name__}")
     if drafter:
         drafter.check(given)
     return given
+
+
+def fastest_plan(drafter: Drafter | None, target: Target, sampler: Sampler, batch: int) -> Plan:
+    """The plan where none was given: the fastest of the drafter's score, plain without a drafter.
+
+    Args:
+        drafter: may have a scorecard next to its files.
+        target: that verifies.
+        sampler: of the texts.
+        batch: number of texts.
+
+    Warns:
+        UserWarning: tokens are drawn, and no score says whether the plan is faster than plain decoding.
+    """
+    if drafter is None:
+        return Plan()
+    plan, reason = _fastest().choose(drafter, target, sampler, batch)
+    if reason and sampler.temperature:
+        name = plan.resolved(sampler.temperature, drafter.traits.proposals).name
+        warn(
+            f"plan {name} may be slower than plain decoding: {reason}; foredraft score "
+            f"checkpoint=<folder> score.temperatures=[{sampler.temperature:g}] measures it",
+            stacklevel=4,
+        )
+    return plan
+
+
+@cache
+def _fastest() -> Fastest:
+    return _built("fastest")

@@ -39,10 +39,13 @@ UNSURE = {"min_confidence": 0.5}
         ({"rule": "recursive"}, 1.0, "hybrid", "recursive"),
         ({"rule": "match"}, 1.0, "fixed", "match"),  # has no use for q
         ({"rule": "typical", "lossy": True}, 1.0, "fixed", "typical"),
-        ({"width": 1, "nodes": 0}, 1.0, "fixed", "match"),  # a hybrid chain does not exist
+        ({"width": 1, "nodes": 0}, 1.0, "sampled", "token"),  # a hybrid chain does not exist
+        ({"width": 1, "nodes": 0}, 0.0, "fixed", "match"),
+        ({"width": 1, "nodes": 0, "rule": "match"}, 1.0, "fixed", "match"),
+        ({"depth": 0, "width": 1, "nodes": 0}, 1.0, "fixed", "match"),
     ],
 )
-def test_auto_becomes_hybrid_where_tokens_are_drawn(options, temperature, proposal, rule):
+def test_auto_draws_where_tokens_are_drawn(options, temperature, proposal, rule):
     plan = Plan(**{"depth": 3, "width": 2, "nodes": 6, "proposal": "auto"} | options)
     resolved = plan.resolved(temperature)
     assert (resolved.proposal, resolved.rule.name) == (proposal, rule)

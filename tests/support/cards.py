@@ -25,7 +25,7 @@ def row(temperature: float = 0.0, batch: int = 1, tau: float = 2.0, **more: Any)
     found |= {"survival": [0.61, 0.37], "alpha": [0.61, 0.6], "offered": [1.0, 1.0], "acceptance_rate": 0.49}
     found |= {"rounds": 100, "tokens": 198, "tokens_per_second": 211.5, "plain_tokens_per_second": 147.9}
     found |= {"speedup": 1.43, "overhead": 0.38, "draft_share": 0.25, "verify_share": 0.7}
-    found |= {"other_share": 0.05, "ttft": 0.01, "tpot": 0.004, "timing": None, "quality": None}
+    found |= {"other_share": 0.05, "ttft": 0.01, "tpot": 0.004, "timing": None, "quality": None, "plan": None}
     return found | {"replay": replay(tau + 0.02)} | more
 
 

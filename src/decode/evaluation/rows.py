@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from decode.evaluation.quality import Quality
 from decode.evaluation.replay import ContextPart, Counts
@@ -113,6 +114,7 @@ class Row:
         timing: times by batch; None in old files.
         replay: None if nothing was replayed.
         quality: of a lossy rule's answers; None for lossless rules, and in old files.
+        plan: its settings, as `plan_of` reads them; None in old files.
     """
 
     temperature: float
@@ -141,6 +143,7 @@ class Row:
     timing: Timing | None = None
     replay: Replay | None = None
     quality: Quality | None = None
+    plan: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
         """The setting, tau and speedup, in a line."""

@@ -364,6 +364,7 @@ def _described(setting: Setting) -> dict[str, Any]:
         "lossy": plan.lossy,
         "batch_size": setting.batch_size,
         "nodes": plan.nodes,
+        "plan": plan.settings,
     }
 
 

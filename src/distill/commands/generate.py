@@ -12,7 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from decode.errors import UserError
 from decode.generation.text import Detokenizer
 from decode.generation.types import Output, Piece, Times
+from decode.model.target import Target
 from decode.plan import Plan
+from decode.sampling import Sampler
 from distill.commands import judged
 from distill.config.build import TargetSource, quiet
 from distill.options.commands import GenerateOptions
@@ -22,7 +24,9 @@ from distill.text_generation import Model, TextGenerator
 from distill.utils import atomic_files
 from distill.utils.progress import wants_color
 from distill.utils.redact import printable
+from drafters.base import Drafter
 from drafters.checkpoint import io as checkpoint_io
+from drafters.checkpoint.fastest_plan import Fastest
 from drafters.registry import short_name
 
 DRAFTED, PLAIN = "\x1b[32m", "\x1b[0m"
@@ -48,16 +52,19 @@ def answer(options: GenerateOptions) -> float:
     source = TargetSource(options.target)
     chat = source.chat(chats.template, chats.template_options, chats.moment)
     plan = options.decode if options.checkpoint else Plan()
-    if not isinstance(plan, Plan):
+    if not isinstance(plan, Plan | Fastest):
         raise UserError(
             "decode=auto and decode=calibrated choose a plan when a checkpoint is scored and record it in "
-            "score.json; name that plan here, plain as decode=chain decode.depth=0"
+            "score.json; decode=fastest reads it there"
         )
     target = source.load(chat=chat)
     model = Model(target, chat)
-    drafter = None
+    drafter, remark = None, ""
     if options.checkpoint:
         drafter = checkpoint_io.load(checkpoint_io.fetch(options.checkpoint), target)
+        if isinstance(plan, Fastest):
+            plan, remark = fastest_plan(plan, drafter, target, options.sampling)
+    assert isinstance(plan, Plan)
     ids = model.encode(prompt)
     stop = [str(s).replace("\\n", "\n") for s in options.stop]
     drafting = TextGenerator(
@@ -69,7 +76,7 @@ def answer(options: GenerateOptions) -> float:
     verifier = drafting.tapped_target()
     # With a tuned target, plain decoding uses the tuned target too.
     plain_generator = replace(drafting, model=Model(verifier, chat), drafter=None)
-    compare_plain = drafter is not None and options.plain
+    compare_plain = drafter is not None and options.plain and plan.depth > 0
     with threads(options.threads):
         for generator in [drafting, plain_generator] if compare_plain else [drafting]:  # warm-up
             replace(generator, max_new_tokens=min(WARM_UP, options.max_new_tokens)).generate([ids])
@@ -78,6 +85,7 @@ def answer(options: GenerateOptions) -> float:
         if compare_plain:
             plain = plain_generator.generate([ids])
             line += plain_comparison(speed(last.output, last.times), speed(plain.outputs[0], plain.times))
+    line += remark
     line += "; lossless to the tuned target" if drafter is not None and drafter.traits.tunes_target else ""
     print(line, file=sys.stderr, flush=True)
     if options.svg:
@@ -86,6 +94,14 @@ def answer(options: GenerateOptions) -> float:
         atomic_files.put(Path(options.svg), picture)
         print(f"written: {options.svg}", file=sys.stderr)
     return last.output.tau
+
+
+def fastest_plan(choice: Fastest, drafter: Drafter, target: Target, sampler: Sampler) -> tuple[Plan, str]:
+    """The plan of the checkpoint's score for a single prompt, and a remark for the summary."""
+    plan, reason = choice.choose(drafter, target, sampler, batch=1)
+    if reason:
+        return plan, f"; a default plan: {reason}"
+    return plan, "" if plan.depth else "; no draft of its score is faster here; decode=dynamic drafts"
 
 
 def check_svg(options: GenerateOptions) -> None:

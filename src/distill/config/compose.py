@@ -110,6 +110,8 @@ def _check_key(cfg: DictConfig, key: str, own: Sequence[str] = ()) -> None:
         if not isinstance(node, dict) or part not in node:
             if done == ["decode"]:
                 _check_moved_number(part)
+                if part in node.get("otherwise", ()):  # decode=fastest
+                    raise UserError(f"{key}: of a plan; name the plan, too, as in decode=dynamic")
             names = [str(k) for k in node if str(k)[0] != "_"] if isinstance(node, dict) else []
             names = names if done else list(dict.fromkeys([*own, *names]))
             where = f" in {'.'.join(done)}" if done else ""

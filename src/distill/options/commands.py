@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from decode.plan import Plan
+from decode.planning.auto import Auto
+from decode.planning.calibrated_tree import Calibrated
 from decode.sampling import Sampler
 from distill.options.answers import (
     INSTANCE,
@@ -16,6 +19,7 @@ from distill.options.answers import (
     TargetOptions,
 )
 from distill.options.run import DrafterOptions, ExportOptions, HeldOutOptions, ScoringOptions, TimedOptions
+from drafters.checkpoint.fastest_plan import Fastest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +134,7 @@ class GenerateOptions(CommandOptions):
 
     target: TargetOptions
     prompts: ChatOptions
-    decode: DecodePlan
+    decode: Annotated[Plan | Auto | Calibrated | Fastest, INSTANCE]
     prompt: str
     checkpoint: str | None
     max_new_tokens: int

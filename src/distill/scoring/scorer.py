@@ -280,11 +280,14 @@ class Scorer:
         return optional.kv_bytes_per_token(drafter, state)
 
     def _alternatives(self, drafter: Drafter) -> list[Setting]:
-        """Rows of the headline's sampler and batch size, with other drafts that the drafter supports."""
-        sampler = self.samplers[0]
-        plans = supported_plans(drafter, self.alternatives)
-        resolved = [plan.resolved(sampler.temperature, drafter.traits.proposals) for plan in plans]
-        return [Setting(sampler, plan, self.options.batch_sizes[0]) for plan in resolved]
+        """Rows of every sampler and batch size, with other drafts that the drafter supports."""
+        plans, proposals = supported_plans(drafter, self.alternatives), drafter.traits.proposals
+        return [
+            Setting(sampler, plan.resolved(sampler.temperature, proposals), batch)
+            for sampler in self.samplers
+            for batch in self.options.batch_sizes
+            for plan in plans
+        ]
 
     def _settings(
         self, target: Target, drafter: Drafter, rollouts: dict[Sampler, list[Rollout]]

@@ -71,12 +71,13 @@ def plain_answer(bench, prompt, template="chat", sampler=None) -> str:
 
 
 FIGURES = r"tree-16 \(depth 4, width 4\): 12 tokens, tau \d\.\d\d, \d+ tokens/s"
+UNSCORED = "; a default plan: the drafter was not scored\n"
 
 
 def test_answer_is_the_targets_and_figures_go_to_stderr(bench):
     done = run(bench, "prompt=How do I use grep?").succeeded()
     assert done.out == printable(plain_answer(bench, "How do I use grep?")) + "\n"
-    assert re.fullmatch(FIGURES + r"; plain \d+ tokens/s \(\d+\.\d\dx\)\n", done.err)
+    assert re.fullmatch(FIGURES + r"; plain \d+ tokens/s \(\d+\.\d\dx\)" + UNSCORED, done.err)
 
 
 def test_any_prompt_reaches_the_target(bench, monkeypatch):
@@ -95,7 +96,7 @@ def test_plain_decoding_may_be_left_out(bench, monkeypatch):
     calls = []
     monkeypatch.setattr(text_generation, "generate", lambda *a, **k: calls.append(a[1]) or generate(*a, **k))
     done = run(bench, "prompt=hello", "plain=false")
-    assert re.fullmatch(FIGURES + "\n", done.err)
+    assert re.fullmatch(FIGURES + UNSCORED, done.err)
     assert [drafter is None for drafter in calls] == [False], "one warm-up, with the drafter"
 
 
@@ -112,7 +113,12 @@ def test_sampling_and_decode_options_are_applied(bench):
 def test_stop_strings_end_the_answer(bench):
     text = plain_answer(bench, "hello", sampler=Sampler(1.0))
     letter = next(c for c in text[1:] if c.isascii() and c.isalnum())
-    options = ["decode.proposal=fixed", "sampling.temperature=1.0", f"stop=['{letter}', 'never mind', '\\n']"]
+    options = [
+        "decode=dynamic",
+        "decode.proposal=fixed",
+        "sampling.temperature=1.0",
+        f"stop=['{letter}', 'never mind', '\\n']",
+    ]
     done = run(bench, "prompt=hello", *options)
     assert done.out == printable(text[: text.index(letter) + 1]) + "\n"
     cfg = compose(rewrite(["prompt=x", r'stop=["User:", "\n"]'], CONF), CONF, "generate")
@@ -130,7 +136,8 @@ def test_stop_strings_end_the_answer(bench):
         (["prompt=x", "max_new_tokens=0"], "max_new_tokens=0"),
         (["prompt=x", "color=blue"], "color=blue"),
         (["prompt=x", "sampling.top_p=0"], "top_p=0"),
-        (["prompt=x", "checkpoint=/", "decode=auto"], "name that plan here"),
+        (["prompt=x", "checkpoint=/", "decode=auto"], "decode=fastest reads it there"),
+        (["prompt=x", "checkpoint=/", "decode.depth=2"], "decode.depth: of a plan; name the plan, too"),
         (["prompt=x", "stop=['']"], "an empty stop string"),
         (["prompt=x", "stop=a"], "stop=a"),
         (["prompt=x", "prompts.template=jinja"], "prompts.template=jinja"),

@@ -130,6 +130,11 @@ def test_objects_are_made_once_with_plain_arguments():
 NAMES = ("optimizer.optimizer.lr", "rollout.max_new_tokens", "max_tokens")
 
 
+def test_choice_of_another_command_is_one_line():
+    with pytest.raises(UserError, match="decode=fastest: not for this command, which takes a plan or auto"):
+        options_of("decode=fastest")
+
+
 def test_sizes_of_real_targets():
     for hidden, context, *expected in (
         (32, 2048, 6e-3, 192, 512),
