@@ -71,8 +71,9 @@ def fastest_plan(drafter: Drafter | None, target: Target, sampler: Sampler, batc
     if reason and sampler.temperature:
         name = plan.resolved(sampler.temperature, drafter.traits.proposals).name
         warn(
-            f"plan {name} may be slower than plain decoding: {reason}; foredraft score "
-            f"checkpoint=<folder> score.temperatures=[{sampler.temperature:g}] measures it",
+            f"plan {name} may be slower than plain decoding: {reason}; measure it by foredraft score "
+            f"checkpoint=<folder> score.temperatures=[0,{sampler.temperature:g}] "
+            f"score.batch_sizes=[{batch}] out=<folder>/score.json",
             stacklevel=4,
         )
     return plan

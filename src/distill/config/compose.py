@@ -26,6 +26,7 @@ EMPTY_GROUPS = ("experiment",)  # groups that may be null
 
 MOVED = {"rollout.max_prompt_tokens": "prompts.max_tokens"}  # renamed options: old name -> new name
 MERGING = "Error merging override "  # Hydra's error for a list instead of a mapping
+FASTEST = "decode=fastest"  # reads a score, and so makes none
 
 
 def compose(
@@ -45,6 +46,10 @@ def compose(
     groups = [str(p.relative_to(config_dir)) for p in sorted(config_dir.rglob("*")) if p.is_dir()]
     for override in overrides:
         _check_override(override, groups, config_dir)
+        if override == FASTEST and config_name != "generate":
+            raise UserError(
+                f"{override}: is for foredraft generate; name a plan, or decode=auto to measure some"
+            )
     chosen = tuple(o for o in overrides if o.lstrip("+~").partition("=")[0].partition("@")[0] in groups)
     keys = [o.partition("=")[0] for o in overrides if o not in chosen]
     keys = [k for k in keys if k[:1] not in "+~" and not k.startswith(("hydra.", "hydra/"))]

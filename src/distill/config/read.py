@@ -101,9 +101,7 @@ def _value(hint: Any, node: Any, name: str) -> Any:
     """Convert a value to its field's type."""
     if get_origin(hint) is Annotated:
         with refused():
-            made = instantiate(node, _convert_="all")
-        _check_kind(made, get_args(hint)[0], name)
-        return made
+            return instantiate(node, _convert_="all")
     choices = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     nested = next((choice for choice in choices if is_dataclass(choice)), None)
     if nested and node is not None:
@@ -117,16 +115,6 @@ def _value(hint: Any, node: Any, name: str) -> Any:
     if not any(_fits(value, kind) for kind in types):
         raise UserError(f"{name}={value}: must be {KINDS.get(types[0], 'a mapping')}")
     return value
-
-
-def _check_kind(made: Any, hint: Any, name: str) -> None:
-    """Check that what a group made is of the types that a command takes, if these are dataclasses."""
-    kinds = get_args(hint) or (hint,)
-    if all(map(is_dataclass, kinds)) and not isinstance(made, kinds):
-        expected = " or ".join(kind.__name__.lower() for kind in kinds)
-        raise UserError(
-            f"{name}={type(made).__name__.lower()}: not for this command, which takes a {expected}"
-        )
 
 
 def _fits(value: Any, kind: Any) -> bool:

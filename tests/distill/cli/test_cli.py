@@ -116,6 +116,7 @@ def test_names_and_paths_are_told_apart(argv, found, monkeypatch):
 
 def test_every_group_option_composes():
     groups = {p.name: options(CONF, p.name) for p in sorted(CONF.iterdir()) if p.is_dir() and p.name != "lab"}
+    groups["decode"].remove("fastest")  # of foredraft generate
     sizes = ["optimizer.optimizer.lr=1e-3", "rollout.max_new_tokens=8", "max_tokens=9"]  # reads no target
     for turn in range(max(map(len, groups.values()))):
         chosen = [f"{name}={found[turn % len(found)]}" for name, found in groups.items() if found]

@@ -131,7 +131,7 @@ NAMES = ("optimizer.optimizer.lr", "rollout.max_new_tokens", "max_tokens")
 
 
 def test_choice_of_another_command_is_one_line():
-    with pytest.raises(UserError, match="decode=fastest: not for this command, which takes a plan or auto"):
+    with pytest.raises(UserError, match="decode=fastest: is for foredraft generate"):
         options_of("decode=fastest")
 
 

@@ -155,7 +155,8 @@ def test_drawn_tokens_without_a_measured_plan_are_a_warning(model, folder):
     write(folder, [measured(CHAIN, 1.5)])
     drafter = foredraft.load_drafter(str(folder), model)
     with pytest.warns(
-        UserWarning, match=r"hybrid-16 .* not scored at T=0.7 and batch 2.*temperatures=\[0.7\]"
+        UserWarning,
+        match=r"hybrid-16 .* not scored at T=0.7 and batch 2.*temperatures=\[0,0.7\] .*batch_sizes=\[2\]",
     ):
         foredraft.generate(model, ["a", "b"], drafter, temperature=0.7, max_new_tokens=4)
     with warnings.catch_warnings():
