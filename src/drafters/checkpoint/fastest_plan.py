@@ -16,7 +16,7 @@ from decode.sampling import Sampler
 from drafters.base import Drafter
 from drafters.checkpoint.pretrained import SCORES
 
-MOST_NODES = 1024  # of a plan in a file that somebody else may have written
+MOST_NODES = 1024  # of a plan in a file, which may be a stranger's
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def _card(drafter: Drafter) -> Scorecard:
     """The scorecard next to a drafter's files.
 
     Raises:
-        UserError: there is none, it cannot be read, or it is not of this drafter.
+        UserError: there is none, it cannot be read, or it is of rounded weights or corrupted inputs.
     """
     folder = drafter.origin.folder if drafter.origin else None
     file = next((folder / name for name in SCORES if (folder / name).is_file()), None) if folder else None
