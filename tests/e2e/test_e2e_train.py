@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from workbench import ROOT, Bench, Outcome, final, foredraft, leftovers, make_target, ranks, same, weights
 
 from decode.errors import UserError
+from decode.evaluation.scorecard import read_scorecard
 from decode.generation.generate import generate
 from decode.model.load import load_target
 from decode.plan import Plan
@@ -105,6 +106,15 @@ def test_best_follows_replay_on_the_other_prompts(bench, tmp_path, monkeypatch):
     bench.run(tmp_path, score__every=2)
     assert (tmp_path / "checkpoints" / "best").readlink() == Path("4")
     assert (tmp_path / "checkpoints" / "last").readlink() == Path("6")
+
+
+def test_other_drafts_are_timed_for_the_best_and_the_last(bench, tmp_path):
+    bench.run(tmp_path, score__every=2, score__alternatives=[{"depth": 1}])
+    cards = {path.name: read_scorecard(path / "score.json") for path in checkpoints(tmp_path)}
+    full = {"6", (tmp_path / "checkpoints" / "best").readlink().name}
+    assert {step for step, card in cards.items() if len(card.rows) == 2} == full
+    assert {step for step, card in cards.items() if card.samples} == full
+    assert all(card.rows[0].decode == "chain-2" and card.rows[0].replay for card in cards.values())
 
 
 def test_training_lowers_the_loss(bench, tmp_path):

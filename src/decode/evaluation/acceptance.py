@@ -9,6 +9,7 @@ import numpy as np
 
 from decode.evaluation.estimates import decoded_counts, kaplan_meier
 from decode.evaluation.replay import Counts, Rollout, replay, why_inexact
+from decode.evaluation.teacher_forced import Read
 from decode.generation.generate import generate
 from decode.generation.types import Output, Proposer, ReadsTaps
 from decode.model.target import Target
@@ -45,6 +46,7 @@ def acceptance(
     seed: int = 0,
     batch_size: int = 32,
     progress: Callable[[int], None] | None = None,
+    read: Read | None = None,
 ) -> list[Acceptance]:
     """Measure the acceptance of every plan with one sampler.
 
@@ -59,6 +61,7 @@ def acceptance(
         seed: of the draws, for plans that are decoded.
         batch_size: rollouts per batch.
         progress: called with the number of rollouts done, summed over plans.
+        read: reads the texts; default `target.read`.
     """
     if isinstance(drafter, ReadsTaps):
         target.check_taps(drafter.taps)
@@ -69,7 +72,8 @@ def acceptance(
         if progress:
             progress(done + rollouts_done * len(exact))
 
-    replayed = replay(target, drafter, rollouts, exact, sampler, batch_size=batch_size, progress=advanced)
+    how = {"batch_size": batch_size, "progress": advanced, "read": read}
+    replayed = replay(target, drafter, rollouts, exact, sampler, **how)
     results = {
         plan: Acceptance(one.counts, one.survival, "", one.keeps)
         for plan, one in zip(exact, replayed, strict=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -111,6 +111,7 @@ def audit(
     samples: int = 1,
     seed: int = 0,
     on_batch: Callable[[], None] = lambda: None,
+    tie_widths: MutableMapping[Hashable, float] | None = None,
 ) -> Audit:
     """Decode with and without the drafter, and check every token of the former.
 
@@ -125,11 +126,19 @@ def audit(
         samples: answers per prompt in sampled cases.
         seed: of the draws.
         on_batch: called after each of `num_batches` batches.
+        tie_widths: widths of near ties of this target, kept between audits; plain decoding measures them.
     """
     also = [(Sampler(1.0), plan)] if also is None else also
     decode = partial(generate, target, max_new_tokens=max_new_tokens, stop=stop, seed=seed)
     plans = [plan, *(p for sampler, p in also if sampler.temperature == 0)]
-    greedy = _greedy(target, drafter, prompts, plans, decode, on_batch)
+    rescore = Rescorer(target)
+    widths, key = {} if tie_widths is None else tie_widths, _texts_key(prompts, max_new_tokens, stop)
+    if key in widths:
+        for _ in _batches(prompts):
+            on_batch()
+    else:
+        widths[key] = _tie_width(target, prompts, rescore, decode, on_batch)
+    greedy = _greedy(drafter, prompts, plans, rescore, widths[key], decode, on_batch)
     rows = [(request, sample) for request in range(len(prompts)) for sample in range(samples)]
     runs = []
     for sampler, case_plan in also:
@@ -157,21 +166,22 @@ def _batches(rows: Sequence[Any]) -> list[Sequence[Any]]:
     return [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
 
 
-def _greedy(
+def _texts_key(prompts: Prompts, max_new_tokens: int, stop: Sequence[int]) -> Hashable:
+    return tuple(map(tuple, prompts)), max_new_tokens, tuple(stop)
+
+
+def _tie_width(
     target: Target,
-    drafter: Proposer | None,
     prompts: Prompts,
-    plans: Sequence[Plan],
+    rescore: Rescorer,
     decode: Callable[..., Generation],
     on_batch: Callable[[], None],
-) -> Audit:
-    """The greedy part of the audit."""
-    rescore = Rescorer(target)
-    sampler = Sampler(0.0)
+) -> float:
+    """Width of a near tie in logits, from what rescoring changes in plain decoding."""
     changes, largest = [0.0], 0.0
     for part in _batches(prompts):
         gaps = _Gaps(len(part))
-        plain = decode(None, part, sampler=sampler, on_round=gaps)
+        plain = decode(None, part, sampler=Sampler(0.0), on_round=gaps)
         for row, prompt, output in zip(gaps.rows, part, plain.outputs, strict=True):
             logits = rescore(prompt, output.tokens)  # (n, V)
             gap, first, second = (torch.tensor(x) for x in zip(*row, strict=True))
@@ -179,12 +189,24 @@ def _greedy(
             changes.append(float((rescored_gap[:, 0] - gap).abs().max()))
             largest = max(largest, float(logits.abs().max()))
         on_batch()
-    margin = min(2 * max(changes), widest_tie(largest, target.dtype))
+    return min(2 * max(changes), widest_tie(largest, target.dtype))
 
+
+def _greedy(
+    drafter: Proposer | None,
+    prompts: Prompts,
+    plans: Sequence[Plan],
+    rescore: Rescorer,
+    margin: float,
+    decode: Callable[..., Generation],
+    on_batch: Callable[[], None],
+) -> Audit:
+    """The greedy part of the audit."""
     verifier_argmax, counts = _VerifierArgmax(), Counter[str]()
     for plan in plans:
         for part in _batches(prompts):
-            outputs = decode(drafter, part, sampler=sampler, plan=plan, on_round=verifier_argmax).outputs
+            run = {"sampler": Sampler(0.0), "plan": plan, "on_round": verifier_argmax}
+            outputs = decode(drafter, part, **run).outputs
             for prompt, output in zip(part, outputs, strict=True):
                 counts += _compared(rescore(prompt, output.tokens), torch.tensor(output.tokens), margin)
             on_batch()

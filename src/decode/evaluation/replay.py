@@ -22,7 +22,7 @@ from torch import Tensor
 from decode.draft import PAD, Draft
 from decode.evaluation.estimates import interval, kaplan_meier
 from decode.evaluation.stateful_replay import walk
-from decode.evaluation.teacher_forced import ForcedTokens, Rollout, TeacherForcedTexts
+from decode.evaluation.teacher_forced import ForcedTokens, Read, Rollout, TeacherForcedTexts
 from decode.generation.finite import check_logits
 from decode.generation.types import Observes, Proposer, depends_on_rounds
 from decode.model.target import Target
@@ -110,6 +110,7 @@ def replay(
     *,
     batch_size: int = 32,
     progress: Callable[[int], None] | None = None,
+    read: Read | None = None,
 ) -> list[ReplayResult]:
     """Expected rounds of every plan on every rollout, by one target pass and a draft at every start.
 
@@ -123,11 +124,13 @@ def replay(
         sampler: sampler of the rollouts.
         batch_size: rollouts per batch.
         progress: called with the number of rollouts done.
+        read: reads the texts; default `target.read`.
     """
     if stateful := [plan for plan in plans if depends_on_rounds(drafter, plan)]:
         others = [plan for plan in plans if plan not in stateful]
-        plain = replay(target, drafter, rollouts, others, sampler, batch_size=batch_size) if others else []
-        walked = _replay_stateful(target, drafter, rollouts, stateful, sampler, batch_size)
+        how = {"batch_size": batch_size, "read": read}
+        plain = replay(target, drafter, rollouts, others, sampler, **how) if others else []
+        walked = _replay_stateful(target, drafter, rollouts, stateful, sampler, **how)
         results = dict(zip([*others, *stateful], [*plain, *walked], strict=True))
         if progress:
             progress(len(rollouts))
@@ -139,7 +142,7 @@ def replay(
     order = sorted(range(len(rollouts)), key=lambda i: -len(rollouts[i].answer))
     for start in range(0, len(order), batch_size):
         part = order[start : start + batch_size]
-        keeps = _keeps(target, drafter, [rollouts[i] for i in part], plans, sampler)
+        keeps = _keeps(target, drafter, [rollouts[i] for i in part], plans, sampler, read)
         for n, plan in enumerate(plans):
             for row, i in enumerate(part):
                 chances[n][i] = keeps[n][row, : len(rollouts[i].answer) - 1]
@@ -160,22 +163,28 @@ def _replay_stateful(
     plans: Sequence[Plan],
     sampler: Sampler,
     batch_size: int,
+    read: Read | None,
 ) -> list[ReplayResult]:
     """`replay` for drafts that depend on earlier rounds."""
     tokens, results = [len(r.answer) - 1 for r in rollouts], []
     for plan in plans:
-        rounds, reached = walk(target, drafter, rollouts, plan, sampler, batch_size)
+        rounds, reached = walk(target, drafter, rollouts, plan, sampler, batch_size, read=read)
         results.append(ReplayResult(Counts(tokens, [float(r) for r in rounds]), reached))
     return results
 
 
 def _keeps(
-    target: Target, drafter: Proposer, rollouts: Sequence[Rollout], plans: Sequence[Plan], sampler: Sampler
+    target: Target,
+    drafter: Proposer,
+    rollouts: Sequence[Rollout],
+    plans: Sequence[Plan],
+    sampler: Sampler,
+    read: Read | None,
 ) -> list[np.ndarray]:
     """For each plan (B, starts, K): P(token i after a start is accepted | tokens before it are)."""
     longest = len(rollouts[0].answer)
     deepest = max((plan.depth for plan in plans), default=0)
-    texts = TeacherForcedTexts(target, rollouts, deepest)
+    texts = TeacherForcedTexts(target, rollouts, deepest, read)
     token_probs = _token_probs(target, texts.output.last, rollouts, sampler, longest + deepest)
     keeps = [np.zeros((len(rollouts), max(longest - 1, 0), plan.depth)) for plan in plans]
     for place, rows, state in texts.starts(drafter):

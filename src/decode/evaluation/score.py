@@ -21,6 +21,7 @@ from decode.evaluation.quality import Judge, Quality, quality
 from decode.evaluation.replay import ContextPart, Counts, Rollout, agreement, by_context, why_inexact
 from decode.evaluation.rows import DECODED, Replay, Row, Timing
 from decode.evaluation.scorecard import Conditions, Scorecard
+from decode.evaluation.teacher_forced import TargetResults
 from decode.evaluation.timing_ab import DecodeTimings, Prompts, time_interleaved
 from decode.generation.generate import generate
 from decode.generation.types import Output, Proposer, Traits
@@ -89,6 +90,7 @@ def score(
     settings: Sequence[Setting],
     options: ScoreOptions,
     progress: Callable[[int, int], None] | None = None,
+    known: TargetResults | None = None,
 ) -> Scorecard:
     """Measure a drafter.
 
@@ -102,13 +104,15 @@ def score(
         settings: rows, with resolved plans; the first is the headline.
         options: how to measure.
         progress: called with (steps done, total steps).
+        known: of this target, kept between checkpoints.
 
     Raises:
         UserError: no prompts, or a headline that is not lossless.
     """
     check(held_out.prompts, settings[0].plan)
+    known = known or TargetResults(target)
     if reason := target.abilities.decode:
-        return _score_by_replay(target, drafter, held_out, settings, options, reason, progress)
+        return _score_by_replay(known, drafter, held_out, settings, options, reason, progress)
     cases = _audit_cases(settings, options.full_audit)
     audited = held_out.prompts if options.full_audit else held_out.prompts[: options.audit_prompts]
     samples = AUDIT_SAMPLES if options.full_audit else 1
@@ -126,7 +130,7 @@ def score(
     replays: dict[Setting, Replay] = {}
     for sampler, rollouts in held_out.rollouts.items():
         members = [s for s in settings if s.sampler == sampler and not s.plan.lossy]
-        for setting, result in _accept(target, drafter, rollouts, members, options).items():
+        for setting, result in _accept(known, drafter, rollouts, members, options).items():
             shared = len(held_out.prompts), held_out.reserved
             replayed = _replay(result, decoded[setting][1], *shared)
             replays[setting] = replace(replayed, by_context=_contexts(setting, rollouts, result))
@@ -142,6 +146,7 @@ def score(
         samples=samples,
         seed=options.seed,
         on_batch=advance,
+        tie_widths=known.tie_widths,
     )
     return Scorecard(
         rows=[replace(decoded[s][0], replay=replays.get(s)) for s in settings],
@@ -184,7 +189,7 @@ def check_replayable(plan: Plan, sampler: Sampler, drafter: Proposer | None = No
 
 
 def _score_by_replay(
-    target: Target,
+    known: TargetResults,
     drafter: Proposer,
     held_out: HeldOut,
     settings: Sequence[Setting],
@@ -205,7 +210,7 @@ def _score_by_replay(
     rows: dict[Setting, Row] = {}
     for sampler, rollouts in held_out.rollouts.items():
         members = [s for s in settings if s.sampler == sampler]
-        for setting, result in _accept(target, drafter, rollouts, members, options).items():
+        for setting, result in _accept(known, drafter, rollouts, members, options).items():
             replayed = _replay(result, None, 0, held_out.reserved)
             contexts = _contexts(setting, rollouts, result)
             rows[setting] = _replayed_row(setting, replace(replayed, by_context=contexts))
@@ -213,7 +218,7 @@ def _score_by_replay(
     return Scorecard(
         rows=[rows[setting] for setting in settings],
         audit=None,
-        conditions=replace(_conditions(target, 0, options), elsewhere=reason),
+        conditions=replace(_conditions(known.target, 0, options), elsewhere=reason),
     )
 
 
@@ -293,7 +298,7 @@ def _quality(
 
 
 def _accept(
-    target: Target,
+    known: TargetResults,
     drafter: Proposer,
     rollouts: Sequence[Rollout],
     settings: Sequence[Setting],
@@ -304,10 +309,11 @@ def _accept(
         return {}
     measure = partial(
         acceptance,
-        target,
+        known.target,
         drafter,
         rollouts,
         sampler=settings[0].sampler,
+        read=known.read,
         max_new_tokens=options.max_new_tokens,
         stop=options.stop,
         seed=options.seed,

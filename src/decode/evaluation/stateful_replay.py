@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.evaluation.teacher_forced import Rollout, SettledCache, TeacherForcedTexts
+from decode.evaluation.teacher_forced import Read, Rollout, SettledCache, TeacherForcedTexts
 from decode.generation.adaptive import adapt_depth
 from decode.generation.types import Proposer
 from decode.model.target import Target
@@ -42,6 +42,7 @@ def walk(
     sampler: Sampler,
     batch_size: int = 32,
     on_step: Callable[[Step], None] | None = None,
+    read: Read | None = None,
 ) -> tuple[list[int], np.ndarray]:
     """Replay all rounds on the rollouts.
 
@@ -53,6 +54,7 @@ def walk(
         sampler: of the rollouts.
         batch_size: rollouts per batch.
         on_step: called after every round.
+        read: reads the texts; default `target.read`.
 
     Returns:
         Rounds of each rollout, and (2, K + 1) `reached` as in `replay.ReplayResult`.
@@ -63,7 +65,7 @@ def walk(
         part = [i for i in order[start : start + batch_size] if len(rollouts[i].answer) > 1]
         if not part:
             continue
-        walker = _Walker(target, drafter, [rollouts[i] for i in part], plan)
+        walker = _Walker(target, drafter, [rollouts[i] for i in part], plan, read)
         while walker.rows:
             step = walker.step(sampler)
             if on_step:
@@ -86,9 +88,16 @@ class _Walker:
         rows: indices of the running rows.
     """
 
-    def __init__(self, target: Target, drafter: Proposer, rollouts: Sequence[Rollout], plan: Plan) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Proposer,
+        rollouts: Sequence[Rollout],
+        plan: Plan,
+        read: Read | None = None,
+    ) -> None:
         self.target, self.drafter, self.plan = target, adapt_depth(drafter, plan), plan
-        self.texts = TeacherForcedTexts(target, rollouts, plan.depth)
+        self.texts = TeacherForcedTexts(target, rollouts, plan.depth, read)
         self.length = [len(r.answer) for r in rollouts]
         self.begin = [len(r.prompt) for r in rollouts]
         self.rows = list(range(len(rollouts)))

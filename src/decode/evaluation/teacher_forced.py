@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from decode.draft import PAD
 from decode.generation.finite import check_states
 from decode.generation.types import Proposer
+from decode.hardware import memory_bytes
 from decode.model.target import Target, TargetOutput
 from decode.rng import Key
 
@@ -30,7 +31,42 @@ class Start(NamedTuple):
     state: Any  # drafter state of these rows
 
 
+Read = Callable[[Tensor], TargetOutput]  # as `Target.read`
+MEMORY_SHARE = 0.02  # maximum share of the device's memory for hidden states of `TargetResults`
 ROOM = 64  # initial slots for a draft; the cache grows if needed
+
+
+class TargetResults:
+    """Results of a target alone, kept from the score of one checkpoint to that of the next.
+
+    The target's weights must not change.
+
+    Args:
+        target: the target.
+
+    Attributes:
+        tie_widths: widths of near ties that `audit` has measured.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._room = MEMORY_SHARE * memory_bytes(target.device)
+        self._outputs: dict[Hashable, TargetOutput] = {}
+        self.tie_widths: dict[Hashable, float] = {}
+
+    def read(self, tokens: Tensor) -> TargetOutput:
+        """`Target.read` of (B, T) tokens; kept if there is room."""
+        if self.target.tap_transform is not None:
+            return self.target.read(tokens)
+        key = self.target.taps, tokens.shape, tokens.cpu().numpy().tobytes()
+        if key in self._outputs:
+            return self._outputs[key]
+        output = self.target.read(tokens)
+        size = sum(part.numel() * part.element_size() for part in output)
+        if size <= self._room:
+            self._room -= size
+            self._outputs[key] = output
+        return output
 
 
 class SettledCache:
@@ -69,6 +105,7 @@ class TeacherForcedTexts:
         target: model that generated the rollouts.
         rollouts: sorted by answer length, longest first.
         ahead: number of tokens to read after a start.
+        read: reads the texts; default `target.read`.
 
     Raises:
         UserError: the target's hidden states are not finite.
@@ -78,7 +115,9 @@ class TeacherForcedTexts:
         output: the target's hidden states and taps of the full texts.
     """
 
-    def __init__(self, target: Target, rollouts: Sequence[Rollout], ahead: int) -> None:
+    def __init__(
+        self, target: Target, rollouts: Sequence[Rollout], ahead: int, read: Read | None = None
+    ) -> None:
         texts = [r.prompt + r.answer for r in rollouts]
         tokens = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
         answers = torch.full((len(texts), len(rollouts[0].answer) + ahead), PAD)
@@ -87,7 +126,7 @@ class TeacherForcedTexts:
             answers[row, : len(rollout.answer)] = torch.tensor(rollout.answer)
         self.target, self.rollouts = target, rollouts
         self.tokens, self.answers = tokens.to(target.device), answers.to(target.device)
-        self.output: TargetOutput = target.read(self.tokens)
+        self.output: TargetOutput = (read or target.read)(self.tokens)
         check_states(target, self.output.last, texts, "a prompt with its stored answer")
 
     def starts(self, drafter: Proposer) -> Iterator[Start]:

@@ -14,7 +14,7 @@ from decode.evaluation.replay import Rollout
 from decode.evaluation.score import HeldOut, ScoreOptions, Setting, check, check_replayable, score
 from decode.evaluation.scorecard import Checkpoint, PlanChoice, Scorecard, TargetDrift
 from decode.evaluation.served import Served
-from decode.evaluation.teacher_forced import SettledCache
+from decode.evaluation.teacher_forced import SettledCache, TargetResults
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan, plan_of
@@ -108,6 +108,7 @@ class Scorer:
         if self.judge and not any(isinstance(plan, Plan) and plan.lossy for plan in self.plans):
             raise UserError("score.judge compares lossy plans with plain decoding; put one under score.plans")
         self.rollouts: dict[Sampler, list[Rollout]] = {}
+        self._known = TargetResults(target)
         self._remarks = {""}  # printed once
 
     def _check_replay(self) -> None:
@@ -175,7 +176,8 @@ class Scorer:
         Args:
             folder: folder of the checkpoint.
             step: step of the checkpoint.
-            early: not the last checkpoint: only `score.early_prompts` are decoded.
+            early: neither the best nor the last checkpoint: only `score.early_prompts` are decoded, without
+                `score.alternatives` and sample texts.
         """
         options = self.options
         count = min(options.early_prompts or len(self.ids), len(self.ids)) if early else len(self.ids)
@@ -199,7 +201,8 @@ class Scorer:
 
             judge = stack.enter_context(self.judge) if self.judge else None
             settings, choices = self._settings(target, drafter, answers)
-            settings = list(dict.fromkeys([*settings, *self._alternatives(drafter)]))
+            if not early:
+                settings = list(dict.fromkeys([*settings, *self._alternatives(drafter)]))
             for remark in (optional.remark(drafter, setting.plan) for setting in settings):
                 if remark not in self._remarks:
                     say(remark)
@@ -211,6 +214,7 @@ class Scorer:
                 settings,
                 self._options(target, judge),
                 progress,
+                TargetResults(target) if drafter.traits.tunes_target else self._known,
             )
         replayed = next(iter(answers.values()), [])
         conditions = replace(
@@ -221,7 +225,7 @@ class Scorer:
             served_plan=self.served_plan,
         )
         samples = []
-        if not target.abilities.decode:
+        if not early and not target.abilities.decode:
             tokens = options.max_new_tokens
             samples = sample_texts(target, drafter, self.chat, prompts, settings, tokens, self.seed)
         card = replace(

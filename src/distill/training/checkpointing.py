@@ -304,7 +304,7 @@ def _summary(step: int, steps: int, loss: float, checkpoint: Path) -> str:
     fastest, head = card.fastest, card.headline
     if card.conditions.elsewhere:  # nothing was timed
         pass
-    elif not card.pays:
+    elif len(card.drafts) > 1 and not card.pays:
         note = "  no draft faster than plain" + note
     elif fastest is not card.compared:
         note = f"  fastest: {fastest.decode} {fastest.speed:.2f}x{note}"
