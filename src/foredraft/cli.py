@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from omegaconf import DictConfig
 
 from distill.cli.main import main as configured
 from distill.cli.main import one_line_errors
+from distill.utils.imports import import_uncollected
 from distill.utils.launcher import started_by_rank_0
 from distill.utils.paths import CONF, ROOT
 
@@ -102,14 +102,13 @@ def run(word: str, arguments: Sequence[str]) -> None:
 
     def call(*args: Any) -> Any:
         module, _, function = command.function.partition(":")
-        return getattr(import_module(f"distill.{module}"), function)(*args)
+        return getattr(import_uncollected(f"distill.{module}"), function)(*args)
 
     def without_folder(cfg: DictConfig, folder: Path) -> float:
         del folder  # only training makes a run folder
-        from distill.config.read import checked_options  # imports torch, for which `--help` does not wait
-        from distill.options import commands
-
-        return call(checked_options(getattr(commands, command.options), cfg))
+        read = import_uncollected("distill.config.read")  # imports torch, for which `--help` does not wait
+        options = import_uncollected("distill.options.commands")
+        return call(read.checked_options(getattr(options, command.options), cfg))
 
     if command.config:
         configured(call if word == "train" else without_folder, CONF, command.config)
