@@ -1,18 +1,19 @@
 """Products on a CPU with copies of frozen weights in oneDNN's own layout.
 
-oneDNN rearranges a plain weight in every call, which costs more than a product of a few rows. So `linear`
-keeps a rearranged copy of frozen weights in half precision if that is measured to be faster. On processors
-that are slow in half precision the copy is in fp32; it serves all numbers of rows except the smallest,
-for which reading half the bytes is faster.
+oneDNN rearranges a plain weight in every call, which costs more than a product of a few rows, and the
+library that torch multiplies fp32 with is slow on some processors. So `linear` keeps a rearranged copy of
+frozen weights if that is measured to be faster. Where many rows are multiplied faster in fp32 than in half
+precision (`half_products`), there is a second copy in fp32 for these.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,32 +23,65 @@ from typing_extensions import override
 
 from decode.hardware import memory_bytes
 from decode.kernels import int8_linear
-from decode.kernels.half_products import HALF, product_dtype
+from decode.kernels.half_products import GAIN, HALF, fp32_rows
 from decode.kernels.measured import remembered, time_ratio
-from decode.kernels.weight_state import WeightState, is_frozen, may_copy, notice_changes, weight_state
+from decode.kernels.packing import (
+    LARGEST,
+    PACKED_FOR,
+    measured_weights,
+    pack,
+    packed_products,
+    plain_products,
+    product,
+)
+from decode.kernels.weight_state import is_frozen, may_copy, notice_changes, weight_state
 
-ROWS = 128  # with more rows, rearranging is a small part of the product
-MEASURED_ROWS = (1, 17)  # plain decoding, and a draft of 16 nodes
-WIDE_ROWS = (2, 3, 4, 8, 16, 32)  # candidates for the number of rows from which on an fp32 copy is used
+DTYPES = (*HALF, torch.float32)  # of weights that may have copies
+ROWS = 128  # with more rows, rearranging a weight in half precision is a small part of the product
+MEASURED_ROWS = (1, PACKED_FOR)  # plain decoding, and a draft of 16 nodes
+FP32_ROWS = (1, 4, 16)  # candidates for the number of rows from which on a copy of an fp32 weight is used
 INT8_ROWS = (1, 4)  # chain pass, and a level of the default tree
-MEASURED_BYTES = 2**26  # exceeds caches, so that weights come from memory as in a forward pass
-MEASURED_COPIES = 32
 ATTEMPTS = 3  # other programs can hide a gain by using memory bandwidth, but cannot cause one
-GAIN = 1.1  # a smaller gain is not worth the memory
 MEMORY_SHARE = 0.25  # maximum share of the machine's memory for all copies
 
 
-class _Copy(NamedTuple):
-    """Packed copy of a weight, and the state of its source."""
+class _Copies:
+    """Packed copies of a weight, each made for the first product that it is faster for.
 
-    weight: weakref.ref[Tensor]
-    state: WeightState
-    packed: Tensor | None  # None: the plain weight is faster, or memory is short
-    least: int  # minimum rows of a product that uses it
-    size: int  # bytes of `packed`, which does not know it: the plain size, up to padding
+    Attributes:
+        weight: reference to the weight.
+        state: of the weight when it was copied.
+        packed: by dtype; None: memory is short.
+        size: bytes of the copies, which do not know it: the plain size, up to padding.
+    """
+
+    __slots__ = ("packed", "size", "state", "weight")
+
+    def __init__(self, weight: Tensor) -> None:
+        key = id(weight)
+        self.weight = weakref.ref(weight, lambda _: _COPIES.pop(key, None))
+        self.state, self.size = weight_state(weight), 0
+        self.packed: dict[torch.dtype, Tensor | None] = {}
+
+    def of(self, weight: Tensor, rows: int) -> Tensor | None:
+        """The copy for products of so many rows; None: use the plain weight."""
+        dtype, shape = weight.dtype, weight.shape
+        if 0 < fp32_rows(dtype, *shape) <= rows and (wide := self._copy(weight, torch.float32)) is not None:
+            return wide
+        least, most = copy_range(dtype, *shape) if rows <= ROWS or dtype == torch.float32 else (0, 0)
+        return self._copy(weight, dtype) if 0 < least <= rows <= most else None
+
+    def _copy(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        if dtype not in self.packed:
+            size = weight.numel() * dtype.itemsize
+            room = MEMORY_SHARE * memory_bytes(weight.device) - sum(one.size for one in _COPIES.values())
+            with torch.inference_mode(False), torch.no_grad():  # compiled rounds use copies in any mode
+                self.packed[dtype] = pack(weight, dtype) if size <= room else None
+            self.size += size if size <= room else 0
+        return self.packed[dtype]
 
 
-_COPIES: dict[int, _Copy] = {}  # by id of the weight
+_COPIES: dict[int, _Copies] = {}  # by id of the weight
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -71,7 +105,7 @@ def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None 
         return residual + linear(x, weight, bias)
     packed = _packed(x, weight) if copies else None
     if packed is not None:
-        return _product(x, packed, bias, residual)
+        return product(x, packed, bias, residual)
     if bias is not None:
         return residual + F.linear(x, weight, bias)
     return torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.mT).view_as(residual)
@@ -101,26 +135,35 @@ class _Linears(TorchFunctionMode):
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     packed = None if torch.is_grad_enabled() or not is_frozen(weight) else _packed(x, weight)
-    return F.linear(x, weight, bias) if packed is None else _product(x, packed, bias)
+    return F.linear(x, weight, bias) if packed is None else product(x, packed, bias)
 
 
 def fast_linears(weight: Tensor, begins: bool = False) -> AbstractContextManager:
-    """Context in which other code multiplies with fp32 copies if a CPU is slow in the weight's dtype.
+    """Context in which other code multiplies with copies if a CPU is slow with many rows of plain weights.
 
     Args:
         weight: of the model's head.
         begins: new texts start, so copied weights are compared with their sources.
     """
-    slow = weight.device.type == "cpu" and _widens(weight.dtype)
-    if slow and begins:
+    if weight.device.type != "cpu" or not _many_are_slow(weight.dtype, *weight.shape):
+        return nullcontext()
+    if begins:
         notice_changes()
-    return _Linears() if slow else nullcontext()
+    return _Linears()
 
 
-def is_packed(weight: Tensor) -> bool:
-    """Whether `linear` has a packed copy of this weight."""
-    copy = _COPIES.get(id(weight))
-    return copy is not None and copy.weight() is weight and copy.packed is not None
+def _many_are_slow(dtype: torch.dtype, rows: int, columns: int) -> bool:
+    """Whether products of more than `ROWS` rows are slow with a plain weight."""
+    return fp32_rows(dtype, rows, columns) > 0 or copy_range(dtype, rows, columns)[1] > ROWS
+
+
+def described(weight: Tensor) -> str:
+    """How products with a weight are computed, for a line of a run; known after the first pass."""
+    copies = _COPIES.get(id(weight))
+    own = copies is not None and copies.packed.get(weight.dtype) is not None
+    rows = fp32_rows(weight.dtype, *weight.shape) if weight.device.type == "cpu" else 0
+    parts = ["weights packed for decoding"] * own + [f"products of {rows} or more rows in fp32"] * (rows > 0)
+    return ", ".join(parts)
 
 
 def _rounded(x: Tensor, weight: Tensor) -> int8_linear.Rounded | None:
@@ -134,67 +177,34 @@ def _rounded(x: Tensor, weight: Tensor) -> int8_linear.Rounded | None:
 
 def _packed(x: Tensor, weight: Tensor) -> Tensor | None:
     """Packed copy for this product; None: use the plain weight."""
-    if weight.device.type != "cpu" or weight.dtype not in HALF or x.dtype != weight.dtype:
+    if weight.device.type != "cpu" or x.dtype != weight.dtype or weight.dtype not in DTYPES:
+        return None
+    if weight.ndim != 2:  # a vector, which other code may multiply with
         return None
     rows = x.numel() // max(x.shape[-1], 1)
-    if not rows or (rows > ROWS and not _widens(weight.dtype)):
+    if not rows:
         return None
-    copy = _COPIES.get(id(weight))
-    if copy is None or copy.state != weight_state(weight) or copy.weight() is not weight:
-        copy = _COPIES[id(weight)] = _make_copy(weight)
-    return copy.packed if rows >= copy.least else None
+    copies = _COPIES.get(id(weight))
+    if copies is None or copies.state != weight_state(weight) or copies.weight() is not weight:
+        copies = _COPIES[id(weight)] = _Copies(weight)
+    return copies.of(weight, rows)
 
 
-def _widens(dtype: torch.dtype) -> bool:
-    """Whether copies of this dtype are in fp32."""
-    return product_dtype(dtype, torch.device("cpu")) != dtype
+@lru_cache
+def copy_range(dtype: torch.dtype, rows: int, columns: int) -> tuple[int, float]:
+    """Fewest and most rows of products that are faster with a packed copy in the weight's dtype.
 
-
-def _make_copy(weight: Tensor) -> _Copy:
-    key = id(weight)
-    size = weight.numel() * product_dtype(weight.dtype, weight.device).itemsize
-    room = MEMORY_SHARE * memory_bytes(weight.device) - sum(copy.size for copy in _COPIES.values())
-    least = copy_rows(weight.dtype, *weight.shape) if size <= room else 0
-    with torch.inference_mode(False), torch.no_grad():  # compiled rounds use copies in any mode
-        packed, size = (_pack(weight), size) if least else (None, 0)
-    reference = weakref.ref(weight, lambda _: _COPIES.pop(key, None))
-    return _Copy(reference, weight_state(weight), packed, least, size)
-
-
-def _pack(weight: Tensor) -> Tensor:
-    weight = weight.detach()
-    wide = weight.to(product_dtype(weight.dtype, weight.device))
-    try:
-        # private API: what torch.compile emits for linear layers; no public function keeps a packed weight.
-        return torch.ops.mkldnn._reorder_linear_weight(wide, MEASURED_ROWS[-1])
-    except (AttributeError, NotImplementedError, RuntimeError):  # e.g. on a Mac, where torch has no oneDNN
-        if wide is weight:
-            raise
-        return wide
-
-
-def _product(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-    """Product and sum in the copy's dtype, rounded once."""
-    x, bias, residual, dtype = (*(_cast(part, packed.dtype) for part in (x, bias, residual)), x.dtype)
-    if not packed.is_mkldnn:
-        product = F.linear(x, packed, bias)
-        return (product if residual is None else product + residual).to(dtype)
-    if residual is None:
-        # private API: as in `_pack`.
-        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "").to(dtype)
-    # private API: as in `_pack`.
-    return torch.ops.mkldnn._linear_pointwise.binary(x, residual, packed, bias, "add").to(dtype)
-
-
-def _cast(part: Any, dtype: torch.dtype) -> Any:
-    return None if part is None else part.to(dtype)
-
-
-def copy_rows(dtype: torch.dtype, rows: int, columns: int) -> int:
-    """Number of rows from which on products with a copy of a weight are faster; 0: never."""
-    if _widens(dtype):
-        return _wide_rows(dtype, rows, columns)
-    return int(packing_gain(dtype, rows, columns) >= GAIN)
+    (0, 0): none are, or torch cannot pack. Measured or cached.
+    """
+    if dtype in HALF:
+        return (1, ROWS) if packing_gain(dtype, rows, columns) >= GAIN else (0, 0)
+    if dtype != torch.float32:
+        return 0, 0
+    rows, columns = min(rows, LARGEST), min(columns, LARGEST)
+    least = int(remembered("packing_rows", _measure_least, dtype, rows, columns))
+    if least and remembered("packing_many", _measure_many, dtype, rows, columns) >= GAIN:
+        return least, math.inf
+    return (least, ROWS) if least else (0, 0)
 
 
 @lru_cache
@@ -207,12 +217,6 @@ def packing_gain(dtype: torch.dtype, rows: int, columns: int) -> float:
 
 
 @lru_cache
-def _wide_rows(dtype: torch.dtype, rows: int, columns: int) -> int:
-    """`copy_rows` of copies in fp32; measured or cached."""
-    return int(remembered("widening", _measure_wide, dtype, rows, columns))
-
-
-@lru_cache
 def int8_rows(dtype: torch.dtype, rows: int, columns: int) -> int:
     """Number of rows up to which products with int8 numbers are the fastest; measured or cached."""
     return int(remembered("int8", _measure_int8, dtype, rows, columns))
@@ -220,51 +224,47 @@ def int8_rows(dtype: torch.dtype, rows: int, columns: int) -> int:
 
 @torch.inference_mode()
 def _measure(dtype: torch.dtype, rows: int, columns: int) -> float:
-    plain = _zeros(dtype, rows, columns)
-    packed = [_pack(weight) for weight in plain]
-    inputs = [torch.zeros(size, columns, dtype=dtype) for size in MEASURED_ROWS]
     most = 0.0
     for _ in range(ATTEMPTS):
-        ratios = []
-        for x in inputs:
-            products = [partial(F.linear, x, w) for w in plain]
-            ratios.append(time_ratio(products, [partial(_product, x, w, None) for w in packed]))
-        most = max(most, min(ratios))
+        most = max(most, min(_gain(dtype, (rows, columns), size) for size in MEASURED_ROWS))
         if most >= GAIN:
             break
     return most
 
 
 @torch.inference_mode()
-def _measure_wide(dtype: torch.dtype, rows: int, columns: int) -> float:
-    plain = _zeros(dtype, rows, columns)
-    packed = [_pack(weight) for weight in plain]
-    for size in WIDE_ROWS:
-        x = torch.zeros(size, columns, dtype=dtype)
-        one = [partial(F.linear, x, w) for w in plain]
-        if time_ratio(one, [partial(_product, x, w, None) for w in packed]) >= GAIN:
-            return size
-    return 0
+def _measure_least(dtype: torch.dtype, rows: int, columns: int) -> int:
+    return next((size for size in FP32_ROWS if _gain(dtype, (rows, columns), size) >= GAIN), 0)
+
+
+@torch.inference_mode()
+def _measure_many(dtype: torch.dtype, rows: int, columns: int) -> float:
+    return _gain(dtype, (rows, columns), 2 * ROWS)
+
+
+def _gain(dtype: torch.dtype, shape: tuple[int, int], rows: int) -> float:
+    """Time of a plain product over that of a packed one."""
+    weights = measured_weights(dtype, shape, rows)
+    return time_ratio(plain_products(weights, rows), packed_products(weights, rows, dtype))
 
 
 @torch.inference_mode()
 def _measure_int8(dtype: torch.dtype, rows: int, columns: int) -> float:
-    weights, most = _zeros(dtype, rows, columns), 0
+    weights, most = measured_weights(dtype, (rows, columns), 1), 0
     numbers = [(w.to(torch.int8), w.new_ones(rows)) for w in weights]
-    least = copy_rows(dtype, rows, columns) if dtype in HALF else 0
-    packed = [_pack(weight) for weight in weights] if least else []
     for size in INT8_ROWS:
         x = torch.zeros(size, columns, dtype=dtype)
-        best = [partial(F.linear, x, w) for w in weights]
-        if packed and size >= least:
-            best = [partial(_product, x, w, None) for w in packed]
+        kind = _fastest(dtype, rows, columns, size)
+        best = packed_products(weights, size, kind) if kind else plain_products(weights, size)
         if time_ratio(best, [partial(int8_linear.multiply, x, *pair) for pair in numbers]) < GAIN:
             break
         most = size
     return most
 
 
-def _zeros(dtype: torch.dtype, rows: int, columns: int) -> list[Tensor]:
-    """Enough weights to exceed the processor's caches."""
-    count = max(1, min(MEASURED_COPIES, MEASURED_BYTES // (rows * columns * dtype.itemsize)))
-    return [torch.zeros(rows, columns, dtype=dtype) for _ in range(count)]
+def _fastest(dtype: torch.dtype, rows: int, columns: int, size: int) -> torch.dtype | None:
+    """Dtype of the copy that products of `size` rows use; None: the plain weight."""
+    if 0 < fp32_rows(dtype, rows, columns) <= size:
+        return torch.float32
+    least, most = copy_range(dtype, rows, columns)
+    return dtype if 0 < least <= size <= most else None

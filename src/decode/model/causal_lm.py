@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.kernels.packed_linear import fast_linears, is_packed
+from decode.kernels.packed_linear import described, fast_linears
 from decode.kernels.weight_state import notice_changes
 from decode.model.abilities import Abilities
 from decode.model.cache import KVCache, RowStore, attention_mask
@@ -111,9 +111,9 @@ class CausalLM:
         return self.head.weight.device
 
     @property
-    def packed(self) -> bool:
-        """Whether passes over a few tokens read a packed copy of the head; known after the first pass."""
-        return is_packed(self.head.weight)
+    def products(self) -> str:
+        """How this machine multiplies with the weights, if not plainly; known after the first pass."""
+        return described(self.head.weight)
 
     @property
     def bytes(self) -> int:

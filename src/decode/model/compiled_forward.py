@@ -215,8 +215,8 @@ def _options(fused: Fused) -> dict[str, Any]:
 
 
 def _slow(weight: Tensor) -> bool:
-    """Whether the processor is slow in the dtype of a weight."""
-    return product_dtype(weight.dtype, weight.device) != weight.dtype
+    """Whether the processor is slow in the dtype of a weight already with a few rows."""
+    return product_dtype(weight.dtype, weight.device, MOST_TOKENS) != weight.dtype
 
 
 def compiled_weights(fused: Fused) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from decode.kernels.half_products import product_dtype
+from decode.kernels.half_products import training_dtype
 from decode.model.causal_lm import max_positions
 from decode.model.load import load_config
 from distill.config.resolvers import device_of
@@ -88,7 +88,7 @@ def fill_precision(cfg: DictConfig, announce: bool = True) -> dict[str, str]:
     if not _is_null(cfg, "trainer.precision"):
         return {}
     device = torch.device(device_of(cfg.trainer.accelerator))
-    slow = product_dtype(torch.bfloat16, device) != torch.bfloat16
+    slow = training_dtype(device) == torch.float32
     cfg.trainer.precision = "32-true" if slow else "bf16-mixed"
     what = "a CPU that is slow in bf16" if slow else f"the device, {device.type}"
     if slow and announce:

@@ -258,7 +258,7 @@ class Sweep:
     def weight(self, head: Head) -> Tensor:
         """A head's weight in the dtype of the products."""
         dtype = self._product or head.weight.dtype
-        return self._cast(head.weight, product_dtype(dtype, head.weight.device))
+        return self._cast(head.weight, product_dtype(dtype, head.weight.device, self._size))
 
     def side(self, head: Head, side: Side) -> Tensor:
         """Weight of a head's side branch, in the same dtype."""

@@ -68,7 +68,7 @@ def estimate(store: RolloutStore, target: Target, drafter: nn.Module | None) -> 
     return (
         f"estimate: up to {tokens:,} rollout tokens in {rows:,} answers, {duration}, "
         f"{tokens * 3 / 2**20:.0f} MiB on disk; {memory / 2**20:.0f} MiB for {contents} and optimizer "
-        f"on {counted(torch.get_num_threads(), 'thread')}{', weights packed for decoding' * target.packed}"
+        f"on {', '.join(filter(None, (counted(torch.get_num_threads(), 'thread'), target.products)))}"
     )
 
 

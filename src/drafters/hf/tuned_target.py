@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from decode.errors import UserError
-from decode.kernels.half_products import product_dtype
+from decode.kernels.half_products import STEP_ROWS, product_dtype
 from decode.model.causal_lm import CausalLM
 from decode.model.identity.fingerprint import hashed
 from decode.model.target import Target
@@ -229,7 +229,7 @@ def check_copied(target: Target) -> None:
 
 def _differentiable(model: PreTrainedModel) -> PreTrainedModel:
     """A copy that shares all tensors, or has fp32 copies if a CPU is slow in their dtype."""
-    dtype = product_dtype(model.dtype, model.device)
+    dtype = product_dtype(model.dtype, model.device, STEP_ROWS)
     if dtype == model.dtype:
         return _copy(model)
     own: Any = copy.deepcopy(model)

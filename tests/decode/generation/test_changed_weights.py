@@ -28,7 +28,8 @@ State = dict[str, Tensor]
 def _packs(monkeypatch, tmp_path):
     """Copies are kept whatever is faster on this processor."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(packed_linear, "copy_rows", lambda *shape: 1)
+    monkeypatch.setattr(packed_linear, "copy_range", lambda *shape: (1, packed_linear.ROWS))
+    monkeypatch.setattr(packed_linear, "fp32_rows", lambda *shape: 0)
 
 
 def llama(seed: int, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
@@ -122,7 +123,7 @@ def rescored(target: Target) -> list[float]:
 @pytest.mark.parametrize("read", [streamed, through_own_cache, rescored])
 def test_every_way_to_read_has_the_new_weights(monkeypatch, read):
     if read is not streamed:
-        monkeypatch.setattr(packed_linear, "product_dtype", lambda half, device: torch.float32)
+        monkeypatch.setattr(packed_linear, "fp32_rows", lambda *shape: 1)
     target = Target(llama(0))
     read(target)
     through_data(target.model, llama(1).state_dict())

@@ -183,7 +183,7 @@ class OldRecurrent(Recurrent):
 
 @pytest.mark.parametrize("base", [New, Old, OldRecurrent])
 def test_cache_is_reordered_once(base):
-    cache = OwnCache(base(), torch.zeros(1))
+    cache = OwnCache(base(), torch.zeros(1, 1))
     cache.read(torch.tensor([[1, 2], [3, 4], [5, 6]]))
     cache.select([2, 0, 1])
     assert cache.read(torch.tensor([[100], [200], [300]])).flatten().tolist() == [111, 203, 307]
@@ -204,7 +204,7 @@ class Silent(nn.Module):
 @pytest.mark.parametrize(("base", "lacks"), [(Stateless, "takes no cache"), (Silent, "returns no cache")])
 def test_model_without_a_cache_is_refused(base, lacks):
     with pytest.raises(UserError, match=f"{base.__name__} {lacks}"):
-        OwnCache(base(), torch.zeros(1)).read(torch.tensor([[1]]))
+        OwnCache(base(), torch.zeros(1, 1)).read(torch.tensor([[1]]))
 
 
 class Only(MistralModel):

@@ -178,7 +178,7 @@ def test_only_null_is_filled_in_and_one_line_says_so(tmp_path, capsys):
     ],
 )
 def test_cpu_that_is_slow_in_bf16_trains_in_fp32(fastest, overrides, precision, monkeypatch, capsys):
-    monkeypatch.setattr(target_size, "product_dtype", lambda dtype, device: fastest)
+    monkeypatch.setattr(target_size, "training_dtype", lambda device: fastest)
     cfg = compose(overrides, CONF)
     fill_precision(cfg)
     assert cfg.trainer.precision == precision

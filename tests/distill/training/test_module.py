@@ -381,7 +381,7 @@ def test_mfu_is_the_work_that_a_step_needs_by_its_time(clock, bench, tmp_path, m
     """The drafter's by `flops`, which counts from shapes and masks, and the target's forward pass."""
     seen, most = spy(DistillModule, "training_step"), 1e6
     monkeypatch.setattr(meter, "get_available_flops", lambda device, dtype: most)
-    monkeypatch.setattr(chunked_logits, "product_dtype", lambda dtype, device: dtype)  # on every machine
+    monkeypatch.setattr(chunked_logits, "product_dtype", lambda dtype, *_: dtype)  # on every machine
     run = {"trainer__max_steps": 3, "batch_size": 1, "taps": "online", "score__enabled": False}
     settings = SIZES | {"taps": [0, 1, 1], "anchors": 0, "fc_norm": False}
     words = [f"drafter.{name}={value}" for name, value in settings.items()]

@@ -80,7 +80,7 @@ def test_given_target_stays_bit_for_bit(tiny_target):
 
 
 def test_slow_dtype_is_tuned_in_fp32(tiny_target, monkeypatch):
-    monkeypatch.setattr(tuned, "product_dtype", lambda dtype, device: torch.float32)
+    monkeypatch.setattr(tuned, "product_dtype", lambda *_: torch.float32)
     target, drafter = moved(tiny_target, dtype=torch.bfloat16)
     drafter.float()
     before, texts = copy.deepcopy(target.model.state_dict()), random_texts()

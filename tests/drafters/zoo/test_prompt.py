@@ -216,7 +216,7 @@ def test_prompts_are_no_hidden_matrices(pair):
 
 
 def test_slow_dtype_is_read_in_fp32(tiny_target, make_drafter, monkeypatch):
-    monkeypatch.setattr("drafters.hf.tuned_target.product_dtype", lambda dtype, device: torch.float32)
+    monkeypatch.setattr("drafters.hf.tuned_target.product_dtype", lambda *_: torch.float32)
     target = tiny_target(vocab=V, layers=3, hidden=16, dtype=torch.bfloat16)
     drafter = make_drafter("prompt", target).float()
     steps = list(drafter.unroll(batch_of(target, random_texts()), target))

@@ -45,7 +45,7 @@ def find_card(name: str | None) -> Card:
 @torch.inference_mode()
 def probe_processor() -> Card:
     """Measure this machine's processor: products and reading, a second of each."""
-    dtype = product_dtype(torch.bfloat16, CPU)
+    dtype = product_dtype(torch.bfloat16, CPU, ROWS)
     left, right = torch.ones(ROWS, SIZE, dtype=dtype), torch.ones(SIZE, SIZE, dtype=dtype)
     large = torch.ones(128 * MIB // 4)
     flops = 2 * ROWS * SIZE * SIZE / _seconds(lambda: left @ right)
