@@ -27,7 +27,7 @@ from families import WORKS, save
 from decode.errors import UserError
 from decode.generation.capture import fixed_store, rows
 from decode.generation.capture.makers import Captured, CapturedRound, Captures, Key, Stage, captures_of
-from decode.generation.capture.rows import bucket
+from decode.generation.capture.rows import Setup, bucket
 from decode.generation.capture.state import NotCapturedError
 from decode.generation.capture.trace import trace
 from decode.generation.capture.verification import FixedVerification
@@ -275,6 +275,16 @@ def test_buckets_hold_the_count_and_waste_little(count):
         size = bucket(count, least)
         assert size >= count
         assert size <= max(2 * count, least) if count <= 8 * least else size <= 1.25 * count
+
+
+@pytest.mark.parametrize(("compiles", "capacities"), [(False, 8), (True, 3)])
+def test_compiled_rounds_have_few_capacities(tiny_target, compiles, capacities):
+    target = tiny_target(vocab=40)
+    target.capture, target.compiles = True, compiles
+    captures = captures_of(target)
+    found = {Setup(captures, None, Plan(), Sampler(0.0), slots).capacity for slots in range(1, 1025)}
+    assert len(found) == capacities
+    assert max(found) == 1024
 
 
 # -- seeded bugs ------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ from decode.model.target import Target
 
 WARM_UPS = 2  # runs before a recording, so that libraries have made their workspaces
 MOST, MOST_BYTES = 64, 4 << 30  # buffers of captured rounds that a target keeps
+SLOTS = 64  # fewest slots of a row; capacities are this times a power of two, or eighths of it
+COMPILED_SLOTS = 256  # likewise where each capacity takes a minute to compile
 FORMS = 8  # captured rounds over the same buffers
 Made = TypeVar("Made")
 
@@ -168,9 +170,11 @@ class Captures:
         make: how they are made.
         most: number of `Captured` to keep; those not used for longest are dropped.
         most_bytes: that their buffers may take; the newest are kept however large they are.
+        slots: fewest slots of a row.
     """
 
     make: Maker
+    slots: int = SLOTS
     most: int = MOST
     most_bytes: int = MOST_BYTES
     _rounds: OrderedDict[Key, Captured] = field(default_factory=OrderedDict)
@@ -225,5 +229,7 @@ def captures_of(target: Target) -> Captures | None:
         return None
     if target.captures is None:
         maker = graphed if target.device.type == "cuda" else traced
-        target.captures = Captures(partial(maker, compiles=target.compiles))
+        target.captures = Captures(
+            partial(maker, compiles=target.compiles), COMPILED_SLOTS if target.compiles else SLOTS
+        )
     return target.captures

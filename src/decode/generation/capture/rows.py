@@ -46,7 +46,7 @@ class Setup(NamedTuple):
     @property
     def capacity(self) -> int:
         """Slots of a row in every store."""
-        return bucket(self.slots, 64)
+        return bucket(self.slots, self.captures.slots)
 
     def key(self, texts: RunningTexts, rows: int, whole: bool) -> Key:
         """The key of rounds that are captured whole, or of captured verification."""
