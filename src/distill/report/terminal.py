@@ -7,11 +7,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from decode.evaluation.scorecard import Scorecard, read_scorecard
+from decode.hardware import hardware
+from decode.model.compiled_forward import missing_compiler
 from distill.report.bottleneck import bottleneck
 from distill.scoring.run_scorecards import scorecards
 from distill.scoring.tables import (
@@ -33,6 +36,8 @@ from drafters.export.layout import FILES
 
 # Dropped in this order if the terminal is too narrow; the report and score.json contain them.
 OPTIONAL = ("other", "verify", "draft", *reversed(LEVEL_NAMES), "batch", "tau_decoded", INTERVAL, "T")
+
+HALF = ("bfloat16", "float16")  # in which compiled rounds are faster (docs/speed.md)
 
 
 def show(folder: Path) -> None:
@@ -97,15 +102,19 @@ def places(folder: Path) -> None:
         ["foredraft", "advise", argument],
         ["foredraft", "export", argument, f"to={_program(checkpoint)}"],
     ]
-    if _decoded_elsewhere(checkpoint):
+    card = read_scorecard(checkpoint / "score.json") if (checkpoint / "score.json").exists() else None
+    if card and _compiles(card):
+        commands.insert(1, ["foredraft", "score", argument, "target.compile=true", "target.capture=true"])
+    if card and card.conditions.elsewhere:  # an engine decodes the target
         commands = [[*commands[0], "decode=chain"], commands[-1]]
     say("try next:\n" + "\n".join(f"  {shlex.join(words)}" for words in commands) + "\n")
 
 
-def _decoded_elsewhere(checkpoint: Path) -> bool:
-    """Whether a scorecard says that an engine decodes the target."""
-    card = checkpoint / "score.json"
-    return card.exists() and bool(read_scorecard(card).conditions.elsewhere)
+def _compiles(card: Scorecard) -> bool:
+    """Whether compiled rounds may be faster on this machine than what was scored."""
+    timing, cpu = card.compared.timing, torch.device("cpu")
+    uncompiled = timing is not None and timing.passes == "uncompiled" and card.conditions.dtype in HALF
+    return uncompiled and card.conditions.hardware == hardware(cpu) and not missing_compiler(cpu)
 
 
 def _example(folder: Path) -> str:
