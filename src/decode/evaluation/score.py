@@ -104,13 +104,14 @@ def score(
         settings: rows, with resolved plans; the first is the headline.
         options: how to measure.
         progress: called with (steps done, total steps).
-        known: of this target, kept between checkpoints.
+        known: of this very target, kept between checkpoints.
 
     Raises:
         UserError: no prompts, or a headline that is not lossless.
     """
     check(held_out.prompts, settings[0].plan)
     known = known or TargetResults(target)
+    assert known.target is target
     if reason := target.abilities.decode:
         return _score_by_replay(known, drafter, held_out, settings, options, reason, progress)
     cases = _audit_cases(settings, options.full_audit)

@@ -214,7 +214,8 @@ class Scorer:
                 settings,
                 self._options(target, judge),
                 progress,
-                TargetResults(target) if drafter.traits.tunes_target else self._known,
+                # A drafter with a verifier of its own may change it from checkpoint to checkpoint.
+                self._known if target is self.target and not drafter.traits.tunes_target else None,
             )
         replayed = next(iter(answers.values()), [])
         conditions = replace(
