@@ -14,6 +14,7 @@ from rich.text import Text
 
 from decode.evaluation.scorecard import Scorecard, read_scorecard
 from decode.hardware import hardware
+from decode.kernels.half_products import HALF
 from decode.model.compiled_forward import missing_compiler
 from distill.report.bottleneck import bottleneck
 from distill.scoring.run_scorecards import scorecards
@@ -36,8 +37,6 @@ from drafters.export.layout import FILES
 
 # Dropped in this order if the terminal is too narrow; the report and score.json contain them.
 OPTIONAL = ("other", "verify", "draft", *reversed(LEVEL_NAMES), "batch", "tau_decoded", INTERVAL, "T")
-
-HALF = ("bfloat16", "float16")  # in which compiled rounds are faster (docs/speed.md)
 
 
 def show(folder: Path) -> None:
@@ -111,10 +110,11 @@ def places(folder: Path) -> None:
 
 
 def _compiles(card: Scorecard) -> bool:
-    """Whether compiled rounds may be faster on this machine than what was scored."""
-    timing, cpu = card.compared.timing, torch.device("cpu")
-    uncompiled = timing is not None and timing.passes == "uncompiled" and card.conditions.dtype in HALF
-    return uncompiled and card.conditions.hardware == hardware(cpu) and not missing_compiler(cpu)
+    """Whether compiled rounds may be faster on this machine than what was scored; in fp32 they are not."""
+    timing, known, cpu = card.compared.timing, card.conditions, torch.device("cpu")
+    if timing is None or timing.passes != "uncompiled" or getattr(torch, known.dtype) not in HALF:
+        return False
+    return known.hardware == hardware(cpu) and not missing_compiler(cpu)
 
 
 def _example(folder: Path) -> str:
