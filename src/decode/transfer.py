@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def upload(values: np.ndarray, device: torch.device) -> Tensor:
@@ -19,6 +21,18 @@ def upload(values: np.ndarray, device: torch.device) -> Tensor:
     if device.type == "cuda":
         host = host.pin_memory()  # freed by torch once the copy is done
     return host.to(device, non_blocking=True)
+
+
+def upload_together(values: Mapping[Key, Tensor], device: torch.device) -> dict[Key, Tensor]:
+    """Copy tensors of the host to a device in one copy; for a CPU they are returned as they are."""
+    if device.type == "cpu" or not values:
+        return dict(values)
+    # Widest numbers first, so that each tensor begins at a multiple of its own width.
+    keys = sorted(values, key=lambda key: -values[key].itemsize)
+    parts = [values[key].contiguous().flatten().view(torch.uint8) for key in keys]
+    sent = upload(torch.cat(parts).numpy(), device).split([len(part) for part in parts])
+    named = zip(keys, sent, strict=True)
+    return {key: part.view(values[key].dtype).view(values[key].shape) for key, part in named}
 
 
 class RowInts(list[int]):

@@ -33,7 +33,7 @@ class Batch(NamedTuple):
     """
 
     tokens: Tensor  # (B, T)
-    loss_mask: Tensor  # (B, T) bool: True where the target wrote token i
+    loss_mask: Tensor  # (B, T) bool, on the host: True where the target wrote token i
     taps: Tensor  # (B, T, L, D)
     last: Tensor  # (B, T, D) input of the target's head: teacher logits are head(last)
     seed: int = 0  # of the drafter's noise, a function of the optimizer step
@@ -45,7 +45,7 @@ class DraftStep(NamedTuple):
 
     Attributes:
         hidden: (M, D') of the supervised anchors; (M, D' + r) where the head has a `side`.
-        anchor: (M,) flat index b * T + t.
+        anchor: (M,) flat index b * T + t, ascending, on the host, where the objective plans.
         depth: j >= 1; 0 for the target's own prediction of x_{t+1}, from a drafter that tunes the target.
         head: maps hidden to logits.
         aux: named auxiliary losses, (M,) each, unweighted.
@@ -53,6 +53,7 @@ class DraftStep(NamedTuple):
             sum over depths, the part of this depth.
         training_only: an extra loss term with the weights of the step of the same depth and anchors. It
             is not drafted from, so alpha ignores it.
+        copied: `anchor` on the device of `hidden`; None: copied by `place`.
     """
 
     hidden: Tensor
@@ -62,6 +63,12 @@ class DraftStep(NamedTuple):
     aux: Mapping[str, Tensor]
     weight: float | Tensor = 1.0
     training_only: bool = False
+    copied: Tensor | None = None
+
+    @property
+    def place(self) -> Tensor:
+        """(M,) `anchor` on the device of `hidden`."""
+        return self.anchor.to(self.hidden.device) if self.copied is None else self.copied
 
 
 def constant_rate(progress: float) -> float:

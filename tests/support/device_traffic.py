@@ -22,7 +22,8 @@ SOURCE = str(ROOT / "src") + "/"
 UPLOAD, READ, SYNCHRONISATION = "upload", "read", "synchronisation"
 
 _FROM_DATA = {"tensor", "as_tensor", "asarray", "new_tensor"}
-_FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "zeros"}
+_FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "zeros"}
+_FACTORIES |= {"rand", "randint", "randn", "randperm"}
 # Only the device knows their size or value.
 _READS = {
     *("item", "tolist", "numpy", "cpu", "__array__", "__contains__", "is_nonzero", "equal", "allclose"),
@@ -45,7 +46,8 @@ class Traffic(TorchFunctionMode):
         self._patch = pytest.MonkeyPatch()
 
     def __enter__(self):
-        from_numpy, iterate = torch.from_numpy, Tensor.__iter__
+        from_numpy, iterate, generator = torch.from_numpy, Tensor.__iter__, torch.Generator
+        self._patch.setattr(torch, "Generator", lambda *_: generator())
         self._patch.setattr(torch, "from_numpy", lambda array: _mark(from_numpy(array), host=True))
         self._patch.setattr(torch.cuda, "synchronize", lambda *_: self.count(SYNCHRONISATION))
 

@@ -113,7 +113,7 @@ class OnPolicy:
             p = self._probs(target.head, target_last, text[start:])
             q = self._probs(student.head, student_last, text[start:])
             end = start + int(accepted_prefix(p, q, self.cut).sum())
-            yield row, text[:end], torch.arange(end, device=text.device) >= start
+            yield row, text[:end], torch.arange(end) >= start
 
     def _probs(self, head: Head, last: Tensor, tokens: Tensor) -> Tensor:
         """(n, D) states, (n,) tokens -> (n,) probability of each token, ROWS positions at a time."""

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from decode.kernels.half_products import product_dtype
 from decode.model.head import Head, Side
+from distill.losses.row_plan import RowIndex, RowPlan
 from drafters.base import DraftStep
 
-RowIndex = slice | Tensor  # selects rows: a slice is a view, a tensor copies
 MIN_LOG_PROB = -1e4  # exp of it is 0 in every dtype, and 0 * MIN_LOG_PROB is 0, not NaN
 
 
@@ -196,10 +196,10 @@ class Sweep:
 
     Args:
         steps: depths to score.
+        plan: of their rows.
         last: (B * T, D) input of the target's head.
         head: head of the target.
-        size: target rows of a chunk.
-        buffers: buffers of `size` rows, shared with the scorer.
+        buffers: buffers of `plan.size` rows, shared with the scorer.
         scorer: scores the logits.
         next_tokens: (B * T,) the text's token after each position; None without the text.
     """
@@ -207,14 +207,14 @@ class Sweep:
     def __init__(
         self,
         steps: Sequence[DraftStep],
+        plan: RowPlan,
         last: Tensor,
         head: Head,
-        size: int,
         buffers: Buffers,
         scorer: RowScorer,
         next_tokens: Tensor | None = None,
     ) -> None:
-        self._steps, self._last, self._head, self._size = steps, last, head, size
+        self._steps, self._plan, self._last, self._head = steps, plan, last, head
         self._buffers, self._scorer, self._next_tokens = buffers, scorer, next_tokens
         self._weights: dict[int, Tensor] = {}  # weights by id, in the dtype of matrix products
         # Cast once: autocast would cast the head for every chunk.
@@ -223,30 +223,13 @@ class Sweep:
 
     def pieces(self, score: Callable[[Any, Head, Tensor, int, RowIndex], Scored]) -> Iterator[Piece[Scored]]:
         """Yield every piece with the result of `score`, a method of the scorer."""
-        # Planned on the host, so that no chunk waits for the device. Depth j at anchor a is compared with
-        # target row a + j; `places` are indices into the sorted unique target rows.
-        positions_of_steps = [(step.anchor + step.depth).cpu() for step in self._steps]
-        positions = torch.cat(positions_of_steps).unique()  # (N,) ascending, like those of each step
-        places = [torch.searchsorted(positions, a) for a in positions_of_steps]
-        # cuts[i][n] : cuts[i][n + 1] are the rows of step i that fall into chunk n.
-        starts = range(0, len(positions), self._size)
-        bounds = torch.tensor([*starts, len(positions)])
-        cuts = [torch.searchsorted(place, bounds).tolist() for place in places]
-        for n, start in enumerate(starts):
-            target = self._target_chunk(self._rows_of(positions[start : start + self._size]))
-            for i, (step, place) in enumerate(zip(self._steps, places, strict=True)):
-                rows = slice(cuts[i][n], cuts[i][n + 1])
-                if rows.start == rows.stop:
-                    continue
-                hidden = step.hidden[rows].to(self.weight(step.head).dtype)
-                block = self._logits("draft", step.head, hidden)
-                at = self._rows_of(place[rows] - start)
-                yield Piece(i, rows, hidden, score(target, step.head, block, len(hidden), at))
-
-    def _rows_of(self, rows: Tensor) -> RowIndex:
-        """(N,) ascending indices; a slice, which copies nothing, if they are contiguous."""
-        first, last = int(rows[0]), int(rows[-1])
-        return slice(first, last + 1) if last - first + 1 == len(rows) else rows.to(self._last.device)
+        for chunk in self._plan.chunks:
+            target = self._target_chunk(chunk.target)
+            for i, rows, place in chunk.parts:
+                head = self._steps[i].head
+                hidden = self._steps[i].hidden[rows].to(self.weight(head).dtype)
+                block = self._logits("draft", head, hidden)
+                yield Piece(i, rows, hidden, score(target, head, block, len(hidden), place))
 
     def _target_chunk(self, rows: RowIndex) -> Any:
         """Pass the target's rows to the scorer and return its result."""
@@ -258,7 +241,7 @@ class Sweep:
     def weight(self, head: Head) -> Tensor:
         """A head's weight in the dtype of the products."""
         dtype = self._product or head.weight.dtype
-        return self._cast(head.weight, product_dtype(dtype, head.weight.device, self._size))
+        return self._cast(head.weight, product_dtype(dtype, head.weight.device, self._plan.size))
 
     def side(self, head: Head, side: Side) -> Tensor:
         """Weight of a head's side branch, in the same dtype."""

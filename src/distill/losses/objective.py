@@ -20,6 +20,7 @@ from decode.errors import UserError
 from decode.model.head import Head
 from distill.losses.chunked_logits import Buffers, RowScorer, Sweep, columns
 from distill.losses.divergences import Divergence
+from distill.losses.row_plan import RowPlan
 from distill.losses.row_scores import CompiledRows, EagerRows, Kernels
 from distill.losses.weights import RowWeights, Weights
 from drafters.base import Drafter, DraftStep
@@ -31,15 +32,18 @@ MIN_ROWS = 128
 
 
 class Scored(NamedTuple):
-    """Sums over one depth's rows, for logging; divide by `rows` after reducing over ranks."""
+    """Sums over one depth's rows, for logging; divide by `rows` after reducing over ranks.
+
+    Sums are scalar tensors, so that a step does not wait for them.
+    """
 
     depth: int
     rows: int
-    divergence: float
-    agreed: float  # rows where draft and target have the same top-1 token
-    alpha: float  # sum of min(p, q): acceptance probability of a token drawn from q
-    survival: float  # probability that this depth and all before it are accepted
-    confidence_loss: float  # cross-entropy of the confidence head's alphas with the true ones
+    divergence: Tensor
+    agreed: Tensor  # rows where draft and target have the same top-1 token
+    alpha: Tensor  # sum of min(p, q): acceptance probability of a token drawn from q
+    survival: Tensor  # probability that this depth and all before it are accepted
+    confidence_loss: Tensor  # cross-entropy of the confidence head's alphas with the true ones
 
 
 @dataclass(frozen=True)
@@ -87,18 +91,19 @@ class Objective:
         inputs = [step.hidden for step in steps] + list(trainable.values())
         next_tokens = None if tokens is None else tokens.roll(-1, 1).flatten()  # (B * T,)
         targets = _Targets(last.flatten(0, 1), head, next_tokens)
-        total, *per_step = _Chunked.apply(self, steps, targets, progress, *inputs)
+        plan = RowPlan(steps, self.rows(head), last.device)
+        total, *per_step = _Chunked.apply(self, steps, plan, targets, progress, *inputs)
         weights, rows = per_step[: len(steps)], per_step[len(steps) :]
         for step, weight in zip(steps, weights, strict=True):
             for name, values in step.aux.items():
                 total = total + aux_weights[name] * (weight * values.to(total.dtype)).sum()
         confidence_loss = [values.new_zeros(()) for values in rows]
         if confidence is not None:
-            for i in _drafts(steps):
+            for i in plan.drafts:
                 entropy = _cross_entropy(confidence(steps[i].hidden), rows[i][2])  # (M,)
                 total = total + (weights[i] * entropy).sum()
                 confidence_loss[i] = entropy.detach().sum()
-        return total, _scored(steps, rows, confidence_loss)
+        return total, _scored(steps, plan, rows, confidence_loss)
 
     def check(self, drafter: Drafter) -> None:
         """Reject acceptance weights for a depth-invariant drafter, which has rows of depth 1 only.
@@ -117,14 +122,16 @@ class Objective:
         budget = CHUNK_BYTES.get(head.weight.device.type, CHUNK_BYTES["cuda"])
         return self.chunk or max(MIN_ROWS, budget // (4 * head.weight.shape[0]))
 
-    def weigh(self, steps: Sequence[DraftStep], chances: Sequence[Tensor], progress: float) -> list[Tensor]:
+    def weigh(
+        self, steps: Sequence[DraftStep], plan: RowPlan, chances: Sequence[Tensor], progress: float
+    ) -> list[Tensor]:
         """(M,) weights of every step's rows; `chances` are acceptance probabilities, (M,) per step.
 
         Depth 0 is no draft and has weight 1. A `training_only` step has the weights of its depth. Weights are
         multiplied by `step.weight`.
         """
-        drafts, ones = _drafts(steps), [torch.ones_like(a) for a in chances]
-        drafted = [steps[i] for i in drafts], [chances[i] for i in drafts], progress
+        drafts, ones = plan.drafts, [torch.ones_like(a) for a in chances]
+        drafted = [steps[i] for i in drafts], plan, [chances[i] for i in drafts], progress
         counts = [ones[i] * steps[i].weight for i in drafts]
         weights = dict(zip(drafts, self._draft_weights(*drafted, counts), strict=True))
         of_depth = dict[int, Tensor]()
@@ -139,6 +146,7 @@ class Objective:
     def _draft_weights(
         self,
         steps: Sequence[DraftStep],
+        plan: RowPlan,
         chances: Sequence[Tensor],
         progress: float,
         counts: Sequence[Tensor],
@@ -148,9 +156,8 @@ class Objective:
             return [count * self.weights(step.depth) for step, count in zip(steps, counts, strict=True)]
         if not steps:
             return []
-        places, chance, present = _table(steps, chances)
-        weights = self.weights(chance, present, progress, _table(steps, counts)[1])
-        return [weights[place, k] for k, place in enumerate(places)]
+        chance, present = plan.table(chances)
+        return plan.columns(self.weights(chance, present, progress, plan.table(counts)[0]))
 
     @property
     def by_token(self) -> bool:
@@ -171,22 +178,6 @@ def _parts(head: Head) -> list[Tensor]:
     return [w for w in (head.weight, head.bias, head.side and head.side.weight) if w is not None]
 
 
-def _drafts(steps: Sequence[DraftStep]) -> list[int]:
-    """Indices of the drafted steps."""
-    return [i for i, step in enumerate(steps) if step.depth and not step.training_only]
-
-
-def _table(steps: Sequence[DraftStep], chances: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Rows as a table of anchors by depths: (M,) anchor index per step, (A, K) chances, (A, K) present."""
-    anchors = torch.cat([step.anchor for step in steps]).unique()
-    chance = chances[0].new_zeros(len(anchors), len(steps))  # (A, K)
-    present = torch.zeros_like(chance, dtype=torch.bool)
-    places = [torch.searchsorted(anchors, step.anchor) for step in steps]
-    for k, (place, values) in enumerate(zip(places, chances, strict=True)):
-        chance[place, k], present[place, k] = values, True
-    return places, chance, present
-
-
 def _cross_entropy(logits: Tensor, chance: Tensor) -> Tensor:
     """(M,) binary cross-entropy with probabilities as labels; rounding may put them above 1."""
     labels = chance.clamp(0, 1)
@@ -194,22 +185,21 @@ def _cross_entropy(logits: Tensor, chance: Tensor) -> Tensor:
 
 
 def _scored(
-    steps: Sequence[DraftStep], rows: Sequence[Tensor], confidence_loss: Sequence[Tensor]
+    steps: Sequence[DraftStep],
+    plan: RowPlan,
+    rows: Sequence[Tensor],
+    confidence_loss: Sequence[Tensor],
 ) -> list[Scored]:
     """Values to log, of the drafted steps and depth 0."""
-    drafts = _drafts(steps)
-    survival = dict.fromkeys(range(len(steps)), torch.zeros(()))
-    if drafts:
-        _, chance, _ = _table([steps[i] for i in drafts], [rows[i][3] for i in drafts])
-        survival |= dict(zip(drafts, chance.cumprod(1).sum(0), strict=True))
-    logged = [i for i, step in enumerate(steps) if not step.training_only]
-    sums = torch.stack(
-        [
-            torch.cat([rows[i][:3].sum(1), torch.stack([survival[i].to(rows[i]), confidence_loss[i]])])
-            for i in logged
-        ]
-    ).tolist()
-    return [Scored(steps[i].depth, len(steps[i].anchor), *row) for i, row in zip(logged, sums, strict=True)]
+    survival = dict.fromkeys(range(len(steps)), rows[0].new_zeros(()))
+    if plan.drafts:
+        chance, _ = plan.table([rows[i][3] for i in plan.drafts])
+        survival |= dict(zip(plan.drafts, chance.cumprod(1).sum(0).unbind(), strict=True))
+    return [
+        Scored(step.depth, len(step.anchor), *rows[i][:3].sum(1).unbind(), survival[i], confidence_loss[i])
+        for i, step in enumerate(steps)
+        if not step.training_only
+    ]
 
 
 class _Chunked(torch.autograd.Function):
@@ -225,12 +215,13 @@ class _Chunked(torch.autograd.Function):
         ctx: Any,
         objective: Objective,
         steps: Sequence[DraftStep],
+        plan: RowPlan,
         targets: _Targets,
         progress: float,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         hidden, trainable = inputs[: len(steps)], inputs[len(steps) :]
-        by = partial(_differentiate, objective, steps, targets, progress, hidden, trainable)
+        by = partial(_differentiate, objective, steps, plan, targets, progress, hidden, trainable)
         kernels, eager = objective.kernels, partial(by, EagerRows)
         if kernels and kernels.take(objective.divergence):
             compiled = partial(by, partial(CompiledRows, kernels))
@@ -249,7 +240,7 @@ class _Chunked(torch.autograd.Function):
         # Scaled in place and released, since a head's gradient is large.
         gradients, ctx.gradients = ctx.gradients, None
         scaled = [None if g is None else g.mul_(grad_total.to(g.dtype)) for g in gradients]
-        return None, None, None, None, *scaled
+        return None, None, None, None, None, *scaled
 
 
 class _Gradients(NamedTuple):
@@ -264,6 +255,7 @@ class _Gradients(NamedTuple):
 def _differentiate(
     objective: Objective,
     steps: Sequence[DraftStep],
+    plan: RowPlan,
     targets: _Targets,
     progress: float,
     hidden: Sequence[Tensor],
@@ -280,9 +272,9 @@ def _differentiate(
     # (4, M) divergence, agreed, alpha, chance
     rows = [torch.zeros(4, len(h), dtype=wide, device=h.device) for h in hidden]
     chances = [r[3] for r in rows]
-    buffers = Buffers(size := objective.rows(head))
+    buffers = Buffers(plan.size)
     scorer = make_scorer(objective.divergence, objective.by_token, wide, buffers)
-    sweep = Sweep(steps, last, head, size, buffers, scorer, next_tokens)
+    sweep = Sweep(steps, plan, last, head, buffers, scorer, next_tokens)
     weights_need_alphas = isinstance(objective.weights, RowWeights)
     # The sweep casts the operands of matrix products itself.
     with torch.autocast(last.device.type, enabled=False):
@@ -290,7 +282,7 @@ def _differentiate(
             for i, part, _, chance in sweep.pieces(scorer.chances):
                 chances[i][part] = chance
         late = weights_need_alphas and not trainable  # weights come after the gradients
-        weights = [] if late else objective.weigh(steps, chances, progress)
+        weights = [] if late else objective.weigh(steps, plan, chances, progress)
         for i, part, states, scores in sweep.pieces(scorer.draft):
             draft_head = steps[i].head
             rows[i][:, part] = scores.values
@@ -298,7 +290,7 @@ def _differentiate(
                 sweep.back(draft_head, scores.slope, gradient[part])
             if trainable:
                 _add_to_head(head_grads, draft_head, scores.slope, states, weights[i][part, None])
-        weights = weights or objective.weigh(steps, chances, progress)
+        weights = weights or objective.weigh(steps, plan, chances, progress)
     for gradient, weight in zip(hidden_grads, weights, strict=True):
         if gradient is not None:
             gradient.mul_(weight[:, None])

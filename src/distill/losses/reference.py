@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
 def distributions(step: DraftStep, last: Tensor, head: Head, tokens: Tensor | None) -> Rows:
     """Both distributions of one depth; arguments as in `loss`."""
-    position = step.anchor + step.depth  # its row predicts the next token
+    position = step.place + step.depth  # its row predicts the next token
     p = head(last.flatten(0, 1)[position]).softmax(-1)
     log_q = step.head(step.hidden).log_softmax(-1)  # (M, V')
     draft_vocab = torch.arange(p.shape[1]) if step.head.d2t is None else step.head.d2t

@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.compiler import config as compiler_config
+from torch.nn import functional as F
 
 from decode.model.head import Head
 from distill.losses.chunked_logits import (
     Buffers,
-    RowIndex,
     Scores,
     Student,
     TargetProbs,
@@ -26,6 +26,7 @@ from distill.losses.chunked_logits import (
     draft_ids,
 )
 from distill.losses.divergences import Divergence, TopK, by_autograd
+from distill.losses.row_plan import RowIndex
 from distill.utils.progress import say
 
 T = TypeVar("T")
@@ -188,8 +189,9 @@ class CompiledRows:
         """See `RowScorer`."""
         if id(head.d2t) not in target.probs:
             target.probs[id(head.d2t)] = self._over(target, head.d2t)
-        rows = torch.zeros(len(block), dtype=torch.long, device=block.device)
-        rows[:count] = torch.arange(place.start, place.stop) if isinstance(place, slice) else place
+        if isinstance(place, slice):
+            place = torch.arange(place.start, place.stop, device=block.device)
+        rows = F.pad(place, (0, len(block) - count))
         run = self._kernels.draft(self._divergence, self._by_token, head)
         values = run(block, rows, *target.probs[id(head.d2t)])
         return Scores(values[:, :count], block[:count])

@@ -128,4 +128,4 @@ def weighted(steps: Iterator[DraftStep], weight: Tensor, length: int) -> Iterato
         length: T of the batch.
     """
     for step in steps:
-        yield step._replace(weight=step.weight * weight[step.anchor // length])
+        yield step._replace(weight=step.weight * weight[step.place // length])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,6 +98,12 @@ class DistillModule(L.LightningModule):
         register_fsdp_forward_method(self, "training_step")
 
     @override
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """The loss mask stays on the host, where drafters plan what their layers index."""
+        moved = super().transfer_batch_to_device(batch._replace(loss_mask=None), device, dataloader_idx)
+        return moved._replace(loss_mask=batch.loss_mask)
+
+    @override
     @flush_denormals()
     def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
         """One micro-batch: its sum of losses over the number of anchors of the whole optimizer step."""
@@ -158,7 +164,7 @@ class DistillModule(L.LightningModule):
             self.target.join()  # ranks have different numbers of rows to run the target on
             local_anchors = torch.stack([supervised_anchors(m.loss_mask, 1).sum() for m in micros]).sum()
             # The loss divides by the anchors of the whole step, so all its answers must be known first.
-            anchors = int(trainer.strategy.reduce(local_anchors, reduce_op="sum"))
+            anchors = int(trainer.strategy.reduce(local_anchors.to(self.device), reduce_op="sum"))
             self._mixed = [m._replace(anchors=anchors) for m in micros]
         return self._mixed.pop(0)
 
@@ -166,7 +172,8 @@ class DistillModule(L.LightningModule):
         sums = torch.zeros(1 + DEPTHS, 6, device=loss.device)
         sums[0, 0], sums[0, 1] = loss.detach(), on_policy
         for row in scored:
-            sums[1 + row.depth] = torch.tensor(row[1:])
+            sums[1 + row.depth, 0] = row.rows
+            sums[1 + row.depth, 1:] = torch.stack(row[2:])
         self._sums = sums if self._sums is None else self._sums + sums
 
     def forget(self) -> None:
@@ -183,19 +190,30 @@ class DistillModule(L.LightningModule):
         self._micros = 0
         if self._unused:
             self._unused.drop_gradients(lambda t: self.trainer.strategy.reduce(t, reduce_op="sum"))
-        norms = self._gradients.norms(optimizer) if self._engine is None else torch.zeros(2)
-        self._sums[0, 2 : 2 + len(SIGNALS)] = torch.tensor(self.stop.received)
+        norms = self._gradients.norms(optimizer) if self._engine is None else self._sums.new_zeros(2)
+        for i, number in enumerate(self.stop.received):
+            if number:  # a number that is written is no copy to the device; zeros are there
+                self._sums[0, 2 + i] = number
         sums, self._sums = self.trainer.strategy.reduce(self._sums, reduce_op="sum"), None
         assert isinstance(sums, Tensor)
-        (self.loss, on_policy, *rest), *depths = sums.tolist()
+        # The only read of a step: the host waits here for the device.
+        numbers = torch.cat([sums.flatten(), norms]).tolist()
+        norm, head_norm = numbers[-2:]
+        (self.loss, on_policy, *rest), *depths = (
+            numbers[i : i + sums.shape[1]] for i in range(0, sums.numel(), sums.shape[1])
+        )
         self.stop.update(rest[: len(SIGNALS)])
-        norm, head_norm = norms.tolist()  # no extra wait: `sums.tolist()` has synchronized the device
         self._guard.check(self.trainer, self.loss, norm + head_norm)
         values = {"train/loss": self.loss, "train/lr": max(group["lr"] for group in optimizer.param_groups)}
         if self._engine is None:
             values["train/grad_norm"] = norm
         if self.on_policy:
             values["train/on_policy"] = on_policy
+        self.log_dict(values | self._by_depth(depths))
+
+    def _by_depth(self, depths: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Means to log, from sums of the rows of depth 0, 1, ..."""
+        values = {}
         first = max((rows for rows, *_ in depths[1:]), default=0.0)
         for depth, (rows, divergence, top1, alpha, survival, confidence_loss) in enumerate(depths):
             if rows:
@@ -206,7 +224,7 @@ class DistillModule(L.LightningModule):
                     values[f"train/survival_{depth}"] = survival / first
                     if self.drafter.confidence:
                         values[f"train/confidence_{depth}"] = confidence_loss / rows
-        self.log_dict(values)
+        return values
 
     @override
     def configure_gradient_clipping(

@@ -22,15 +22,16 @@ from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from decode.transfer import RowInts
-from drafters.base import Batch, DraftStep, sample_anchors, supervised_anchors
+from drafters.base import Batch, DraftStep
 from drafters.drafting.parallel_logits import ParallelLogits
 from drafters.families.token_bias_drafter import TokenBiasDrafter
+from drafters.layers.block_rows import BlockRows
 from drafters.layers.decode_step import run_after
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from drafters.layers.text_store import TextStore
 from drafters.layers.token_bias import TeacherForcedBias
 from drafters.layers.unroll import finish_layer
-from drafters.layers.unroll_attention import Visibility, attend_unrolled, oldest_keys, query_blocks
+from drafters.layers.unroll_attention import attend_unrolled
 from drafters.vocabulary import Vocabulary
 
 MAX_COUNT = 1024  # layers, masks or passes; bounds what a downloaded config may ask for
@@ -51,14 +52,12 @@ class _Context(NamedTuple):
     Attributes:
         feature: (N, D).
         table: rotary angles by position.
-        places: (N,) position of each in its text.
-        starts: (N,) index of its text's first feature, on the host.
+        rows: where they are.
     """
 
     feature: Tensor
     table: Tensor
-    places: Tensor
-    starts: Tensor
+    rows: BlockRows
 
 
 class BlockDrafter(TokenBiasDrafter):
@@ -211,109 +210,89 @@ class BlockDrafter(TokenBiasDrafter):
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """Run the blocks of all sampled anchors at once, then yield their supervised rows by depth."""
-        mask, device = batch.loss_mask.cpu(), batch.tokens.device
-        candidates = supervised_anchors(mask, 1).flatten().nonzero()[:, 0]  # (N,)
-        if not len(candidates):
+        several = self.training and self.steps > 1
+        rows = BlockRows(
+            batch.loss_mask,
+            self.depth,
+            self.visible_places(torch.device("cpu")),
+            self.shape,
+            batch.tokens.device,
+            sample=self.anchors if self.training else 0,
+            seed=batch.seed,
+            root_everywhere=self.root_first,
+            fill=several,
+        )
+        if not rows.anchors:
             return
-        count = len(mask) * self.anchors if self.training and self.anchors else len(candidates)
-        chosen = sample_anchors(candidates, count, batch.seed)  # (A,) on the host
-        roots = candidates if self.root_first else chosen  # (R,)
-        supervised = torch.stack(
-            [supervised_anchors(mask, depth).flatten()[chosen] for depth in range(1, self.depth + 1)], 1
-        )  # (A, K)
-        rooted, states = self._blocks(batch, target, roots, chosen)
-        passes: list[tuple[Sequence[Tensor], Tensor | None]] = [(states, None)]
-        if self.training and self.steps > 1:
-            filled, counts = (t.to(device) for t in filled_places(supervised, batch.seed))
-            _, states = self._blocks(batch, target, chosen, chosen, filled)
-            passes.append((states, counts[:, None] * ~filled))
+        context, blocks, rooted = self._rooted(batch, target, rows)
+        passes: list[tuple[Sequence[Tensor], Tensor | None]] = [(self._states(blocks, context), None)]
+        if several:
+            assert rows.filled is not None
+            assert rows.counts is not None
+            token = self._following(batch, target, rows)
+            filled = self.fill_in(blocks, rows.filled, token.to(blocks.dtype))
+            passes.append((self._states(filled, context), rows.counts[:, None] * ~rows.filled))
         if self.root_first:  # the same in all passes, and at every place of the text
-            yield DraftStep(rooted, roots.to(device), 1, self.output_head(target.head), {})
+            yield DraftStep(rooted, rows.roots_host, 1, self.output_head(target.head), {}, copied=rows.roots)
         teaching, head = [TeacherForcedBias(self.info, batch.tokens) for _ in passes], self.head(target)
-        weight = len(candidates) / len(chosen) / len(passes)  # sampled anchors represent all
-        for depth in range(1, self.depth + 1):
-            is_supervised = supervised[:, depth - 1].to(device)
-            if not is_supervised.any():
-                return
-            anchor = chosen.to(device)[is_supervised]
+        weight = rows.share / len(passes)
+        for depth, (anchor, place) in enumerate(zip(rows.anchors, rows.places, strict=True), 1):
+            at = rows.chosen[place]
             for bias, (states, counted) in zip(teaching, passes, strict=True):
                 # Also at depth 1 that was yielded above: a bias with a memory reads all tokens.
-                hidden = bias.with_bias_input(states[depth - 1][is_supervised], anchor, depth)
+                hidden = bias.with_bias_input(states[depth - 1][place], at, depth)
                 if depth == 1 and self.root_first:
                     continue
-                rows = weight if counted is None else weight * counted[is_supervised, depth - 1]
-                yield DraftStep(hidden, anchor, depth, head, {}, rows, training_only=counted is not None)
+                weights = weight if counted is None else weight * counted[place, depth - 1]
+                yield DraftStep(hidden, anchor, depth, head, {}, weights, counted is not None, at)
 
-    def _blocks(
-        self,
-        batch: Batch,
-        target: Target,
-        roots: Tensor,
-        chosen: Tensor,
-        filled: Tensor | None = None,
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Final states: (R, D) of the roots, with `root_first`; and by depth, (A, D) each.
-
-        Args:
-            batch: texts.
-            target: source of the embeddings.
-            roots: (R,) anchors with a computed root, ascending, on the host.
-            chosen: (A,) those of them with computed masks.
-            filled: (A, K) masks replaced by tokens of the text; None: none.
-        """
-        length, masks = batch.tokens.shape[1], self.masks
-        device, dtype = batch.tokens.device, self.mask.dtype
-        # Features of each text up to its last anchor, texts concatenated.
-        ends = torch.zeros(len(batch.tokens), dtype=torch.long)
-        ends.scatter_reduce_(0, roots // length, roots % length + 1, "amax")
-        in_context = torch.arange(length) < ends[:, None]
-        places = in_context.flatten().nonzero()[:, 0]
-        starts = (ends.cumsum(0) - ends)[places // length]
-        texts = places.to(device)
-        behind = target.embed(batch.tokens.flatten()[texts + 1]).to(dtype)  # no anchor is a text's last token
-        feature = self.fuse(batch.taps.flatten(0, 1)[texts].to(dtype), behind)
-        table = self.rotary.table(length + masks + 1, feature)
-        context = _Context(feature, table, texts % length, starts)
-        slots = torch.searchsorted(places, roots)
-        root = target.embed(batch.tokens.flatten()[roots.to(device) + 1]).to(dtype)
-        blocks = self.inputs(root, feature[slots.to(device)])  # (R, 1 + masks, D)
+    def _rooted(self, batch: Batch, target: Target, rows: BlockRows) -> tuple[_Context, Tensor, Tensor]:
+        """Features, the (A, 1 + masks, D) input of the blocks, and with `root_first` the (R, D) roots."""
+        tokens, dtype = batch.tokens.flatten(), self.mask.dtype
+        behind = target.embed(tokens[rows.texts + 1]).to(dtype)  # no anchor is a text's last token
+        feature = self.fuse(batch.taps.flatten(0, 1)[rows.texts].to(dtype), behind)
+        table = self.rotary.table(batch.tokens.shape[1] + self.masks + 1, feature)
+        context = _Context(feature, table, rows)
+        root = target.embed(tokens[rows.roots + 1]).to(dtype)
+        blocks = self.inputs(root, feature[rows.root_slots])  # (R, 1 + masks, D)
         rooted = blocks[:, 0]
         if self.root_first:
-            rooted = self._run(self.stack[:1], blocks[:, :1], slots, context)[:, 0]
+            rooted = self._run(self.stack[:1], blocks[:, :1], "roots", context)[:, 0]
             blocks = torch.cat([rooted[:, None], blocks[:, 1:]], 1)
             rooted = self.norm(rooted)
-        states = [rooted]
-        if len(chosen) < len(roots):
-            rows = torch.searchsorted(roots, chosen)  # (A,) indices in `roots`
-            slots, rows = slots[rows], rows.to(device)
-            blocks, states = blocks[rows], [rooted[rows]]
-        if filled is not None:
-            ahead = torch.arange(2, masks + 2, device=device)
-            following = chosen.to(device)[:, None] + ahead  # (A, masks) places of the masked tokens
-            token = target.embed(batch.tokens.flatten()[following.clamp_max(batch.tokens.numel() - 1)])
-            blocks = self.fill_in(blocks, filled, token.to(dtype))
+        return context, blocks if rows.blocks is None else blocks[rows.blocks], rooted
+
+    def _states(self, blocks: Tensor, context: _Context) -> Sequence[Tensor]:
+        """(A, 1 + masks, D) input of blocks -> final states by depth, (A, D) each."""
         if not self.root_first:
-            states = self.norm(self._run(self.stack, blocks, slots, context)).unbind(1)
-        elif masks:
-            if self.detach:
-                blocks = torch.cat([blocks[:, :1].detach(), blocks[:, 1:]], 1)
-                context = context._replace(feature=feature.detach())
-            blocks = self._run(self.stack[1:], self.behind_root(blocks), slots, context)
-            states += self.norm(blocks[:, 1:]).unbind(1)
-        return rooted, states[1 + masks - self.depth :]
+            states = list(self.norm(self._run(self.stack, blocks, "blocks", context)).unbind(1))
+        else:
+            states = [self.norm(blocks[:, 0])]
+            if self.masks:
+                if self.detach:
+                    blocks = torch.cat([blocks[:, :1].detach(), blocks[:, 1:]], 1)
+                    context = context._replace(feature=context.feature.detach())
+                blocks = self._run(self.stack[1:], self.behind_root(blocks), "blocks", context)
+                states += self.norm(blocks[:, 1:]).unbind(1)
+        return states[1 + self.masks - self.depth :]
+
+    def _following(self, batch: Batch, target: Target, rows: BlockRows) -> Tensor:
+        """(A, masks, D) embeddings of the tokens that the masks stand for."""
+        ahead = torch.arange(2, self.masks + 2, device=batch.tokens.device)
+        following = (rows.chosen[:, None] + ahead).clamp_max(batch.tokens.numel() - 1)
+        return target.embed(batch.tokens.flatten()[following])
 
     def behind_root(self, blocks: Tensor) -> Tensor:
         """Add the root's state to the masks of (B, 1 + masks, D) blocks."""
         return torch.cat([blocks[:, :1], blocks[:, 1:] + blocks[:, :1]], 1)
 
-    def _run(self, layers: Sequence[DecoderLayer], x: Tensor, slots: Tensor, context: _Context) -> Tensor:
-        """Run layers over the first n places of A blocks; `slots` (A,): the newest feature of each."""
+    def _run(self, layers: Sequence[DecoderLayer], x: Tensor, queries: str, context: _Context) -> Tensor:
+        """Run layers over the first n places of A blocks, `queries` of `BlockRows.visibility`."""
         count, width = x.shape[:2]
-        feature, table, places, _ = context
-        device = feature.device
-        ahead = torch.arange(1, width + 1, device=device)
-        angles = table[(places[slots.to(device), None] + ahead).flatten()]
-        context_angles, visible = table[places], self._visibility(slots, width, context)
+        feature, table, rows = context
+        ahead = torch.arange(1, width + 1, device=feature.device)
+        angles = table[(rows.positions[rows.slots_of(queries), None] + ahead).flatten()]
+        context_angles, visible = table[rows.positions], rows.visibility(queries, feature)
         x = x.flatten(0, 1)  # (M, D)
         for layer in layers:
             k, v = self.context(layer, feature, context_angles)
@@ -324,21 +303,6 @@ class BlockDrafter(TokenBiasDrafter):
             attended = attend_unrolled(q, keys, values, visible).flatten(1)
             x = finish_layer(layer, x, attended, self.checkpointing)
         return x.unflatten(0, (count, width))
-
-    def _visibility(self, slots: Tensor, width: int, context: _Context) -> Visibility:
-        """Keys that the first places of A blocks see; `slots`: the newest feature of each, on the host."""
-        shape, like = self.shape, context.feature
-        place = slots.repeat_interleave(width)  # (M,)
-        text = context.starts[slots].repeat_interleave(width)
-        # The root stands one place after the newest feature.
-        ahead = torch.arange(1, width + 1).repeat(len(slots))
-        oldest = oldest_keys(place, text, shape.window, shape.sinks, ahead)
-        blocks = query_blocks(place, text, shape.heads, like, oldest, shape.sinks)
-        own = torch.arange(len(slots), device=like.device).repeat_interleave(width)
-        within = self.visible_places(slots.device)[:width, :width]
-        later = None if bool(within.all()) else within.repeat(len(slots), 1).to(like.device)
-        oldest = None if oldest is None else oldest.to(like.device)
-        return Visibility([place.to(like.device), *[own] * width], blocks, oldest, shape.sinks, later)
 
     def fill_in(self, x: Tensor, filled: Tensor, token: Tensor) -> Tensor:
         """Replace masks by tokens in the (B, 1 + masks, D) input of blocks.
@@ -437,24 +401,3 @@ class BlockDrafter(TokenBiasDrafter):
                 x = run_after(store, self.stack[1:], self.rotary, x, block, places, first=1)
             x = torch.cat([root, x[:, 1:]], 1)
         return self.norm(x)[:, width - self.depth :]
-
-
-def filled_places(supervised: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Places of blocks that a training pass fills in, and the loss weight of the others.
-
-    Of a block's n supervised places, m are filled in at random, m uniform from 0 to n - 1; the others have
-    weight n / (n - m). The expected loss is the bound of masked diffusion models (MDLM, arXiv:2406.07524),
-    with a number of masks instead of a rate.
-
-    Args:
-        supervised: (A, K) bool.
-        seed: of the draws.
-
-    Returns:
-        (A, K) bool, and (A,) weights; a block without supervised places has the weight 0.
-    """
-    random = torch.Generator().manual_seed(seed)
-    size = supervised.sum(1)  # (A,)
-    order = torch.rand(supervised.shape, generator=random).masked_fill(~supervised, 2.0).argsort(1).argsort(1)
-    count = (torch.rand(len(size), generator=random) * size).long()
-    return (order < count[:, None]) & supervised, size / (size - count).clamp_min(1)

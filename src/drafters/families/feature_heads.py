@@ -19,8 +19,9 @@ from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from decode.transfer import RowInts
-from drafters.base import Batch, Drafter, DraftStep, supervised_anchors
+from drafters.base import Batch, Drafter, DraftStep
 from drafters.drafting.tree import expand
+from drafters.layers.anchor_rows import rows_by_depth
 from drafters.vocabulary import Vocabulary
 
 
@@ -96,17 +97,17 @@ class ChainedHeadsDrafter(FeatureHeadsDrafter):
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         tokens = batch.tokens.flatten()
-        anchor = supervised_anchors(batch.loss_mask, 1).flatten().nonzero()[:, 0]  # (M,)
-        state = self.initial_state(batch.taps[:, :, 0].flatten(0, 1)[anchor])
-        for depth in range(1, self.depth + 1):
-            is_supervised = supervised_anchors(batch.loss_mask, depth).flatten()[anchor]
-            anchor, state = anchor[is_supervised], state[is_supervised]
-            if not len(anchor):
-                return
-            state = self.cell(state, tokens[anchor + depth], depth - 1, target)
-            yield DraftStep(
-                self.head_input(state, depth - 1), anchor, depth, self.head_for(depth, target), {}
-            )
+        supervised = rows_by_depth(batch.loss_mask, self.depth, tokens.device)
+        if not supervised:
+            return
+        before = supervised[0]
+        state = self.initial_state(batch.taps[:, :, 0].flatten(0, 1)[before.place])
+        for depth, rows in enumerate(supervised, 1):
+            if len(rows.row) < len(before.row):
+                state = state[torch.searchsorted(before.row, rows.row)]
+            state, before = self.cell(state, tokens[rows.place + depth], depth - 1, target), rows
+            hidden, head = self.head_input(state, depth - 1), self.head_for(depth, target)
+            yield DraftStep(hidden, rows.anchor, depth, head, {}, copied=rows.place)
 
     # -- decoding ----------------------------------------------------------------------------
 

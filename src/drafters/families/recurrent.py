@@ -147,8 +147,10 @@ class RecurrentDrafter(Drafter):
         index = AnchorIndex(batch.loss_mask, self.depth, self.anchors if self.training else 0, batch.seed)
         if not index.anchors:
             return
-        places = index.places.to(batch.tokens.device)
-        dtype = next(self.parameters()).dtype
+        layers = LayerUnroll(
+            self.stack, self.qkv_weights(), self.rotary, index, batch.tokens.device, self.checkpointing
+        )
+        places, dtype = layers.places, next(self.parameters()).dtype
         feature = self.fuse(
             self.training_taps(batch).flatten(0, 1).index_select(0, places).to(dtype)
         )  # (N, D)
@@ -156,9 +158,6 @@ class RecurrentDrafter(Drafter):
         tokens = batch.tokens.flatten()[places + 1]
         active, projections = self, self.token_projection(target.embed(tokens).to(dtype))
         token_positions = places % batch.tokens.shape[1]
-        layers = LayerUnroll(
-            self.stack, self.qkv_weights(), self.rotary, index, places.device, self.checkpointing
-        )
         head, last = self.head(target), batch.last.flatten(0, 1)
         for depth, anchors in enumerate(index.anchors, 1):
             projection, positions = projections, token_positions
@@ -177,10 +176,10 @@ class RecurrentDrafter(Drafter):
             hidden, feature = self.emit(
                 layers.step(depth, active.first_input(projection, feature), positions)
             )
-            anchor = anchors.to(places.device)
-            losses = self.losses(hidden, last.index_select(0, anchor + depth))
+            place = layers.anchors(depth)
+            losses = self.losses(hidden, last.index_select(0, place + depth))
             weight = 1.0 if depth == 1 else index.share * self.depth_weight ** (depth - 1)
-            yield DraftStep(hidden, anchor, depth, head, losses, weight)
+            yield DraftStep(hidden, anchors, depth, head, losses, weight, copied=place)
 
     # -- decoding ----------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from decode.model.causal_lm import CausalLM
 from decode.row_state import append_rows, select_rows
-from decode.transfer import RowInts
+from decode.transfer import RowInts, upload_together
 from drafters.hf.vocabulary import known_tokens, unread_text
 
 
@@ -61,8 +61,8 @@ class MaskedPrefix:
 
         Args:
             tokens: (B, T) texts.
-            row: (M,) the text of each root, ascending.
-            root: (M,) its place, below `reach`.
+            row: (M,) the text of each root, ascending, on the host.
+            root: (M,) its place, below `reach`, on the host.
 
         Returns:
             (M, K, D') input of the head for every mask.
@@ -72,10 +72,12 @@ class MaskedPrefix:
         length, device = text.shape[1], text.device
         counts = torch.bincount(row, minlength=rows)  # (B,) blocks of each text
         earlier = counts.cumsum(0) - counts  # (B,) blocks of earlier texts
-        number = torch.arange(len(row), device=device) - earlier[row]  # (M,) index of a block in its text
+        number = torch.arange(len(row)) - earlier[row]  # (M,) index of a block in its text
         blocks = int(counts.max())
         # Texts with fewer blocks get padding blocks after their first token.
         roots = root.new_zeros(rows, blocks).index_put((row, number), root)
+        hosts = {"row": row, "root": root, "number": number, "roots": roots}
+        row, root, number, roots = upload_together(hosts, device).values()
         roots = roots.repeat_interleave(size, 1)  # (B, S) of every mask
         place = torch.arange(length, device=device)
         block = torch.arange(blocks, device=device).repeat_interleave(size)  # (S,)

@@ -9,13 +9,14 @@ still supervised, (M, D). `unroll_attention` computes the attention, `AnchorInde
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from decode.transfer import upload_together
 from drafters.base import sample_anchors, supervised_anchors
 from drafters.layers.decoder_layer import DecoderLayer, Rotary
 from drafters.layers.unroll_attention import Visibility, attend_unrolled, oldest_keys, query_blocks
@@ -39,7 +40,7 @@ class AnchorIndex:
     """Positions that take part in an unroll, computed on the host from the loss mask.
 
     Args:
-        loss_mask: (B, T) bool.
+        loss_mask: (B, T) bool, on the host.
         depth: maximum depth.
         sample: average number of anchors per text at depth 2 and deeper; 0: all.
         seed: of the sample.
@@ -85,6 +86,8 @@ def finish_layer(layer: DecoderLayer, x: Tensor, attended: Tensor, checkpointing
 class LayerUnroll:
     """The decoder layers of one unroll, with the keys and values of all depths so far.
 
+    Indices of all depths go to the device in one copy.
+
     Args:
         stack: the layers.
         weights: q, k, v projection of each layer, sliced once by the caller, so that all depths
@@ -94,6 +97,9 @@ class LayerUnroll:
         device: of the rows.
         checkpointing: recompute the part after attention in the backward pass. Keys and values are
             stored, since later depths read them.
+
+    Attributes:
+        places: (N,) `AnchorIndex.places` on the device.
     """
 
     def __init__(
@@ -107,9 +113,35 @@ class LayerUnroll:
     ) -> None:
         self._checkpointing = checkpointing
         self._stack, self._weights, self._rotary = stack, weights, rotary
-        self._index, self._device = index, device
+        self._index = index
         self._keys: list[list[Tensor]] = [[] for _ in stack]
         self._values: list[list[Tensor]] = [[] for _ in stack]
+        self._hosts = self._indices()
+        self._sent = upload_together(self._hosts, device)
+        self.places = self._sent["places"]
+
+    def _indices(self) -> dict[Any, Tensor]:
+        """All that layers index with, on the host; `later` and `oldest` as in `Visibility`."""
+        index, (window, sinks) = self._index, (self._stack[0].window, self._stack[0].sinks)
+        hosts: dict[Any, Tensor] = {"places": index.places}
+        for depth, anchors in enumerate(index.anchors, 1):
+            hosts["anchors", depth], hosts["slots", depth] = anchors, index.slots(depth)
+            if depth > 1 and len(before := index.anchors[depth - 2]) > len(anchors):
+                hosts["surviving", depth] = torch.searchsorted(before, anchors)
+            for d in self._later(depth):
+                hosts["later", depth, d] = torch.searchsorted(index.anchors[d - 1], anchors)
+            # At depth j, a query is j - 1 positions after its anchor.
+            slots = hosts["slots", depth]
+            oldest = oldest_keys(slots, index.text[slots], window, sinks, depth - 1)
+            if oldest is not None:
+                hosts["oldest", depth] = oldest
+        if len(self._stack) > 1:  # all positions ask in the first step, but in the last layer
+            every = torch.arange(len(index.places))
+            hosts["slots", 0] = every
+            oldest = oldest_keys(every, index.text, window, sinks, 0)
+            if oldest is not None:
+                hosts["oldest", 0] = oldest
+        return hosts
 
     def switch_layers(self, stack: Sequence[DecoderLayer], weights: Sequence[Tensor], detach: bool) -> None:
         """Continue with other layers on the keys and values so far; `detach` stops their gradients."""
@@ -118,27 +150,25 @@ class LayerUnroll:
             self._keys = [[k.detach() for k in of_layer] for of_layer in self._keys]
             self._values = [[v.detach() for v in of_layer] for of_layer in self._values]
 
+    def anchors(self, depth: int) -> Tensor:
+        """(M,) flat indices of the anchors of a depth."""
+        return self._sent["anchors", depth]
+
     def slots(self, depth: int) -> Tensor:
         """(M,) rows of the first step that belong to the anchors of a depth."""
-        return self._index.slots(depth).to(self._device)
+        return self._sent["slots", depth]
 
     def surviving_rows(self, depth: int) -> Tensor | None:
         """(M,) rows of the previous step whose anchors are still supervised; None: all."""
-        before, anchors = self._index.anchors[depth - 2 : depth]
-        if len(before) == len(anchors):
-            return None
-        return torch.searchsorted(before, anchors).to(self._device)
+        return self._sent.get(("surviving", depth))
 
-    def _visibility(self, depth: int, query_slots: Tensor, like: Tensor) -> Visibility:
-        """Keys that queries see; `query_slots` (M,) are the queries' rows in the first step, on the host."""
-        anchors, layer = self._index.anchors[depth - 1], self._stack[0]
-        later_slots = [torch.searchsorted(self._index.anchors[d - 1], anchors) for d in self._later(depth)]
-        text, sinks = self._index.text[query_slots], layer.sinks
-        # At depth j, a query is j - 1 positions after its anchor.
-        oldest = oldest_keys(query_slots, text, layer.window, sinks, depth - 1)
-        blocks = query_blocks(query_slots, text, layer.heads, like, oldest, sinks)
-        places = [place.to(self._device) for place in (query_slots, *later_slots)]
-        return Visibility(places, blocks, None if oldest is None else oldest.to(self._device), sinks)
+    def _visibility(self, depth: int, like: Tensor) -> Visibility:
+        """Keys that the queries of a depth see; depth 0: all positions in the first step."""
+        layer, slots, oldest = self._stack[0], self._hosts["slots", depth], self._hosts.get(("oldest", depth))
+        blocks = query_blocks(slots, self._index.text[slots], layer.heads, like, oldest, layer.sinks)
+        later = [self._sent["later", depth, d] for d in self._later(depth)]
+        places = [self._sent["slots", depth], *later]
+        return Visibility(places, blocks, self._sent.get(("oldest", depth)), layer.sinks)
 
     def _later(self, depth: int) -> range:
         """Depths after the first with keys in the window of a query at `depth`."""
@@ -157,7 +187,7 @@ class LayerUnroll:
             (M, D) output rows of the anchors.
         """
         x, y, rest = first
-        anchors = self._index.slots(depth)
+        anchors = self.slots(depth)
         angles = self._rotary.table(self._index.longest, x).index_select(0, positions)
         visibility = None
         for i, (layer, weight) in enumerate(zip(self._stack, self._weights, strict=True)):
@@ -166,15 +196,13 @@ class LayerUnroll:
             # At depth 1 all positions have keys and values, but only anchors need the last layer's output.
             anchors_only = depth == 1 and i + 1 == len(self._weights) and len(anchors) < len(x)
             if anchors_only:
-                query_rows = anchors.to(self._device)
-                q, k, v = self._qkv_of_anchors(layer, weight, y, rest, angles, query_rows)
-                x = x.index_select(0, query_rows)
+                q, k, v = self._qkv_of_anchors(layer, weight, y, rest, angles, anchors)
+                x = x.index_select(0, anchors)
             else:
                 q, k, v = layer.split(_product(y, weight, rest), angles)
             if visibility is None or anchors_only:
-                visibility = self._visibility(
-                    depth, anchors if anchors_only or depth > 1 else torch.arange(len(x)), k
-                )
+                everywhere = depth == 1 and not anchors_only and len(anchors) < len(x)
+                visibility = self._visibility(0 if everywhere else depth, k)
             self._keys[i].append(k)
             self._values[i].append(v)
             keys, values = (

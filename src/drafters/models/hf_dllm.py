@@ -38,6 +38,7 @@ from drafters.hf.lora_files import locate_base
 from drafters.hf.masked_lm import MaskedModel, Window, check_fills_masks, mask_id
 from drafters.hf.masked_prefix import MaskedPrefix
 from drafters.hf.vocabulary import OPTION, check_vocabulary, fit_vocabulary, share_vocabulary
+from drafters.layers.anchor_rows import rows_by_depth
 
 
 class Dllm(HFModelDrafter, TextDrafter):
@@ -185,26 +186,28 @@ class Dllm(HFModelDrafter, TextDrafter):
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """Predict masks after the roots of sampled anchors; a cached prefix limits these to its context."""
         length, prefixed = batch.tokens.shape[1], self.prefixed if self.keeps_prefix else None
-        anchors = supervised_anchors(batch.loss_mask, 1)
+        anchors = supervised_anchors(batch.loss_mask.cpu(), 1)
         if prefixed:
             anchors[:, prefixed.reach(length) - 1 :] = False
         candidates = anchors.flatten().nonzero()[:, 0]  # (N,)
         if not len(candidates) and not prefixed:
             return
         count = len(batch.tokens) * self.anchors if self.training else len(candidates)
-        anchor = sample_anchors(candidates, count, batch.seed)  # (M,)
-        row, root = anchor // length, anchor % length + 1
+        anchor = sample_anchors(candidates, count, batch.seed)  # (M,) on the host
+        supervised = rows_by_depth(batch.loss_mask, self.depth, batch.tokens.device, anchor)
         if prefixed:  # M may be 0: the layers run anyway, since other ranks wait for their collectives
-            hidden = prefixed.read_packed(batch.tokens, row, root)  # (M, K, D')
+            hidden = prefixed.read_packed(batch.tokens, anchor // length, anchor % length + 1)  # (M, K, D')
         else:  # with bidirectional attention each anchor needs its own window
-            hidden = self.masked.read(self.masked.window(batch.tokens[row], (root + 1).tolist()))
+            place = supervised[0].place
+            lengths = RowInts((anchor % length + 2).tolist(), place % length + 2)
+            hidden = self.masked.read(self.masked.window(batch.tokens[place // length], lengths))
         head = share_vocabulary(self.masked.head, target)
         weight = len(candidates) / max(1, len(anchor))  # sampled anchors represent all
-        for depth in range(1, self.depth + 1):
-            is_supervised = supervised_anchors(batch.loss_mask, depth).flatten()[anchor]
-            if depth > 1 and not is_supervised.any():
-                return
-            yield DraftStep(hidden[is_supervised, depth - 1], anchor[is_supervised], depth, head, {}, weight)
+        if not supervised:
+            yield DraftStep(hidden[:, 0], anchor, 1, head, {}, weight)
+        for depth, rows in enumerate(supervised, 1):
+            states = hidden[rows.row, depth - 1]
+            yield DraftStep(states, rows.anchor, depth, head, {}, weight, copied=rows.place)
 
     # -- decoding ----------------------------------------------------------------------------
 

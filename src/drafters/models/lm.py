@@ -30,7 +30,7 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from decode.transfer import RowInts, new_tokens, upload
+from decode.transfer import RowInts, new_tokens, upload, upload_together
 from drafters.base import Batch, DraftStep, supervised_anchors
 from drafters.drafting.tree import expand
 from drafters.families.hf_model import HFModelDrafter, checked_lora
@@ -233,31 +233,32 @@ class DraftLM(HFModelDrafter):
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """One causal pass; anchors beyond the model's context length are skipped."""
         lm = CausalLM(self.model)
-        length = batch.tokens.shape[1]
         tokens, places = self._own_tokens(batch)
         reach = min(tokens.shape[1], lm.max_positions or tokens.shape[1])
         after = places.roll(-1, 1)  # (B, T) place of x_{t+1}, at t; no anchor is last
-        anchors = supervised_anchors(batch.loss_mask, 1) & (after >= 0) & (after < reach)
+        supervised = supervised_anchors(batch.loss_mask.cpu(), 1) & (after >= 0) & (after < reach)
         # M may be 0: the layers run anyway, since other ranks wait for their collectives.
-        row, t = anchors.nonzero(as_tuple=True)  # (M,)
+        anchor, row = supervised.flatten().nonzero()[:, 0], supervised.nonzero()[:, 0]  # (M,)
+        at = row * reach + after.flatten()[anchor]
+        sent = upload_together({"anchor": anchor, "at": at}, batch.tokens.device)
         tokens, head = known_tokens(lm, tokens[:, :reach]), self._trained_head(lm.head, target)
         last = lm.base(input_ids=tokens, use_cache=False).last_hidden_state  # (B, reach, D')
-        yield DraftStep(last[row, after[row, t]], row * length + t, 1, head, {})
+        yield DraftStep(last.flatten(0, 1)[sent["at"]], anchor, 1, head, {}, copied=sent["anchor"])
 
     def _own_tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(B, T') texts in its own tokens, and (B, T) the place there at which each target token ends.
+        """(B, T') texts in its own tokens, and on the host (B, T) places at which each target token ends.
 
         The place is -1 where no own token ends, so that nothing is predicted there, and after the last
         supervised token, where the text is not read.
         """
-        tokens, device = batch.tokens, batch.tokens.device
-        number = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+        tokens, mask = batch.tokens, batch.loss_mask.cpu()
+        number = torch.arange(tokens.shape[1]).expand_as(mask)
         if self.mapping is None:
             return tokens, number
-        lengths = ((number + 1) * batch.loss_mask).amax(1).tolist()
+        lengths = ((number + 1) * mask).amax(1).tolist()
         texts = [text[:n] for text, n in zip(tokens.tolist(), lengths, strict=True)]
         own, places = zip(*map(self.mapping.align, texts), strict=True)
-        return _padded(own, device), _padded(places, device, -1, tokens.shape[1])
+        return _padded(own, tokens.device), _padded(places, mask.device, -1, tokens.shape[1])
 
     def _trained_head(self, head: Head, target: Target) -> Head:
         """The head over the tokens that the target also has."""

@@ -248,7 +248,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         teaching = TeacherForcedBias(self.info, batch.tokens)
         for step in super().unroll(batch, target):
             # At every depth, since a bias with a memory reads all tokens.
-            hidden = teaching.with_bias_input(step.hidden, step.anchor, step.depth)
+            hidden = teaching.with_bias_input(step.hidden, step.place, step.depth)
             unbiased = step._replace(head=self.output_head(target.head))
             if step.depth < self.biased_from:
                 yield unbiased._replace(weight=divergence * step.weight)

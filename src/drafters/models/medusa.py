@@ -20,11 +20,13 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from drafters.base import Batch, DraftStep, ParamGroup, constructor_arguments, supervised_anchors
+from decode.transfer import upload
+from drafters.base import Batch, DraftStep, ParamGroup, constructor_arguments
 from drafters.drafting.parallel_logits import ParallelLogits
 from drafters.families.feature_heads import FeatureHeadsDrafter, FeatureState, check_positive
 from drafters.families.token_bias_drafter import TokenBiasDrafter
 from drafters.hf.tuned_target import Lora
+from drafters.layers.anchor_rows import rows_by_depth
 from drafters.layers.lm_heads import PerDepthHeads, ResBlock
 from drafters.layers.token_bias import TeacherForcedBias
 from drafters.vocabulary import Vocabulary
@@ -92,14 +94,11 @@ class Medusa(TokenBiasDrafter, FeatureHeadsDrafter):
         """Run every head on (B, T, D) features."""
         features = features.flatten(0, 1)  # (B * T, D)
         teaching = TeacherForcedBias(self.info, batch.tokens)
-        for depth, block in enumerate(self.blocks, 1):
-            anchor = supervised_anchors(batch.loss_mask, depth).flatten().nonzero()[:, 0]  # (M,)
-            if not len(anchor):
-                return
-            hidden = teaching.with_bias_input(block(features[anchor].to(self.dtype)), anchor, depth)
-            yield DraftStep(
-                hidden, anchor, depth, self.biased_head(self.lm_heads.head_for(depth, target.head)), {}
-            )
+        supervised = rows_by_depth(batch.loss_mask, self.depth, features.device)
+        for depth, (rows, block) in enumerate(zip(supervised, self.blocks, strict=False), 1):
+            hidden = teaching.with_bias_input(block(features[rows.place].to(self.dtype)), rows.place, depth)
+            head = self.biased_head(self.lm_heads.head_for(depth, target.head))
+            yield DraftStep(hidden, rows.anchor, depth, head, {}, copied=rows.place)
 
     # -- decoding ----------------------------------------------------------------------------
 
@@ -168,9 +167,10 @@ class Medusa2(Medusa):
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         features = self.lora.read(target, batch.tokens)  # (B, T, D)
-        written = F.pad(batch.loss_mask[:, 1:], (0, 1)).flatten().nonzero()[:, 0]  # (M,)
+        written = F.pad(batch.loss_mask[:, 1:], (0, 1)).flatten().nonzero()[:, 0]  # (M,) on the host
         if len(written):
-            yield DraftStep(features.flatten(0, 1)[written], written, 0, target.head, {})
+            place = upload(written.numpy(), features.device)
+            yield DraftStep(features.flatten(0, 1)[place], written, 0, target.head, {}, copied=place)
         for step in self._unroll(features, batch, target):
             yield step._replace(weight=self.heads)
 

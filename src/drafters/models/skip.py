@@ -12,6 +12,7 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.kernels.packed_linear import Linear
 from decode.model.target import Target
+from decode.transfer import upload
 from drafters.base import Batch, DraftStep, Progress, Text, supervised_anchors
 from drafters.drafting.sublayer_search import LETTERS, parts_of, search
 from drafters.families.self_drafting import Read, SelfDrafter
@@ -126,11 +127,11 @@ class Skip(SelfDrafter):
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         assert self.exit is not None
-        length = batch.tokens.shape[1]
-        row, t = supervised_anchors(batch.loss_mask, 1).nonzero(as_tuple=True)  # (M,)
+        anchor = supervised_anchors(batch.loss_mask, 1).flatten().nonzero()[:, 0]  # (M,) on the host
+        place = upload(anchor.numpy(), batch.tokens.device)
         # The tap at the root: the drafter computes this state itself.
-        last = target.base.norm(batch.taps[row, t + 1, 0])  # (M, D)
-        yield DraftStep(self._apply_exit(last), row * length + t, 1, target.head, {})
+        last = target.base.norm(batch.taps[:, :, 0].flatten(0, 1)[place + 1])  # (M, D)
+        yield DraftStep(self._apply_exit(last), anchor, 1, target.head, {}, copied=place)
 
     def _apply_exit(self, last: Tensor) -> Tensor:
         """(..., D) final norm's output -> (..., D) input of the head."""

@@ -118,11 +118,11 @@ class Boosted(TwoDrafters[Drafter]):
         chosen = self._first_tokens(batch._replace(taps=self._taps_of(self.first, batch.taps)), target)
         text = batch.tokens.flatten()
         for step in self.second.unroll(batch._replace(taps=self._taps_of(self.second, batch.taps)), target):
-            depth, anchor = step.depth, step.anchor
+            depth, anchor = step.depth, step.place
             if self.first.traits.depth_invariant:
                 depth, anchor = 1, anchor + (depth - 1)
             guess = chosen[depth][anchor] if depth in chosen else torch.full_like(anchor, -1)
-            hit = guess == text[step.anchor + (1 + step.depth)]
+            hit = guess == text[step.place + (1 + step.depth)]
             yield step._replace(weight=step.weight * self._row_weights(hit))
 
     @torch.no_grad()
@@ -133,11 +133,11 @@ class Boosted(TwoDrafters[Drafter]):
             if step.training_only:
                 continue
             best = [step.head(rows).argmax(-1) for rows in step.hidden.split(ROWS)]
-            token = torch.cat(best) if best else step.anchor
+            token = torch.cat(best) if best else step.place
             if step.head.d2t is not None:
                 token = step.head.d2t[token]
             empty = torch.full_like(batch.tokens.flatten(), -1)
-            chosen[step.depth] = empty.index_copy(0, step.anchor, token)
+            chosen[step.depth] = empty.index_copy(0, step.place, token)
         return chosen
 
     def _row_weights(self, hit: Tensor) -> Tensor:

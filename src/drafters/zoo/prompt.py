@@ -18,7 +18,7 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from decode.transfer import RowInts
+from decode.transfer import RowInts, upload_together
 from drafters.base import (
     Batch,
     DraftStep,
@@ -30,6 +30,7 @@ from drafters.drafting.parallel_logits import ParallelLogits
 from drafters.families.feature_heads import check_positive
 from drafters.families.token_bias_drafter import TokenBiasDrafter
 from drafters.hf.tuned_target import check_copied, twin_of
+from drafters.layers.anchor_rows import rows_by_depth
 from drafters.layers.token_bias import TeacherForcedBias
 from drafters.vocabulary import Vocabulary
 from drafters.zoo.prompted_target import PromptedTarget, check_embedded, read_with_prompts
@@ -142,22 +143,19 @@ class Prompt(TokenBiasDrafter):
         # Texts with fewer anchors get padding prompts after their first token.
         places = place.new_zeros(rows, max(1, int(counts.max()))).index_put((row, number), place)
         lm = self.trained_model(target)
-        last, ahead = read_with_prompts(lm, self.by_depth(), batch.tokens, places.to(device))
-        return last, ahead[row.to(device), number.to(device)]
+        sent = upload_together({"places": places, "row": row, "number": number}, device)
+        last, ahead = read_with_prompts(lm, self.by_depth(), batch.tokens, sent["places"])
+        return last, ahead[sent["row"], sent["number"]]
 
     def depths(
         self, ahead: Tensor, chosen: Tensor, weight: float, batch: Batch, target: Target
     ) -> Iterator[DraftStep]:
         """Supervised rows by depth, from (A, K, D) outputs after (A,) anchors; `weight` of each row."""
-        mask, device = batch.loss_mask.cpu(), batch.tokens.device
+        supervised = rows_by_depth(batch.loss_mask, self.depth, batch.tokens.device, chosen)
         teaching, head = TeacherForcedBias(self.info, batch.tokens), self.biased_head(target.head)
-        for depth in range(1, self.depth + 1):
-            is_supervised = supervised_anchors(mask, depth).flatten()[chosen]
-            if not is_supervised.any():
-                return
-            anchor = chosen[is_supervised].to(device)
-            states = ahead[is_supervised.to(device), depth - 1]
-            yield DraftStep(teaching.with_bias_input(states, anchor, depth), anchor, depth, head, {}, weight)
+        for depth, rows in enumerate(supervised, 1):
+            hidden = teaching.with_bias_input(ahead[rows.row, depth - 1], rows.place, depth)
+            yield DraftStep(hidden, rows.anchor, depth, head, {}, weight, copied=rows.place)
 
     def checkpoint_gradients(self) -> None:
         """See `optional.Recomputes`."""

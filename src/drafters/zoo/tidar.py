@@ -12,6 +12,7 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.model.causal_lm import CausalLM
 from decode.model.target import Target
+from decode.transfer import upload
 from drafters.base import Batch, DraftStep, ParamGroup
 from drafters.hf.tuned_target import Lora
 from drafters.zoo.prompt import Prompt
@@ -62,9 +63,10 @@ class Tidar(Prompt):
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         chosen, weight = self.sample(batch)
         last, ahead = self.read(batch, target, chosen)
-        written = F.pad(batch.loss_mask[:, 1:], (0, 1)).flatten().nonzero()[:, 0]  # (M,)
+        written = F.pad(batch.loss_mask[:, 1:], (0, 1)).flatten().nonzero()[:, 0]  # (M,) on the host
         if len(written):
-            yield DraftStep(last.flatten(0, 1)[written], written, 0, target.head, {})
+            place = upload(written.numpy(), last.device)
+            yield DraftStep(last.flatten(0, 1)[place], written, 0, target.head, {}, copied=place)
         yield from self.depths(ahead, chosen, self.drafts * weight, batch, target)
 
     @override

@@ -18,6 +18,7 @@ from distill.losses import reference
 from distill.losses.chunked_logits import Student, TargetProbs, Teacher
 from distill.losses.divergences import TopK, kl
 from distill.losses.objective import Objective
+from distill.losses.row_plan import RowPlan
 from distill.losses.row_scores import Kernels
 from distill.losses.weights import DPace, Streak, constant, decay
 from drafters.base import DraftStep
@@ -106,13 +107,13 @@ def test_what_is_logged_of_a_depth_is_summed_over_its_rows(name, vocabulary, rag
     for step, log in zip(given, scored, strict=True):
         rows = reference.distributions(step, last, head, TEXT)
         assert (log.depth, log.rows) == (step.depth, len(step.anchor))
-        assert log.divergence == pytest.approx(plain(rows).sum().item(), abs=1e-12)
+        assert log.divergence.item() == pytest.approx(plain(rows).sum().item(), abs=1e-12)
         agreed = step.head.target_ids(step.head(step.hidden).argmax(-1)) == rows.p.argmax(-1)
         assert log.agreed == agreed.sum()
-        assert log.alpha == pytest.approx(rows.overlap.sum().item(), abs=1e-12)
+        assert log.alpha.item() == pytest.approx(rows.overlap.sum().item(), abs=1e-12)
         for anchor, alpha in zip(step.anchor.tolist(), rows.overlap.tolist(), strict=True):
             alive[anchor] = alive.get(anchor, 1.0) * alpha
-        assert log.survival == pytest.approx(sum(alive[a] for a in step.anchor.tolist()), abs=1e-12)
+        assert log.survival.item() == pytest.approx(sum(alive[a] for a in step.anchor.tolist()), abs=1e-12)
 
 
 def test_auxiliary_losses_and_row_weights_are_of_the_reference(ragged):
@@ -133,9 +134,11 @@ def test_steps_that_are_no_drafts_have_their_depths_weight_times_their_own(weigh
     head, _, anchors, hidden = ragged
     given, objective = steps(head, anchors, hidden), Objective(kl, WEIGHTS[weights])
     chances = [torch.linspace(0.2, 0.9, len(a), dtype=torch.float64) for a in anchors]
-    want = objective.weigh(given, chances, 0.0)
+    want = objective.weigh(given, RowPlan(given, 4, torch.device("cpu")), chances, 0.0)
     others = [given[1]._replace(training_only=True, weight=0.25), given[0]._replace(depth=0, weight=0.5)]
-    got = objective.weigh([*given, *others], [*chances, chances[1], chances[0]], 0.0)
+    every = [*given, *others]
+    plan = RowPlan(every, 4, torch.device("cpu"))
+    got = objective.weigh(every, plan, [*chances, chances[1], chances[0]], 0.0)
     torch.testing.assert_close(got, [*want, 0.25 * want[1], torch.full_like(want[0], 0.5)])
 
 
@@ -201,7 +204,7 @@ def test_compiled_value_and_gradients_are_of_the_reference(name, vocabulary, wei
     assert_is_reference(total, leaves, given, last, target, name, weights)
     _, eager = Objective(DIVERGENCES[name], WEIGHTS[weights])(given, last, target, {}, tokens=TEXT)
     for row, same in zip(scored, eager, strict=True):
-        assert tuple(row) == pytest.approx(tuple(same), abs=1e-12)
+        torch.testing.assert_close(row, same, rtol=0, atol=1e-12)
 
 
 def test_head_that_trains_leaves_the_targets_unchanged(ragged):
@@ -312,7 +315,8 @@ def test_missing_compiler_is_said_and_nothing_compiles(monkeypatch, capsys, ragg
     target, last, anchors, hidden = ragged
     given, kernels = steps(target, anchors, hidden), Kernels()
     results = [Objective(kl, constant, 4, k)(given, last, target, {})[1] for k in (kernels, kernels, None)]
-    assert results[0] == results[1] == results[2]
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    torch.testing.assert_close(results[0], results[2], rtol=0, atol=0)
     (line,) = capsys.readouterr().out.splitlines()
     assert "compile_objective: RuntimeError: no C++ compiler" in line
     assert not kernels.take(kl)
@@ -339,5 +343,5 @@ def test_autocast_leaves_the_sum_in_full_precision(ragged):
         given = steps(head, anchors, [h.requires_grad_() for h in hidden])
         total, scored = Objective(kl, lambda depth: decay(depth, 0.8))(given, last, head, {})
     assert total.dtype == torch.float32
-    want = sum(decay(row.depth, 0.8) * row.divergence for row in scored)
+    want = sum(decay(row.depth, 0.8) * row.divergence.item() for row in scored)
     assert total.item() == pytest.approx(want, rel=1e-6)

@@ -176,8 +176,8 @@ def test_logged_values_are_means_over_a_depths_rows_or_all_anchors(models, spy):
     first = rows[0]
     assert first.rows > rows[-1].rows
     for row in rows:
-        want = {"alpha": row.alpha / row.rows, "survival": row.survival / first.rows}
-        want["confidence"] = row.confidence_loss / row.rows
+        want = {"alpha": row.alpha.item() / row.rows, "survival": row.survival.item() / first.rows}
+        want["confidence"] = row.confidence_loss.item() / row.rows
         assert {name: module.logged[f"train/{name}_{row.depth}"] for name in want} == pytest.approx(
             want, rel=1e-6
         )

@@ -28,7 +28,7 @@ from distill.losses.weights import Streak
 from drafters.base import sample_anchors
 from drafters.checkpoint import io as checkpoint_io
 from drafters.export import formats
-from drafters.families.block import filled_places
+from drafters.layers.block_rows import filled_places
 from drafters.models.diffusion import Diffusion
 
 
@@ -132,7 +132,9 @@ def test_training_fills_in_masks_as_decoding_does(tiny_target, make_drafter, mon
     texts = random_texts()
     filled = torch.zeros(2 * (texts.shape[1] - 2), K, dtype=torch.bool)  # all anchors of both texts
     filled[:, 1] = True
-    monkeypatch.setattr("drafters.families.block.filled_places", lambda *_: (filled, torch.ones(len(filled))))
+    monkeypatch.setattr(
+        "drafters.layers.block_rows.filled_places", lambda *_: (filled, torch.ones(len(filled)))
+    )
     with torch.no_grad():
         steps = list(drafter.train().unroll(batch_of(target, texts), target))
     whole, partly = ([step for step in steps if step.training_only is only] for only in (False, True))

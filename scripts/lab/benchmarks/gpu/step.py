@@ -101,7 +101,7 @@ def _step(cfg: DictConfig, target: Target, drafter: Drafter) -> Callable[[], tor
     optimizer = build([{"params": weights}])
     objective = Objective(kl, partial(decay, rate=0.8), cfg.logits_rows, Kernels() if cfg.compiled else None)
     tokens = torch.randint(target.vocab_size, shape, device=device)
-    mask = torch.ones(shape, dtype=torch.bool, device=device)
+    mask = torch.ones(shape, dtype=torch.bool)
     taps = torch.randn(*shape, len(drafter.taps), target.hidden_size, device=device, dtype=target.dtype)
     last = torch.randn(*shape, target.hidden_size, device=device, dtype=target.dtype)
     anchors = cfg.rows * (cfg.tokens - 2)  # places with a next token to predict

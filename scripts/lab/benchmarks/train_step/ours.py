@@ -53,7 +53,7 @@ def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]
 
     def prepare(loss_mask: Sequence[int]) -> Callable[[], float]:
         size, width = len(loss_mask), shape["hidden_size"]
-        mask = torch.tensor([loss_mask], dtype=torch.bool, device=device)
+        mask = torch.tensor([loss_mask], dtype=torch.bool)
         tokens = torch.randint(shape["vocab_size"], (1, size)).to(device)
         taps, last = torch.randn(1, size, shape["taps"], width), torch.randn(1, size, width)
         taps, last = taps.to(device), last.to(device)
