@@ -27,6 +27,7 @@ BENCHMARKS = {
     "scaling": "benchmarks.scaling:scaling",
     "smollm2": "benchmarks.drafter_table.main:drafters",
     "step": "benchmarks.gpu.step:training_step",
+    "step_counts": "benchmarks.gpu.step_counts:step_counts",
     "sweep": "benchmarks.drafter_table.main:drafters",
     "tests": "benchmarks.gpu.marked_tests:marked",
     "train": "benchmarks.train_step.race:training",

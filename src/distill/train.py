@@ -41,6 +41,7 @@ from distill.rollouts.vllm_server import check_vllm
 from distill.scoring.scorer import Scorer
 from distill.serving import engine_scores
 from distill.training import trainer_state
+from distill.training.attention import compiled_attention
 from distill.training.checkpointing import ScoreCheckpoint, TrainingBar
 from distill.training.memory import MemoryWatch, Sizes, explain_out_of_memory
 from distill.training.module import DistillModule
@@ -198,6 +199,8 @@ def _parts(
         if options.gradient_checkpointing:
             optional.checkpoint_gradients(drafter)
         kernels = _kernels(options, trainer)
+        if kernels and trainer.strategy.root_device.type == "cuda":
+            optional.attend_with(drafter, compiled_attention())
         objective = Objective(options.objective, options.weights, options.logits_rows, kernels)
         objective.check(drafter)
         on_policy = _on_policy(options, target, drafter)
@@ -284,9 +287,8 @@ def _scorer(
 
 
 def _kernels(options: TrainOptions, trainer: L.Trainer) -> Kernels | None:
-    """Compiled passes of the objective, or None; `auto` compiles long runs on a CPU."""
-    on_cpu = trainer.strategy.root_device.type == "cpu"
-    pays = on_cpu and trainer.max_steps >= COMPILED_STEPS
+    """Compiled passes of the objective, or None; `auto` compiles long runs."""
+    pays = trainer.max_steps >= COMPILED_STEPS
     return Kernels() if {"auto": pays, "always": True, "never": False}[options.compile_objective] else None
 
 

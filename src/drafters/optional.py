@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from decode.errors import UserError
 from decode.model.target import Target
 from decode.plan import Plan
+from drafters.layers.unroll_attention import Attend
 
 
 @runtime_checkable
@@ -50,6 +51,15 @@ class Recomputes(Protocol):
 
     def checkpoint_gradients(self) -> None:
         """Recompute activations in the backward pass instead of storing them (arXiv:1604.06174)."""
+        ...
+
+
+@runtime_checkable
+class Attends(Protocol):
+    """A drafter whose training attends as `attend_unrolled` does."""
+
+    def attend_with(self, attend: Attend) -> None:
+        """Compute attention in training by another implementation."""
         ...
 
 
@@ -133,6 +143,12 @@ def checkpoint_gradients(drafter: object) -> None:
     if not isinstance(drafter, Recomputes):
         raise UserError("gradient_checkpointing: this drafter has no layers to recompute; leave it false")
     drafter.checkpoint_gradients()
+
+
+def attend_with(drafter: object, attend: Attend) -> None:
+    """See `Attends`; any other drafter stays as it is."""
+    if isinstance(drafter, Attends):
+        drafter.attend_with(attend)
 
 
 def shardable_modules(drafter: object) -> Iterable[nn.Module]:

@@ -14,7 +14,8 @@ from distill.train import COMPILED_STEPS, _kernels
     [
         ("auto", "cpu", COMPILED_STEPS, True),
         ("auto", "cpu", COMPILED_STEPS - 1, False),
-        ("auto", "cuda", COMPILED_STEPS, False),
+        ("auto", "cuda", COMPILED_STEPS, True),
+        ("auto", "cuda", COMPILED_STEPS - 1, False),
         ("always", "cuda", 1, True),
         ("never", "cpu", COMPILED_STEPS, False),
     ],

@@ -139,7 +139,7 @@ def test_blocks_read_the_window_and_the_sinks_only():
     like = torch.empty(0)
     oldest = attention.oldest_keys(place, text, 64, 3, 0)
     assert oldest is not None
-    blocks = attention.query_blocks(place, text, 32, like, oldest, 3)
+    blocks = attention.query_blocks(attention.Queries(place, text, oldest, 3), 32, like)
     assert [b.first for b in blocks] == [0, *(b.last for b in blocks[:-1])]
     assert max(b.seen for b in blocks) == 64 + 3 + blocks[0].last - blocks[0].first - 1
     assert attention.oldest_keys(place, text, 64, 1000, 0) is None

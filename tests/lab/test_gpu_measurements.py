@@ -118,6 +118,25 @@ def test_a_random_target_has_the_shape_of_its_model_in_its_dtype():
 # -- training -------------------------------------------------------------------------------------
 
 
+def counted(folder, *more):
+    """Counts of a step of EAGLE-3 for Llama-3.1-8B, on shapes alone."""
+    out = folder / "counts.json"
+    words = ("step_counts", "drafter.depth=3", "drafter.anchors=0", "rows=2", "tokens=2048", f"out={out}")
+    command(run, ["benchmark.py", *words, *more]).succeeded()
+    return json.loads(out.read_text())
+
+
+def test_training_step_of_a_large_target_needs_no_number_of_the_device(tmp_path):
+    """On the meta device a read fails."""
+    large, small = counted(tmp_path), counted(tmp_path, "logits_rows=128")
+    for card in (large, small):
+        assert (card["uploads"], card["reads"]) == (2, 0)
+        assert card["uploaded_bytes"] > 8 * 4096
+    assert large["teraflop"] == pytest.approx(small["teraflop"])
+    assert large["operations"] < small["operations"] / 2
+    assert large["gigabytes"] < small["gigabytes"] * 0.8, "each chunk reads the head"
+
+
 @pytest.mark.parametrize("name", [name for name in STEPS if name.startswith("step")])
 @pytest.mark.ci("step-llama-8b")
 def test_a_training_step_is_timed_and_its_work_counted(name, tmp_path):
@@ -246,7 +265,7 @@ def test_operations_are_counted_without_views_and_by_what_they_are_made_of():
 def test_a_loss_that_is_not_finite_is_refused(monkeypatch):
     from benchmarks.gpu import step
 
-    monkeypatch.setattr(step, "_step", lambda *_: lambda: torch.tensor(float("nan")))
+    monkeypatch.setattr(step, "optimizer_step", lambda *_: lambda: torch.tensor(float("nan")))
     words = STEPS["step-llama-8b"].command("out.json", tiny=True)[1:]
     with pytest.raises(UserError, match="not finite"):
         step.training_step(_configured(words), None)

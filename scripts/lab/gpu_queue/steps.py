@@ -141,10 +141,32 @@ TRAINING = [
         *("drafter.depth=5", "drafter.anchors=0"),
     ),
     _training(
+        "step-llama-8b-compiled",
+        "7 depths, objective and attention compiled",
+        6,
+        *("drafter.depth=7", "drafter.anchors=0", "compiled=true"),
+    ),
+    _training(
+        "step-llama-8b-compiled-5",
+        "the same with 5 depths",
+        6,
+        *("drafter.depth=5", "drafter.anchors=0", "compiled=true"),
+    ),
+    _training(
         "step-llama-8b-rows",
-        "7 depths, with logits of 2,048 places at a time",
+        "7 depths, with logits of 128 places at a time",
         4,
-        *("drafter.depth=7", "drafter.anchors=0", "logits_rows=2048"),
+        *("drafter.depth=7", "drafter.anchors=0", "logits_rows=128"),
+    ),
+    *(
+        _training(
+            f"step-llama-8b-{tokens // 1024}k",
+            f"one text of {tokens:,} tokens, 5 depths at all places in a window of 2,048, compiled",
+            6,
+            *("drafter.depth=5", "drafter.anchors=0", "drafter.window=2048", "drafter.sinks=4"),
+            *("compiled=true", "rows=1", f"tokens={tokens}", "steps=1"),
+        )
+        for tokens in (8192, 32768)
     ),
 ]
 CONTEXT = [

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decode.errors import UserError
+from decode.hardware import memory_bytes
 from decode.model.head import Head
 from distill.losses.chunked_logits import Buffers, RowScorer, Sweep, columns
 from distill.losses.divergences import Divergence
@@ -25,10 +26,12 @@ from distill.losses.row_scores import CompiledRows, EagerRows, Kernels
 from distill.losses.weights import RowWeights, Weights
 from drafters.base import Drafter, DraftStep
 
-CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**26}  # bytes of one (rows, V) block; on a CPU it should fit the cache
-# With fewer rows, reading the head takes most of a product's time. 128 rows of 128k tokens are 64 MB, and
-# about five such blocks exist at a time, so the vocabulary need not be split.
-MIN_ROWS = 128
+CACHED_BYTES = 2**22  # of one (rows, V) block on a CPU, which should fit the cache
+# On a card every chunk reads the head and starts the same kernels, so a block takes this share of the memory;
+# about five blocks exist at a time.
+SHARE = 1 / 64
+# With fewer rows, reading the head takes most of a product's time; with more, a card gains nothing.
+MIN_ROWS, MAX_ROWS = 128, 8192
 
 
 class Scored(NamedTuple):
@@ -53,7 +56,7 @@ class Objective:
     Args:
         divergence: value and gradient per row.
         weights: weights of the rows.
-        chunk: target rows with logits at one time; 0: derived from `CHUNK_BYTES`.
+        chunk: target rows with logits at one time; 0: by the device and the vocabulary.
         kernels: compiled passes over the logits; None: torch's own operations.
     """
 
@@ -119,8 +122,13 @@ class Objective:
 
     def rows(self, head: Head) -> int:
         """Number of target rows in a chunk."""
-        budget = CHUNK_BYTES.get(head.weight.device.type, CHUNK_BYTES["cuda"])
-        return self.chunk or max(MIN_ROWS, budget // (4 * head.weight.shape[0]))
+        if self.chunk:
+            return self.chunk
+        device, row = head.weight.device, 4 * head.weight.shape[0]
+        if device.type == "cpu":
+            return max(MIN_ROWS, CACHED_BYTES // row)
+        most = int(memory_bytes(device) * SHARE) // row // MIN_ROWS * MIN_ROWS
+        return min(MAX_ROWS, max(MIN_ROWS, most))
 
     def weigh(
         self, steps: Sequence[DraftStep], plan: RowPlan, chances: Sequence[Tensor], progress: float
@@ -195,11 +203,13 @@ def _scored(
     if plan.drafts:
         chance, _ = plan.table([rows[i][3] for i in plan.drafts])
         survival |= dict(zip(plan.drafts, chance.cumprod(1).sum(0).unbind(), strict=True))
-    return [
-        Scored(step.depth, len(step.anchor), *rows[i][:3].sum(1).unbind(), survival[i], confidence_loss[i])
-        for i, step in enumerate(steps)
-        if not step.training_only
-    ]
+    scored = []
+    for i, step in enumerate(steps):
+        if not step.training_only:
+            divergence, agreed, alpha = rows[i][:3].sum(1).unbind()
+            sums = divergence, agreed, alpha, survival[i], confidence_loss[i]
+            scored.append(Scored(step.depth, len(step.anchor), *sums))
+    return scored
 
 
 class _Chunked(torch.autograd.Function):

@@ -8,7 +8,7 @@ selects one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.compiler import config as compiler_config
 from torch.nn import functional as F
 
 from decode.model.head import Head
+from distill.losses.attempt import Attempt
 from distill.losses.chunked_logits import (
     Buffers,
     Scores,
@@ -27,9 +28,7 @@ from distill.losses.chunked_logits import (
 )
 from distill.losses.divergences import Divergence, TopK, by_autograd
 from distill.losses.row_plan import RowIndex
-from distill.utils.progress import say
 
-T = TypeVar("T")
 RECOMPILES = 64  # compilations of one function: shapes, dtypes and heads of all runs of a process
 
 
@@ -101,31 +100,21 @@ class EagerRows:
 
 
 class Kernels:
-    """Compiled passes for all steps of a run; cached on disk for later runs."""
+    """Compiled passes for all steps of a run; cached on disk for later runs.
+
+    Attributes:
+        attempt: runs compiled passes, or what is uncompiled where they fail.
+    """
 
     def __init__(self) -> None:
-        self._works: bool | None = None  # None: not yet tried
+        self.attempt = Attempt("compile_objective")
         self._made: dict[tuple, Callable] = {}
         compiler_config.recompile_limit = max(compiler_config.recompile_limit, RECOMPILES)
 
     def take(self, divergence: Divergence) -> bool:
         """Whether the compiled passes support a divergence; top-k and autograd stay in torch."""
         function = getattr(divergence, "func", divergence)  # of functools.partial
-        return self._works is not False and not isinstance(function, TopK | by_autograd)
-
-    def attempt(self, compiled: Callable[[], T], eager: Callable[[], T]) -> T:
-        """Return the result of `compiled`; if the first attempt fails, always use `eager`."""
-        try:
-            result = compiled()
-        except Exception as error:  # missing or broken compilers raise any type
-            if self._works:
-                raise
-            self._works = False
-            reason = str(error).strip().split("\n")[0]
-            say(f"compile_objective: {type(error).__name__}: {reason}; continuing without compilation")
-            return eager()
-        self._works = True
-        return result
+        return self.attempt.works is not False and not isinstance(function, TopK | by_autograd)
 
     def target(self, head: Head) -> Callable:
         """The pass over a target's rows, `_target_pass`."""

@@ -43,7 +43,7 @@ class Gradients:
         """Clip all gradients except the confidence head's.
 
         Clipping by norm uses the norm that `norms` computed. Lightning does the rest: clipping by value,
-        and rejecting an optimizer that unscales gradients itself.
+        and rejecting an optimizer that unscales gradients of fp16 itself.
 
         Args:
             module: whose trainer clips.
@@ -52,7 +52,8 @@ class Gradients:
             algorithm: `value` or `norm`; None means `norm`.
         """
         clipped, unclipped = self._weights(optimizer)
-        if algorithm != "value" and not getattr(optimizer, "_step_supports_amp_scaling", False):
+        scaled = getattr(module.trainer.precision_plugin, "scaler", None) is not None
+        if algorithm != "value" and not (scaled and getattr(optimizer, "_step_supports_amp_scaling", False)):
             if value:
                 assert self._norm is not None
                 torch.nn.utils.clip_grads_with_norm_(clipped, value, self._norm)

@@ -53,6 +53,7 @@ def muon(
     momentum: float,
     betas: tuple[float, float],
     weight_decay: float,
+    fused: bool = False,
 ) -> CombinedOptimizer:
     """Muon (Jordan et al., 2024) for hidden matrices, AdamW for norms, embeddings and heads.
 
@@ -63,6 +64,7 @@ def muon(
         momentum: of Muon.
         betas: of AdamW.
         weight_decay: of both.
+        fused: whether AdamW is one kernel for all weights.
     """
     hidden, rest = (
         [
@@ -84,7 +86,7 @@ def muon(
             torch.optim.Muon(hidden, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw"),
         )
     if rest:
-        parts.append(torch.optim.AdamW(rest, lr, betas, weight_decay=weight_decay))
+        parts.append(torch.optim.AdamW(rest, lr, betas, weight_decay=weight_decay, fused=fused))
     return CombinedOptimizer(parts)
 
 

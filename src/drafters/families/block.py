@@ -31,7 +31,7 @@ from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rot
 from drafters.layers.text_store import TextStore
 from drafters.layers.token_bias import TeacherForcedBias
 from drafters.layers.unroll import finish_layer
-from drafters.layers.unroll_attention import attend_unrolled
+from drafters.layers.unroll_attention import Attend, attend_unrolled
 from drafters.vocabulary import Vocabulary
 
 MAX_COUNT = 1024  # layers, masks or passes; bounds what a downloaded config may ask for
@@ -93,6 +93,7 @@ class BlockDrafter(TokenBiasDrafter):
             others at sampled ones; the token bias acts only on the others.
         detach: with `root_first`, whether masks pass no gradient to the computation of the root.
         checkpointing: whether the backward pass recomputes activations of MLPs.
+        attend: computes attention in training.
 
     Raises:
         UserError: a number out of range.
@@ -103,6 +104,7 @@ class BlockDrafter(TokenBiasDrafter):
     root_first = False
     detach = True
     checkpointing = False
+    attend: Attend = staticmethod(attend_unrolled)
 
     def __init__(
         self,
@@ -207,6 +209,10 @@ class BlockDrafter(TokenBiasDrafter):
         """See `optional.Recomputes`."""
         self.checkpointing = True
 
+    def attend_with(self, attend: Attend) -> None:
+        """See `optional.Attends`."""
+        self.attend = attend
+
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """Run the blocks of all sampled anchors at once, then yield their supervised rows by depth."""
@@ -292,7 +298,7 @@ class BlockDrafter(TokenBiasDrafter):
         feature, table, rows = context
         ahead = torch.arange(1, width + 1, device=feature.device)
         angles = table[(rows.positions[rows.slots_of(queries), None] + ahead).flatten()]
-        context_angles, visible = table[rows.positions], rows.visibility(queries, feature)
+        context_angles, visible = table[rows.positions], rows.visibility(queries)
         x = x.flatten(0, 1)  # (M, D)
         for layer in layers:
             k, v = self.context(layer, feature, context_angles)
@@ -300,7 +306,7 @@ class BlockDrafter(TokenBiasDrafter):
             # `attend_unrolled` treats a block's positions as later steps of an unroll.
             keys = [k, *block_k.unflatten(0, (count, width)).unbind(1)]
             values = [v, *block_v.unflatten(0, (count, width)).unbind(1)]
-            attended = attend_unrolled(q, keys, values, visible).flatten(1)
+            attended = self.attend(q, keys, values, visible).flatten(1)
             x = finish_layer(layer, x, attended, self.checkpointing)
         return x.unflatten(0, (count, width))
 

@@ -27,6 +27,7 @@ from drafters.layers.decode_step import SharesCache, run_after
 from drafters.layers.decoder_layer import DecoderLayer, Rotary, tree_visibility
 from drafters.layers.text_store import TextStore
 from drafters.layers.unroll import AnchorIndex, FirstLayerInput, LayerUnroll
+from drafters.layers.unroll_attention import Attend, attend_unrolled
 from drafters.vocabulary import Vocabulary
 
 
@@ -54,6 +55,7 @@ class RecurrentDrafter(Drafter):
         depth_weight: weight of a depth's loss relative to the previous depth; the objective's own weights
             are multiplied by it.
         checkpointing: whether the backward pass recomputes activations of MLPs.
+        attend: computes attention in training.
         detach_text: whether gradients of later depths' modules (`module_at`) stop at earlier keys and values.
         rotary: position embedding.
     """
@@ -62,6 +64,7 @@ class RecurrentDrafter(Drafter):
     anchors = 0
     depth_weight = 1.0
     checkpointing = False
+    attend: Attend = staticmethod(attend_unrolled)
     detach_text = False
     rotary: Rotary
 
@@ -141,6 +144,10 @@ class RecurrentDrafter(Drafter):
         """See `optional.Recomputes`."""
         self.checkpointing = True
 
+    def attend_with(self, attend: Attend) -> None:
+        """See `optional.Attends`."""
+        self.attend = attend
+
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """Compute queries only at supervised anchors; other positions give the first step keys and values."""
@@ -148,7 +155,13 @@ class RecurrentDrafter(Drafter):
         if not index.anchors:
             return
         layers = LayerUnroll(
-            self.stack, self.qkv_weights(), self.rotary, index, batch.tokens.device, self.checkpointing
+            self.stack,
+            self.qkv_weights(),
+            self.rotary,
+            index,
+            batch.tokens.device,
+            self.checkpointing,
+            self.attend,
         )
         places, dtype = layers.places, next(self.parameters()).dtype
         feature = self.fuse(

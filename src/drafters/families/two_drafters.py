@@ -15,6 +15,7 @@ from decode.model.target import Target
 from decode.plan import Plan
 from drafters import optional
 from drafters.base import Batch, Drafter, DraftStep, ParamGroup, Progress, Text
+from drafters.layers.unroll_attention import Attend
 from drafters.registry import drafter_class, short_name
 
 PARTS = ("first", "second")
@@ -148,6 +149,10 @@ class TwoDrafters(Drafter, Generic[Second]):
     def checkpoint_gradients(self) -> None:
         """See `optional.Recomputes`."""
         optional.checkpoint_gradients(self.trained)
+
+    def attend_with(self, attend: Attend) -> None:
+        """See `optional.Attends`."""
+        optional.attend_with(self.trained, attend)
 
     def as_target(self, target: Target) -> Target:
         """See `optional.WritesText`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,23 +10,7 @@ from torch import Tensor
 from decode.transfer import upload_together
 from drafters.base import sample_anchors, supervised_anchors
 from drafters.layers.decoder_layer import LayerShape
-from drafters.layers.unroll_attention import Visibility, oldest_keys, query_blocks
-
-
-class _Queries(NamedTuple):
-    """Places of blocks that run through layers together, on the host.
-
-    Attributes:
-        width: places of a block.
-        place: (M,) newest feature of each place's block.
-        text: (M,) first feature of each place's text.
-        oldest: (M,) see `Visibility`.
-    """
-
-    width: int
-    place: Tensor
-    text: Tensor
-    oldest: Tensor | None
+from drafters.layers.unroll_attention import Queries, Visibility, oldest_keys
 
 
 class BlockRows:
@@ -74,7 +58,7 @@ class BlockRows:
         root_everywhere: bool = False,
         fill: bool = False,
     ) -> None:
-        mask, self._shape = loss_mask.cpu(), shape
+        mask = loss_mask.cpu()
         length = mask.shape[1]
         candidates = supervised_anchors(mask, 1).flatten().nonzero()[:, 0]
         chosen = sample_anchors(candidates, len(mask) * sample or len(candidates), seed)
@@ -97,14 +81,15 @@ class BlockRows:
             hosts["blocks"] = torch.searchsorted(roots, chosen)
         if fill:
             hosts["filled"], hosts["counts"] = filled_places(supervised, seed)
-        self._queries = {"roots": self._places(root_slots, 1, starts)}
-        self._queries |= {"blocks": self._places(slots, len(within), starts)}
+        self._queries = {
+            "roots": self._asking(root_slots, 1, starts, shape),
+            "blocks": self._asking(slots, len(within), starts, shape),
+        }
         self._sees_all = bool(within.all())
         if not self._sees_all:
             hosts["within"] = within
-        for name, queries in self._queries.items():
-            if queries.oldest is not None:
-                hosts["oldest", name] = queries.oldest
+        for of, queries in self._queries.items():
+            hosts |= {(name, of): value for name, value in queries.tensors().items()}
         self._sent = sent = upload_together(hosts, device)
         self.texts, self.positions = sent["texts"], sent["texts"] % length
         self.roots, self.root_slots = sent["roots"], sent["root_slots"]
@@ -112,33 +97,27 @@ class BlockRows:
         self.places = [sent["places", d] for d in range(len(rows))]
         self.filled, self.counts = sent.get("filled"), sent.get("counts")
 
-    def _places(self, slots: Tensor, width: int, starts: Tensor) -> _Queries:
+    def _asking(self, slots: Tensor, width: int, starts: Tensor, shape: LayerShape) -> Queries:
+        """The first `width` places of blocks; `slots` (A,): their newest features."""
         place, text = slots.repeat_interleave(width), starts[slots].repeat_interleave(width)
         # The root stands one place after the newest feature.
         ahead = torch.arange(1, width + 1).repeat(len(slots))
-        oldest = oldest_keys(place, text, self._shape.window, self._shape.sinks, ahead)
-        return _Queries(width, place, text, oldest)
+        return Queries(place, text, oldest_keys(place, text, shape.window, shape.sinks, ahead), shape.sinks)
 
     def slots_of(self, queries: str) -> Tensor:
         """(A,) newest features of the blocks that are named by `roots` or `blocks`."""
         return self.root_slots if queries == "roots" else self.slots
 
-    def visibility(self, queries: str, like: Tensor) -> Visibility:
-        """Keys that the places of blocks see.
-
-        Args:
-            queries: `roots`: the roots alone; `blocks`: all places of the chosen blocks.
-            like: a tensor with the dtype and device of the keys.
-        """
-        (width, place, text, oldest), shape = self._queries[queries], self._shape
-        blocks = query_blocks(place, text, shape.heads, like, oldest, shape.sinks)
-        slots = self.slots_of(queries)
-        own = torch.arange(len(slots), device=like.device).repeat_interleave(width)
+    def visibility(self, queries: str) -> Visibility:
+        """Keys that `roots`, without their masks, or all places of the chosen `blocks` see."""
+        asking, slots = self._queries[queries], self.slots_of(queries)
+        width = len(asking.place) // len(slots)
+        own = torch.arange(len(slots), device=slots.device).repeat_interleave(width)
         later = None
         if not self._sees_all:
             later = self._sent["within"][:width, :width].repeat(len(slots), 1)
-        places = [slots.repeat_interleave(width), *[own] * width]
-        return Visibility(places, blocks, self._sent.get(("oldest", queries)), shape.sinks, later)
+        copied = {name: self._sent[name, queries] for name in asking.tensors()}
+        return Visibility(asking, copied, [own] * width, later)
 
 
 def filled_places(supervised: Tensor, seed: int) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from decode.transfer import upload_together
 from drafters.base import sample_anchors, supervised_anchors
 from drafters.layers.decoder_layer import DecoderLayer, Rotary
-from drafters.layers.unroll_attention import Visibility, attend_unrolled, oldest_keys, query_blocks
+from drafters.layers.unroll_attention import Attend, Queries, Visibility, attend_unrolled, oldest_keys
 
 
 class FirstLayerInput(NamedTuple):
@@ -97,6 +97,7 @@ class LayerUnroll:
         device: of the rows.
         checkpointing: recompute the part after attention in the backward pass. Keys and values are
             stored, since later depths read them.
+        attend: computes the attention.
 
     Attributes:
         places: (N,) `AnchorIndex.places` on the device.
@@ -110,20 +111,22 @@ class LayerUnroll:
         index: AnchorIndex,
         device: torch.device,
         checkpointing: bool = False,
+        attend: Attend = attend_unrolled,
     ) -> None:
-        self._checkpointing = checkpointing
+        self._checkpointing, self._attend = checkpointing, attend
         self._stack, self._weights, self._rotary = stack, weights, rotary
         self._index = index
         self._keys: list[list[Tensor]] = [[] for _ in stack]
         self._values: list[list[Tensor]] = [[] for _ in stack]
-        self._hosts = self._indices()
-        self._sent = upload_together(self._hosts, device)
+        self._queries: dict[int, Queries] = {}  # by depth; 0: all positions in the first step
+        self._sent = upload_together(self._indices(), device)
         self.places = self._sent["places"]
 
     def _indices(self) -> dict[Any, Tensor]:
-        """All that layers index with, on the host; `later` and `oldest` as in `Visibility`."""
+        """All that layers index with, on the host."""
         index, (window, sinks) = self._index, (self._stack[0].window, self._stack[0].sinks)
         hosts: dict[Any, Tensor] = {"places": index.places}
+        asking: dict[int, tuple[Tensor, int]] = {}  # depth -> last visible keys, distance from them
         for depth, anchors in enumerate(index.anchors, 1):
             hosts["anchors", depth], hosts["slots", depth] = anchors, index.slots(depth)
             if depth > 1 and len(before := index.anchors[depth - 2]) > len(anchors):
@@ -131,16 +134,14 @@ class LayerUnroll:
             for d in self._later(depth):
                 hosts["later", depth, d] = torch.searchsorted(index.anchors[d - 1], anchors)
             # At depth j, a query is j - 1 positions after its anchor.
-            slots = hosts["slots", depth]
-            oldest = oldest_keys(slots, index.text[slots], window, sinks, depth - 1)
-            if oldest is not None:
-                hosts["oldest", depth] = oldest
+            asking[depth] = hosts["slots", depth], depth - 1
         if len(self._stack) > 1:  # all positions ask in the first step, but in the last layer
-            every = torch.arange(len(index.places))
-            hosts["slots", 0] = every
-            oldest = oldest_keys(every, index.text, window, sinks, 0)
-            if oldest is not None:
-                hosts["oldest", 0] = oldest
+            asking[0] = torch.arange(len(index.places)), 0
+        for depth, (slots, ahead) in asking.items():
+            text = index.text[slots]
+            queries = Queries(slots, text, oldest_keys(slots, text, window, sinks, ahead), sinks)
+            self._queries[depth] = queries
+            hosts |= {(name, depth): value for name, value in queries.tensors().items()}
         return hosts
 
     def switch_layers(self, stack: Sequence[DecoderLayer], weights: Sequence[Tensor], detach: bool) -> None:
@@ -162,13 +163,11 @@ class LayerUnroll:
         """(M,) rows of the previous step whose anchors are still supervised; None: all."""
         return self._sent.get(("surviving", depth))
 
-    def _visibility(self, depth: int, like: Tensor) -> Visibility:
+    def _visibility(self, depth: int) -> Visibility:
         """Keys that the queries of a depth see; depth 0: all positions in the first step."""
-        layer, slots, oldest = self._stack[0], self._hosts["slots", depth], self._hosts.get(("oldest", depth))
-        blocks = query_blocks(slots, self._index.text[slots], layer.heads, like, oldest, layer.sinks)
-        later = [self._sent["later", depth, d] for d in self._later(depth)]
-        places = [self._sent["slots", depth], *later]
-        return Visibility(places, blocks, self._sent.get(("oldest", depth)), layer.sinks)
+        queries = self._queries[depth]
+        copied = {name: self._sent[name, depth] for name in queries.tensors()}
+        return Visibility(queries, copied, [self._sent["later", depth, d] for d in self._later(depth)])
 
     def _later(self, depth: int) -> range:
         """Depths after the first with keys in the window of a query at `depth`."""
@@ -202,14 +201,14 @@ class LayerUnroll:
                 q, k, v = layer.split(_product(y, weight, rest), angles)
             if visibility is None or anchors_only:
                 everywhere = depth == 1 and not anchors_only and len(anchors) < len(x)
-                visibility = self._visibility(0 if everywhere else depth, k)
+                visibility = self._visibility(0 if everywhere else depth)
             self._keys[i].append(k)
             self._values[i].append(v)
             keys, values = (
                 [rows[0], *(rows[d - 1] for d in self._later(depth))]
                 for rows in (self._keys[i], self._values[i])
             )
-            attended = attend_unrolled(q, keys, values, visibility).flatten(1)
+            attended = self._attend(q, keys, values, visibility).flatten(1)
             x = finish_layer(layer, x, attended, self._checkpointing)
         return x
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,35 +39,62 @@ class Block(NamedTuple):
         return torch.cat([first, window]) if self.sinks else window
 
 
+class Queries(NamedTuple):
+    """What M queries see of the first step's keys, on the host.
+
+    Attributes:
+        place: (M,) ascending, the last visible key.
+        text: (M,) the first key of the query's text.
+        oldest: (M,) first visible key, except for sinks; None: the text's first.
+        sinks: number of first keys of a text that are visible in addition to the keys from `oldest` on.
+    """
+
+    place: Tensor
+    text: Tensor
+    oldest: Tensor | None = None
+    sinks: int = 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name, to be copied to the device."""
+        return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+
+
 class Visibility(NamedTuple):
     """Keys that the queries of one unroll step see.
 
     Attributes:
-        places: (M,) key rows for the first step and each later one: the last visible key of the first
-            step, and the only visible key of a later step, its own anchor's.
-        blocks: from `query_blocks`.
-        oldest: (M,) first visible key of the first step, except for sinks; None: the text's first.
-        sinks: number of first keys of a text that are visible in addition to the keys from `oldest` on.
+        queries: on the host.
+        copied: `Queries.tensors` on the device.
+        own: (M,) for each later step the only visible key, that of the query's own anchor.
         later: (M, steps - 1) bool, whether a query sees its key of a later step; None: all do.
     """
 
-    places: Sequence[Tensor]
-    blocks: Sequence[Block]
-    oldest: Tensor | None = None
-    sinks: int = 0
+    queries: Queries
+    copied: Mapping[str, Tensor]
+    own: Sequence[Tensor]
     later: Tensor | None = None
+
+
+class Attend(Protocol):
+    """An implementation of `attend_unrolled`."""
+
+    def __call__(
+        self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], visibility: Visibility, /
+    ) -> Tensor:
+        """See `attend_unrolled`."""
+        ...
 
 
 def oldest_keys(
     place: Tensor, text: Tensor, window: int | None, sinks: int, ahead: Tensor | int
 ) -> Tensor | None:
-    """(M,) `Visibility.oldest` on the host; None if no query's window hides a key.
+    """(M,) `Queries.oldest` on the host; None if no query's window hides a key.
 
     Args:
         place: (M,) the last key that each query may see.
         text: (M,) the first key of each query's text.
         window: W, a query sees the key at its position and the W - 1 before; None: no window.
-        sinks: see `Visibility`.
+        sinks: see `Queries`.
         ahead: number of positions between a query and its last key, (M,) or one for all.
     """
     if window is None:
@@ -76,19 +103,15 @@ def oldest_keys(
     return None if bool((oldest <= text + sinks).all()) else oldest
 
 
-def query_blocks(
-    place: Tensor, text: Tensor, heads: int, like: Tensor, oldest: Tensor | None = None, sinks: int = 0
-) -> list[Block]:
+def query_blocks(queries: Queries, heads: int, like: Tensor) -> list[Block]:
     """Split queries into blocks whose attention weights fit into `SCORE_BYTES`.
 
     Args:
-        place: (M,) ascending, on the host: the last key that each query sees.
-        text: (M,) on the host: the first key of each query's text.
+        queries: to split.
         heads: number of query heads.
         like: a tensor with the dtype and device of the keys.
-        oldest: from `oldest_keys`.
-        sinks: see `Visibility`.
     """
+    place, text, oldest, sinks = queries
     budget = SCORE_BYTES.get(like.device.type, SCORE_BYTES["cuda"]) // (heads * like.itemsize)
     blocks = []
     starts, counts = text.unique_consecutive(return_counts=True)
@@ -123,11 +146,13 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, visibility: Visibility, q: Tensor, *keys_values: Tensor) -> Tensor:
-        ctx.visibility = visibility
+    def forward(
+        ctx: Any, visibility: Visibility, blocks: Sequence[Block], q: Tensor, *keys_values: Tensor
+    ) -> Tensor:
+        ctx.visibility, ctx.blocks = visibility, blocks
         ctx.save_for_backward(q, *keys_values)
         with torch.autocast(q.device.type, enabled=False):
-            heads = _Heads(visibility, q, keys_values)
+            heads = _Heads(visibility, blocks, q, keys_values)
             out, later_weights = torch.empty_like(heads.queries), torch.empty_like(heads.later_scores)
             for part in heads:
                 weight = part.weights(0)
@@ -140,7 +165,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         q, *keys_values = ctx.saved_tensors
-        heads = _Heads(ctx.visibility, q, keys_values)
+        heads = _Heads(ctx.visibility, ctx.blocks, q, keys_values)
         grad_out = heads.by_head(grad)
         grad_q, grad_k, grad_v = (
             torch.empty_like(grad_out),
@@ -167,7 +192,7 @@ class _Attention(torch.autograd.Function):
             heads.split_group(grad_q).addcmul_(heads.split_group(grad_later)[..., i, None], k)
             grads_k.append(heads.scatter_later(grad_later[..., i, None] * heads.queries, i))
             grads_v.append(heads.scatter_later(later_weights[..., i, None] * grad_out, i))
-        return None, heads.by_query(grad_q.mul_(heads.scale)), *grads_k, *grads_v
+        return None, None, heads.by_query(grad_q.mul_(heads.scale)), *grads_k, *grads_v
 
 
 class _Heads:
@@ -182,7 +207,9 @@ class _Heads:
         later_scores: (G, Q, steps) scores of the later keys.
     """
 
-    def __init__(self, visibility: Visibility, q: Tensor, keys_values: Sequence[Tensor]) -> None:
+    def __init__(
+        self, visibility: Visibility, blocks: Sequence[Block], q: Tensor, keys_values: Sequence[Tensor]
+    ) -> None:
         steps = len(keys_values) // 2
         keys, values = keys_values[:steps], keys_values[steps:]
         self.visibility, self.scale, self.kv_heads = visibility, q.shape[-1] ** -0.5, keys[0].shape[1]
@@ -195,12 +222,13 @@ class _Heads:
         self.later_scores = self.later_products(self.queries, self.later_keys)
         if visibility.later is not None:
             self.split_group(self.later_scores).masked_fill_(~visibility.later[:, None], -torch.inf)
-        most = max((b.last - b.first) * (b.seen + steps - 1) for b in visibility.blocks)
+        self.blocks = blocks
+        most = max((b.last - b.first) * (b.seen + steps - 1) for b in self.blocks)
         # Allocated once: a new allocation costs as much as a pass over the memory.
         self.buffers = q.new_empty(2, self.kv_heads * self.group_size * most)
 
     def __iter__(self) -> Iterator[_Part]:
-        for block in self.visibility.blocks:
+        for block in self.blocks:
             yield _Part(self, block, self._mask(block))
 
     def by_head(self, x: Tensor) -> Tensor:
@@ -213,7 +241,7 @@ class _Heads:
 
     def _gather_later(self, x: Tensor, i: int) -> Tensor:
         """(M', G, dim) of a later step -> (G, M, 1, dim)."""
-        return x.index_select(0, self.visibility.places[1 + i]).transpose(0, 1)[:, :, None]
+        return x.index_select(0, self.visibility.own[i]).transpose(0, 1)[:, :, None]
 
     def split_group(self, x: Tensor) -> Tensor:
         """(G, Q, ...) -> (G, M, query heads per key head, ...), a view."""
@@ -223,7 +251,7 @@ class _Heads:
         """Backward of `_gather_later`: sums the gradients of queries that read the same key."""
         rows = self.split_group(grad).sum(2).transpose(0, 1)  # (M, G, dim)
         whole = rows.new_zeros(self._sizes[i], *rows.shape[1:])
-        return whole.index_add_(0, self.visibility.places[1 + i], rows)
+        return whole.index_add_(0, self.visibility.own[i], rows)
 
     def later_products(self, x: Tensor, later: Sequence[Tensor]) -> Tensor:
         """(G, Q, dim) -> (G, Q, steps) dot products with each query's key or value of every later step."""
@@ -234,12 +262,13 @@ class _Heads:
         """(queries, 1, n) additive mask of the last n keys; all others are visible; None: no mask."""
         if block.full == block.end:
             return None
-        queries, (places, _, oldest, sinks, _) = slice(block.first, block.last), self.visibility
-        place = places[0][queries, None]
+        queries, copied = slice(block.first, block.last), self.visibility.copied
+        place, oldest = copied["place"][queries, None], copied.get("oldest")
         keys = block.keys(place.device)[block.full - block.begin :]
         hidden = keys > place
         if oldest is not None:
-            hidden |= (keys < oldest[queries, None]) & (keys >= block.text + sinks)
+            first = block.text + self.visibility.queries.sinks
+            hidden |= (keys < oldest[queries, None]) & (keys >= first)
         return torch.zeros(hidden.shape, dtype=self.keys.dtype, device=place.device).masked_fill_(
             hidden, -torch.inf
         )[:, None]
@@ -305,4 +334,5 @@ def attend_unrolled(
     Returns:
         (M, heads, dim).
     """
-    return _Attention.apply(visibility, q, *keys, *values)
+    blocks = query_blocks(visibility.queries, q.shape[1], keys[0])
+    return _Attention.apply(visibility, blocks, q, *keys, *values)

@@ -288,7 +288,7 @@ def test_rate_rises_in_equal_steps_and_falls_along_a_cosine():
 
 def test_both_optimizers_have_their_settings_and_step_by_the_loaded_groups():
     weights = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
-    optimizer = muon([{"params": weights, "hidden": [True, False]}], RATE, 0.9, (0.8, 0.7), 0.1)
+    optimizer = muon([{"params": weights, "hidden": [True, False]}], RATE, 0.9, (0.8, 0.7), 0.1, True)
     hidden, rest = (part.param_groups[0] for part in optimizer.parts)
     assert (hidden["momentum"], hidden["weight_decay"]) == (0.9, 0.1)
     assert (rest["betas"], rest["weight_decay"]) == ((0.8, 0.7), 0.1)
@@ -306,7 +306,7 @@ def test_orthogonal_step_has_the_size_of_adamws():
     """0.2 sqrt(max(n, m)) times a matrix whose singular values are near 1."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.zeros(64, 16))
-    optimizer = muon([{"params": [weight], "hidden": [True]}], RATE, 0.95, (0.9, 0.95), 0.0)
+    optimizer = muon([{"params": [weight], "hidden": [True]}], RATE, 0.95, (0.9, 0.95), 0.0, True)
     weight.grad = torch.randn(64, 16)
     optimizer.step()
     values = torch.linalg.svdvals(weight.detach()) / (RATE * 0.2 * 64**0.5)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-# private API: the documented way to see every operation.
+# private API: the documented way to see every operation, and to walk its arguments.
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 # Dense bf16 by NVIDIA's data sheets, in FLOP/s; the first name that is part of the card's
@@ -29,7 +30,9 @@ PEAKS = {
 # Calls by which the host reads the device, and waits for it
 READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__")
 # Operations that start no kernel; views do not either
-WITHOUT_KERNEL = {"empty", "empty_strided", "new_empty", "_unsafe_view"}
+WITHOUT_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view"}
+# Operations that read only the rows or numbers that they return
+CHOOSING = {"embedding", "gather", "index", "index_select"}
 SIDE = {"cuda": 8192, "cpu": 256}  # of the square matrices of a product
 BYTES = {"cuda": 2**32, "cpu": 2**24}  # that are copied
 
@@ -138,11 +141,12 @@ class Operations(TorchDispatchMode):
 
     Attributes:
         count: so far. What a CUDA graph repeats is not in it.
+        bytes: of the tensors that they read and write.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count = self.bytes = 0
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,8 +154,13 @@ class Operations(TorchDispatchMode):
             parts = func.decompose(*args, **(kwargs or {}))
         if parts is not NotImplemented:
             return parts
-        self.count += not func.is_view and func.overloadpacket.__name__ not in WITHOUT_KERNEL
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func.overloadpacket.__name__ not in WITHOUT_KERNEL:
+            self.count += 1
+            given = args[1:] if func.overloadpacket.__name__ in CHOOSING else args
+            tensors = tree_leaves((given, kwargs, result))
+            self.bytes += sum({id(t): t.nbytes for t in tensors if isinstance(t, torch.Tensor)}.values())
+        return result
 
 
 def kernels(body: Callable[[], Any], device: torch.device) -> tuple[int, float] | None:

@@ -46,7 +46,10 @@ def random_target(name: str, sizes: Mapping[str, Any], dtype: str, device: torch
             model = auto_class(config).from_config(config, dtype=DTYPES[dtype])
     except (ValueError, StrictDataclassError) as error:
         raise UserError(f"like={name}: no model of these sizes; {' '.join(str(error).split())}") from None
-    draw(model.eval().requires_grad_(False))
+    model.eval().requires_grad_(False)
+    if device.type == "meta":  # no numbers: nothing to draw, and no text to try it on
+        return Target(model)
+    draw(model)
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # as `load_target` does
     return target_of(model)
@@ -62,6 +65,9 @@ def draw(model: nn.Module) -> None:
 
 def random_drafter(options: DrafterOptions, target: Target) -> Drafter:
     """An untrained drafter in fp32 on the target's device; its draft vocabulary is the first tokens."""
+    if target.device.type == "meta":
+        with target.device:
+            return build_drafter(options, target)
     drafter = build_drafter(options, target)
     if drafter.needs_fit:
         tokens = list(range(target.vocab_size))
