@@ -17,21 +17,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decode.errors import UserError
-from decode.hardware import memory_bytes
 from decode.model.head import Head
 from distill.losses.chunked_logits import Buffers, RowScorer, Sweep, columns
 from distill.losses.divergences import Divergence
+from distill.losses.logits_rows import logits_rows
 from distill.losses.row_plan import RowPlan
 from distill.losses.row_scores import CompiledRows, EagerRows, Kernels
 from distill.losses.weights import RowWeights, Weights
 from drafters.base import Drafter, DraftStep
-
-CACHED_BYTES = 2**22  # of one (rows, V) block on a CPU, which should fit the cache
-# On a card every chunk reads the head and starts the same kernels, so a block takes this share of the memory;
-# about five blocks exist at a time.
-SHARE = 1 / 64
-# With fewer rows, reading the head takes most of a product's time; with more, a card gains nothing.
-MIN_ROWS, MAX_ROWS = 128, 8192
 
 
 class Scored(NamedTuple):
@@ -122,13 +115,7 @@ class Objective:
 
     def rows(self, head: Head) -> int:
         """Number of target rows in a chunk."""
-        if self.chunk:
-            return self.chunk
-        device, row = head.weight.device, 4 * head.weight.shape[0]
-        if device.type == "cpu":
-            return max(MIN_ROWS, CACHED_BYTES // row)
-        most = int(memory_bytes(device) * SHARE) // row // MIN_ROWS * MIN_ROWS
-        return min(MAX_ROWS, max(MIN_ROWS, most))
+        return self.chunk or logits_rows(head)
 
     def weigh(
         self, steps: Sequence[DraftStep], plan: RowPlan, chances: Sequence[Tensor], progress: float

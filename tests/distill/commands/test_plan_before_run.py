@@ -29,6 +29,7 @@ from distill.commands.planning.shape import (
     target_config,
     target_shape,
 )
+from distill.commands.planning.sharing import EVERY, named
 from distill.config.choices import options
 from distill.config.compose import compose
 from distill.config.plan_options import drafter_choice
@@ -223,6 +224,37 @@ def test_target_that_one_card_does_not_hold_is_shared_or_refused():
     assert sum(found.memory.values()) * GIB < card.memory
     with pytest.raises(UserError, match=r"141 GB of .* do not fit .*; give gpus=4"):
         BeforeRun(large, DRAFTER, replace(WORK, gpus=2))
+
+
+def test_drafter_that_one_card_does_not_hold_is_shared_or_refused():
+    """Weights, gradients and moments of fp32: 16 bytes of a weight."""
+    large, small = shape(LLAMA), replace(WORK, gpus=8, card=CARDS["a100_40"], prompts=500_000)
+    drafter = replace(DRAFTER, parameters=1_800_000_000, own=1_800_000_000)
+    found = BeforeRun(large, drafter, small)
+    assert found.chosen().trainer == "fsdp"
+    estimate = found.estimate()
+    assert sum(estimate.memory.values()) * GIB < small.card.memory
+    assert estimate.memory["drafter and optimizer"] * GIB == 1.8e9 * (4 + 16 / 8)
+    assert estimate.sent * GIB == pytest.approx(3 * 7 / 8 * 4 * 1.8e9)
+    (said,) = (line for line in estimate.choices if line.startswith("drafter and optimizer"))
+    assert "(trainer=fsdp); 26.82 with ddp" in said
+    given = BeforeRun(
+        large, DRAFTER, replace(WORK, gpus=8, sharing=named({"_target_": "a.DeepSpeed", "stage": 2}))
+    )
+    assert given.chosen().trainer == "deepspeed_2"
+    assert given.estimate().memory["drafter and optimizer"] * GIB == pytest.approx(
+        DRAFTER.parameters * (4 + 12 / 8)
+    )
+    with pytest.raises(UserError, match="does not fit"):
+        BeforeRun(large, replace(drafter, parameters=9_000_000_000), small).chosen()
+
+
+@pytest.mark.parametrize("name", [one.trainer for one in EVERY])
+def test_every_trainer_of_several_processes_is_known(name):
+    cfg: Any = compose([f"trainer={name}"], CONF)
+    sharing = named(cfg.trainer.strategy)
+    assert sharing is not None
+    assert sharing.trainer == name
 
 
 def test_tau_is_between_its_public_figures():

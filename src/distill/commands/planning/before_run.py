@@ -12,7 +12,9 @@ from distill.commands.planning.command import Chosen
 from distill.commands.planning.estimate import Estimate, Part
 from distill.commands.planning.expected_tau import expected_tau
 from distill.commands.planning.shape import HALF, DrafterShape, TargetShape
+from distill.commands.planning.sharing import OTHERS, WHOLE, Sharing, line
 from distill.config.target_size import steps_between_saves, training_steps
+from distill.losses.logits_rows import BLOCKS, CACHED_BYTES, rows_on_card
 
 GIB = c.GIB
 # Depths and anchors of EAGLE-3: the paper's code, and conf/drafter/eagle3.yaml
@@ -40,6 +42,8 @@ class Work:
         disk: bytes that they may take on disk.
         network: bytes a second between processes; None: by the card.
         scored: whether save points are scored.
+        sharing: of the drafter among processes; None: as the plan chooses.
+        on_cpu: whether the device is this machine's processor.
     """
 
     prompts: int
@@ -61,6 +65,8 @@ class Work:
     disk: float
     network: float | None
     scored: bool
+    sharing: Sharing | None = None
+    on_cpu: bool = False
 
     @property
     def rows(self) -> int:
@@ -123,6 +129,9 @@ class BeforeRun:
         self.steps = work.steps or training_steps(work.prompts, samples, work.written, in_step)
         self.passes = self.steps * in_step / work.rows
         self.saves = ceil(self.steps / steps_between_saves(self.steps)) if work.saves is None else work.saves
+        self.sharing = work.sharing or WHOLE
+        if work.sharing is None and drafter.trains and work.gpus > 1 and not self._fitting():
+            self.sharing = next(one for one in OTHERS if one.trainer == "fsdp")  # torch's own
 
     def chosen(self) -> Chosen:
         """What this plan chose, for the command that starts the run.
@@ -135,7 +144,7 @@ class BeforeRun:
             return Chosen(self.steps, self.saves, vllm=vllm)
         taps = self._cheapest()
         sharded = taps.resident < self.target.bytes and taps.way == "online"
-        return Chosen(self.steps, self.saves, taps.way, taps.disk / GIB, sharded, vllm)
+        return Chosen(self.steps, self.saves, taps.way, taps.disk / GIB, sharded, vllm, self.sharing.trainer)
 
     def estimate(self) -> Estimate:
         """Return the estimate of all phases.
@@ -156,6 +165,8 @@ class BeforeRun:
             disk |= {"hidden states": taps.disk}
             memory = self._memory(taps)
             choices += [self._taps_choice(taps), *self._depths(taps)]
+            if work.gpus > 1:
+                choices.append(line(self.sharing, drafter.parameters, work.gpus))
             scored = work.scored and taps.way != "engine"  # which has no target to score with
         disk["checkpoints"] = drafter.parameters * (4 * max(1, self.saves) + 24)  # and two trainer states
         parts += self._checkpoints(scored)
@@ -232,8 +243,7 @@ class BeforeRun:
         Raises:
             UserError: none does.
         """
-        ways = [way for way in self._ways() if self.work.taps in ("auto", way.way)]
-        fitting = [way for way in ways if self._fits(way)]
+        fitting = self._fitting()
         if not fitting:
             states = self._state_bytes() / GIB
             raise UserError(
@@ -241,6 +251,11 @@ class BeforeRun:
                 f"disk={self.work.disk / GIB:,.0f}; give more disk, more gpus, or taps=online"
             )
         return min(fitting, key=self._hours_of)
+
+    def _fitting(self) -> list[Taps]:
+        """Ways to hidden states that the options allow and that fit memory and disk."""
+        ways = [way for way in self._ways() if self.work.taps in ("auto", way.way)]
+        return [way for way in ways if self._fits(way)]
 
     def _ways(self) -> list[Taps]:
         work, target, card = self.work, self.target, self.card
@@ -285,7 +300,7 @@ class BeforeRun:
         """Parts of training, and the bytes that one process sends in a step."""
         work, drafter = self.work, self.drafter
         hours = max(self.steps * self._step_seconds(taps) / 3600, taps.reading)
-        sent = 2 * (work.gpus - 1) / work.gpus * 4 * drafter.parameters
+        sent = self.sharing.traffic(drafter.parameters, work.gpus)
         steps = Part("training", f"{self.steps:,} steps", f"{self.steps / hours / 3600:,.4g} steps/s", hours)
         link = self._link()
         exchange = Part(
@@ -323,12 +338,21 @@ class BeforeRun:
         unroll = c.LAYER_ACTIVATIONS * target.hidden * drafter.layers * self._predictions()
         return {
             "target": taps.resident,
-            "drafter and optimizer": c.TRAINED_BYTES * drafter.parameters,
+            "drafter and optimizer": self.sharing.memory(drafter.parameters, work.gpus),
             "activations": work.batch * (states + unroll),
+            "logits": self._logits(),
             "hidden states": taps.memory,
             "prompts": c.PROMPT_BYTES * work.prompts,
             "reserve": c.RESERVED,
         }
+
+    def _logits(self) -> float:
+        """Bytes of the blocks in which a step scores logits."""
+        rows = rows_on_card(self.card.memory, self.target.vocabulary)
+        predicted = self.work.batch * self._predictions()
+        if self.work.on_cpu:
+            return BLOCKS * CACHED_BYTES
+        return BLOCKS * 4 * self.target.vocabulary * min(rows, predicted)
 
     # -- scores, and what is said ----------------------------------------------------------------------
 

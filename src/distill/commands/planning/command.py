@@ -50,6 +50,7 @@ class Chosen(NamedTuple):
         gigabytes: GiB of hidden states that are stored.
         sharded: whether processes share the target.
         vllm: whether vLLM answers.
+        trainer: conf/trainer of several processes.
     """
 
     steps: int
@@ -58,6 +59,7 @@ class Chosen(NamedTuple):
     gigabytes: float = 0.0
     sharded: bool = False
     vllm: bool = False
+    trainer: str = "ddp"
 
 
 def purpose(config: Mapping[str, Any], name: str, processes: int, taps: str) -> str:
@@ -98,7 +100,7 @@ def before_any(options: PlanOptions, config: Any, training: Sequence[str], chose
         words.append(f"rollout.samples={options.samples}")
     words += _length(options.steps, options.saves, chosen)
     gpus = 1 if options.gpus is None else options.gpus
-    words += _devices(gpus, config["trainer"], words)
+    words += _devices(gpus, config["trainer"], words, chosen.trainer)
     if chosen.way == "engine":
         words = _from_engine(words, gpus)
     elif chosen.vllm and config["rollout"]["engine"] == "hf":
@@ -158,14 +160,16 @@ def _length(steps: int | None, saves: int | None, chosen: Chosen) -> list[str]:
     return words
 
 
-def _devices(gpus: int, trainer: Mapping[str, Any], words: Sequence[str]) -> list[str]:
-    """Options of so many devices; 0: the processor."""
+def _devices(
+    gpus: int, trainer: Mapping[str, Any], words: Sequence[str], several_by: str = "ddp"
+) -> list[str]:
+    """Options of so many devices; 0: the processor. `several_by`: conf/trainer of several."""
     if not gpus:
         return [] if trainer["accelerator"] == "cpu" else ["trainer=cpu"]
     several = trainer["strategy"] != "auto"
     found = []
     if not several and not value_of("trainer", words):
-        found = ["trainer=ddp"] if gpus > 1 else ["trainer=gpu"] * (trainer["accelerator"] == "cpu")
+        found = [f"trainer={several_by}"] if gpus > 1 else ["trainer=gpu"] * (trainer["accelerator"] == "cpu")
     machines = ceil(gpus / GPUS_OF_MACHINE)
     if (gpus > 1 or several) and not value_of("trainer.devices", words):
         found.append(f"trainer.devices={ceil(gpus / machines)}")

@@ -17,6 +17,7 @@ from distill.commands.planning.estimate import Estimate
 from distill.commands.planning.from_run import Job, plan_from_run
 from distill.commands.planning.probe import find_card, probe_processor
 from distill.commands.planning.shape import drafter_shape, empty_target, target_config, target_shape
+from distill.commands.planning.sharing import named
 from distill.config.compose import compose
 from distill.config.plan_options import drafter_choice
 from distill.config.target_size import size_settings
@@ -101,6 +102,8 @@ def _work(options: PlanOptions, training: Sequence[str], cfg: Any, config: Any) 
         disk=options.disk * constants.GIB,
         network=options.network and options.network * 1e9,
         scored=cfg.score.enabled,
+        sharing=named(trainer.strategy),
+        on_cpu=not gpus,
     )
 
 
