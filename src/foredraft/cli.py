@@ -74,6 +74,9 @@ COMMANDS = {
     "verify-served": Command(
         "check a served drafter", "serving.verify:command", "verify_served", "VerifyOptions"
     ),
+    "watch": Command(
+        "say when a served drafter accepts less than scored", "serving.watch:command", "watch", "WatchOptions"
+    ),
 }
 
 

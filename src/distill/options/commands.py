@@ -215,3 +215,22 @@ class VerifyOptions(ServerOptions):
     depth: int | None
     decode: str | None  # name of a row of the scorecard
     tolerance: float  # of acceptance
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """conf/watch.yaml."""
+
+    url: str
+    checkpoint: str
+    requests: int  # of a window
+    interval: float  # seconds between readings
+    windows: int | None  # None: without an end
+    mix: dict[str, float] | None  # kind of prompt -> share
+    temperature: float | None
+    depth: int | None
+    decode: str | None  # name of a row of the scorecard
+    tolerance: float  # of tau
+    model: str | None  # as the server calls it
+    timeout: float  # seconds for a page
+    api_key_env: str  # name of the environment variable with the key

@@ -33,6 +33,7 @@ from distill.options.commands import (
     RolloutCommandOptions,
     ScoreCommandOptions,
     VerifyOptions,
+    WatchOptions,
 )
 from distill.options.run import TrainOptions
 
@@ -47,12 +48,14 @@ COMMANDS = {
     "rollout_alone": RolloutCommandOptions,
     "score_checkpoint": ScoreCommandOptions,
     "verify_served": VerifyOptions,
+    "watch": WatchOptions,
 }
 REQUIRED = {
     "export": ["checkpoint=c", "to=vllm"],
     "generate": ["prompt=x"],
     "score_checkpoint": ["checkpoint=c"],
     "verify_served": ["checkpoint=c", "url=http://host:1"],
+    "watch": ["checkpoint=c", "url=http://host:1"],
 }
 
 
