@@ -74,6 +74,12 @@ COMMANDS = {
     "verify-served": Command(
         "check a served drafter", "serving.verify:command", "verify_served", "VerifyOptions"
     ),
+    "passport": Command(
+        "write what was measured of a checkpoint, on one page",
+        "commands.passport:passport",
+        "passport",
+        "PassportOptions",
+    ),
     "watch": Command(
         "say when a served drafter accepts less than scored", "serving.watch:command", "watch", "WatchOptions"
     ),

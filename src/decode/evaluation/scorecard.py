@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from decode.errors import UserError
 from decode.evaluation.audit import Audit
+from decode.evaluation.estimates import FEWEST, interval
 from decode.evaluation.json_records import as_json, build
 from decode.evaluation.rows import Row, check_lengths
 from decode.evaluation.served import Headline, Served
@@ -142,6 +143,16 @@ class SampleText:
     tokens: list[SampleToken]
 
 
+class Category(NamedTuple):
+    """Acceptance on one kind of prompts, with tau's 95 % interval if there are enough prompts."""
+
+    name: str
+    prompts: int
+    tokens: int
+    tau: float
+    interval: tuple[float, float] | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChoice:
     """The plan chosen by decode=auto or decode=calibrated for one sampler and batch size.
@@ -253,6 +264,21 @@ class Scorecard:
         checkpoint = replace(self.checkpoint, **seconds, train_precision=training.precision)
         return replace(self, checkpoint=checkpoint)
 
+    def by_category(self, row: Row) -> list[Category]:
+        """Acceptance of a row by kind of prompt, sorted descending; empty with fewer than two kinds."""
+        names, counts = self.categories, row.counts
+        if len(names) != len(counts.tokens) or len(set(names)) < 2:
+            return []
+        kinds = []
+        for name in sorted(set(names)):
+            places = [i for i, other in enumerate(names) if other == name]
+            tokens, rounds = [counts.tokens[i] for i in places], [counts.rounds[i] for i in places]
+            if sum(rounds):
+                tau = sum(tokens) / sum(rounds)
+                reach = interval(tokens, rounds) if len(places) >= FEWEST else None
+                kinds.append(Category(name or "(none)", len(places), sum(tokens), tau, reach))
+        return sorted(kinds, key=lambda kind: -kind.tau)
+
     @property
     def replay_agrees(self) -> bool:
         """Decoder and replay agree in all rows."""
@@ -299,7 +325,7 @@ class Scorecard:
 
 
 def read_scorecard(path: Path) -> Scorecard:
-    """Read a score.json.
+    """Read a score.json, or the scorecard of a passport.
 
     Raises:
         UserError: see `Scorecard.from_json`.
@@ -308,6 +334,8 @@ def read_scorecard(path: Path) -> Scorecard:
         values = json.loads(path.read_text()) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         values = None
+    if isinstance(values, dict):
+        values = values.get("scorecard", values)
     return Scorecard.from_json(values, path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from decode.evaluation.scorecard import Scorecard
 from distill.config.build import PromptReader, TargetSource, quiet
 from distill.options.commands import ScoreCommandOptions
 from distill.prompts.templates import clock
@@ -23,9 +24,26 @@ def score(options: ScoreCommandOptions) -> float:
     Raises:
         UserError: `checkpoint` has no drafter, or there are no prompts.
     """
+    card = scored(options, checkpoint_io.fetch(options.checkpoint))
+    print(f"headline: {headline(card)}\n{settings_table(card)}")
+    if options.out:
+        write_json(Path(options.out), card.to_json())
+        print(f"scorecard: {options.out}")
+    else:
+        print("the scorecard is not kept; out=score.json writes it to a file")
+    if line := bottleneck(card):
+        print(line)
+    return card.headline.tau
+
+
+def scored(options: ScoreCommandOptions, checkpoint: Path) -> Scorecard:
+    """Score a checkpoint's folder again.
+
+    Raises:
+        UserError: there is no drafter, or there are no prompts.
+    """
     quiet()
     engine_scores.check(options.score, training=False)
-    checkpoint = checkpoint_io.fetch(options.checkpoint)
     moment = clock.of_run(checkpoint)
     chat, _, held = PromptReader(options.target, options.prompts, options.score).read(moment)
     _say_fewer(options, len(held))
@@ -49,16 +67,7 @@ def score(options: ScoreCommandOptions) -> float:
         engine=engine_scores.scorer(score, chat, held, options.seed, folder, training=False),
     )
     training = earlier(checkpoint)
-    card = scorer(checkpoint, training.step or 0).after(training)
-    print(f"headline: {headline(card)}\n{settings_table(card)}")
-    if options.out:
-        write_json(Path(options.out), card.to_json())
-        print(f"scorecard: {options.out}")
-    else:
-        print("the scorecard is not kept; out=score.json writes it to a file")
-    if line := bottleneck(card):
-        print(line)
-    return card.headline.tau
+    return scorer(checkpoint, training.step or 0).after(training)
 
 
 def _say_fewer(options: ScoreCommandOptions, held: int) -> None:

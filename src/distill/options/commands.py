@@ -79,6 +79,14 @@ class ScoreCommandOptions(HeldOutInputs, CommandOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PassportOptions(ScoreCommandOptions):
+    """conf/passport.yaml."""
+
+    again: bool  # score again
+    folder: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdviseOptions(HeldOutInputs, CommandOptions):
     """conf/advise.yaml."""
 

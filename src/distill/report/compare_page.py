@@ -9,7 +9,6 @@ from markupsafe import Markup
 
 from decode.evaluation.rows import Row
 from distill.report import page
-from distill.report.panels import by_category
 from distill.scoring.compare import Choice, Scored, comparison, draft_ms, in_order, machines
 from distill.scoring.paired import speedup
 
@@ -188,7 +187,7 @@ def _batches(ordered: Sequence[Scored], choice: Choice) -> go.Figure | None:
 def _by_category(ordered: Sequence[Scored], rows: Sequence[Row]) -> tuple[list[str], list[list[str]]] | None:
     """Acceptance length by kind of prompt; None if a scorecard has no categories."""
     by_run = [
-        {kind.name: kind for kind in by_category(s.card, row)} for s, row in zip(ordered, rows, strict=True)
+        {kind.name: kind for kind in s.card.by_category(row)} for s, row in zip(ordered, rows, strict=True)
     ]
     names = list(dict.fromkeys(name for kinds in by_run for name in kinds))
     if not names or not all(by_run):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
 from markupsafe import Markup
 
 from decode.evaluation.audit import Audit
-from decode.evaluation.estimates import interval
 from decode.evaluation.rows import Row
 from decode.evaluation.scorecard import Scorecard
 from decode.evaluation.served import BY_ENGINE
@@ -19,7 +17,6 @@ from distill.report import page
 from distill.report.history import History
 from distill.report.page import paint
 from distill.report.training_panels import axes
-from distill.scoring.paired import FEWEST
 from distill.scoring.tables import quality_columns
 from distill.scoring.target_drift import describe
 from distill.utils.run_record import OLDER
@@ -115,35 +112,9 @@ def _audited(audit: Audit | None) -> str:
     return f"{audit.tokens} greedy tokens: {greedy}{sampled}"
 
 
-class Category(NamedTuple):
-    """Acceptance on one kind of prompts, with tau's 95 % interval if there are enough prompts."""
-
-    name: str
-    prompts: int
-    tokens: int
-    tau: float
-    interval: tuple[float, float] | None
-
-
-def by_category(card: Scorecard, row: Row) -> list[Category]:
-    """Acceptance of a row by kind of prompt, sorted descending; empty with fewer than two kinds."""
-    names, counts = card.categories, row.counts
-    if len(names) != len(counts.tokens) or len(set(names)) < 2:
-        return []
-    kinds = []
-    for name in sorted(set(names)):
-        places = [i for i, other in enumerate(names) if other == name]
-        tokens, rounds = [counts.tokens[i] for i in places], [counts.rounds[i] for i in places]
-        if sum(rounds):
-            tau = sum(tokens) / sum(rounds)
-            reach = interval(tokens, rounds) if len(places) >= FEWEST else None
-            kinds.append(Category(name or "(none)", len(places), sum(tokens), tau, reach))
-    return sorted(kinds, key=lambda kind: -kind.tau)
-
-
 def categories(card: Scorecard) -> Markup | None:
     """Acceptance by kind of prompt."""
-    kinds = by_category(card, card.compared)
+    kinds = card.by_category(card.compared)
     if not kinds:
         return None
     figure = go.Figure()

@@ -21,10 +21,10 @@ from distill.scoring.target_drift import describe
 from distill.scoring.width import fitted
 from distill.utils.redact import hidden, printable
 from distill.utils.run_folder import is_step
-from drafters.hub import SCORECARD
+from drafters.hub import PASSPORT, SCORECARD
 
 # Written by training, and in a published folder.
-CARDS = ("score.json", SCORECARD)
+CARDS = ("score.json", SCORECARD, PASSPORT)
 
 LEVELS = 4
 SHOWN = 4  # folders in a line

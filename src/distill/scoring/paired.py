@@ -6,12 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decode.evaluation.estimates import central_interval, ratio, resampled_sums
+from decode.evaluation.estimates import FEWEST, central_interval, ratio, resampled_sums
 from decode.evaluation.rows import Row
 from decode.evaluation.scorecard import Scorecard
 from decode.evaluation.served import BY_ENGINE
-
-FEWEST = 5  # prompts or batches; with fewer, bootstrap intervals are far too narrow
 
 
 class Estimate(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from decode.evaluation.scorecard import NOT_RUN, Scorecard
 from decode.evaluation.served import BY_ENGINE
 from decode.model import gguf
 from drafters.base import Drafter, Origin
+from drafters.checkpoint.markdown import cell, table
 from drafters.export.layout import Layout
 from drafters.hub.untrusted_files import is_hub_id
 
@@ -60,7 +61,7 @@ def model_card(facts: Facts) -> str:
         parts = [_front(facts), _about(facts), _score(facts.score), _recipe(facts.recipe), _serve(facts)]
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         where = facts.origin.folder or "this drafter"
-        raise UserError(f"{where}: its recipe is damaged ({_line(repr(error))})") from None
+        raise UserError(f"{where}: its recipe is damaged ({cell(repr(error))})") from None
     return "\n".join(parts)
 
 
@@ -78,7 +79,7 @@ def _about(facts: Facts) -> str:
     module = sys.modules[type(drafter).__module__].__doc__ or ""
     target = portable(origin).name or "(not named)"
     properties = {
-        "target": f"{target}, revision {_line(origin.revision)}" if origin.revision else target,
+        "target": f"{target}, revision {cell(origin.revision)}" if origin.revision else target,
         "target's fingerprint": origin.fingerprint,
         "tokenizer's hash": origin.tokenizer or "(no tokenizer could be read)",
         "parameters": f"{sum(p.numel() for p in drafter.parameters()):,}",
@@ -90,14 +91,14 @@ def _about(facts: Facts) -> str:
         [
             f"# A drafter for {target}: `{facts.kind}`",
             "",
-            _line(module.partition("\n\n")[0]),
+            cell(module.partition("\n\n")[0]),
             "",
             "It proposes tokens that the target then verifies. Verified without loss, the text is the "
             "target's own, whatever this drafter proposes: decoding gets faster or slower, not different.",
             "",
             "| property | value |",
             "|---|---|",
-            *(f"| {name} | {_line(value)} |" for name, value in properties.items()),
+            *(f"| {name} | {cell(value)} |" for name, value in properties.items()),
             "",
         ]
     )
@@ -124,7 +125,7 @@ def _score(score: Scorecard | None) -> str:
     rows = [[cell for i, cell in enumerate(row) if i not in dropped] for row in [head, *lines]]
     conditions = {name: getattr(score.conditions, name) for name in CONDITIONS}
     conditions["commit"] = score.checkpoint.commit
-    measured_with = ", ".join(f"{name.replace('_', ' ')} {_line(v)}" for name, v in conditions.items())
+    measured_with = ", ".join(f"{name.replace('_', ' ')} {cell(v)}" for name, v in conditions.items())
     notes = [
         "tau: tokens settled by one pass of the target, its own included, replayed on the target's stored "
         "answers, with the 95 % interval (~: an estimate, or decoded); tau_decoded: counted while decoding, "
@@ -136,7 +137,7 @@ def _score(score: Scorecard | None) -> str:
     if reason := score.conditions.elsewhere:
         notes += [
             "",
-            f"{BY_ENGINE.capitalize()}, not where it was scored: of the target, {_line(reason)}.",
+            f"{BY_ENGINE.capitalize()}, not where it was scored: of the target, {cell(reason)}.",
         ]
     elif not score.pays:
         notes += ["", "**No draft was faster than plain decoding on the machine that scored it.**"]
@@ -145,25 +146,23 @@ def _score(score: Scorecard | None) -> str:
             changes = "; ".join(f"{n} {c}" for n, c in zip(QUALITY_HEAD, row.quality.cells(), strict=True))
             notes += ["", f"{row.decode} changes the text, T={row.temperature:g}: {changes}."]
     if score.conditions.control != "none":
-        notes += ["", f"control={_line(score.conditions.control)}: this is a control, no real score."]
+        notes += ["", f"control={cell(score.conditions.control)}: this is a control, no real score."]
     if drift := score.checkpoint.target_drift:
         notes += [
             "",
-            f"Lossless to the {_line(score.checkpoint.lossless_to)}, which is no longer the original: KL "
+            f"Lossless to the {cell(score.checkpoint.lossless_to)}, which is no longer the original: KL "
             f"{drift.kl:.2g} nats a token, the likeliest token the same at "
             f"{100 * drift.top1_agreement:.1f} %.",
         ]
     return "\n".join(
-        ["## Score", "", _headline(score), "", *_table(rows), "", *notes, "", _audit(score.audit), ""]
+        ["## Score", "", _headline(score), "", *table(rows), *notes, "", audit_line(score.audit), ""]
     )
 
 
 def _headline(score: Scorecard) -> str:
     """The two numbers of the checkpoint, and their setting."""
     head = score.headline
-    return (
-        f"**{head.tau_text}, {head.speedup_text}**: {_line(head.setting)}, {head.prompts} held-out answers."
-    )
+    return f"**{head.tau_text}, {head.speedup_text}**: {cell(head.setting)}, {head.prompts} held-out answers."
 
 
 def _row(row: Row, score: Scorecard) -> list[str]:
@@ -183,7 +182,7 @@ def _row(row: Row, score: Scorecard) -> list[str]:
     ]
 
 
-def _audit(audit: Audit | None) -> str:
+def audit_line(audit: Audit | None) -> str:
     """Result of the losslessness audit in one line."""
     if audit is None:
         return f"Losslessness audit: {NOT_RUN}; the engine that serves it decodes."
@@ -198,11 +197,6 @@ def _audit(audit: Audit | None) -> str:
     return f"{text}."
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [f"| {' | '.join(_line(cell) for cell in row)} |" for row in rows]
-    return [lines[0], f"|{'---|' * len(rows[0])}", *lines[1:]]
-
-
 # -- how it was made, how it is served -----------------------------------------------------------
 
 
@@ -212,7 +206,7 @@ def _recipe(recipe: Mapping[str, Any] | None) -> str:
     lines = ["## Data and recipe", ""]
     for part, values in recipe.items():
         text = values if isinstance(values, str) else json.dumps(values, sort_keys=True)
-        lines.append(f"- {_line(part)}: `{' '.join(text.split()).replace('`', '')}`")
+        lines.append(f"- {cell(part)}: `{' '.join(text.split()).replace('`', '')}`")
     return "\n".join([*lines, ""])
 
 
@@ -259,9 +253,3 @@ def at_hub(origin: Origin) -> bool:
 def portable(origin: Origin) -> Origin:
     """Remove local paths, which are useless to others and may contain a user name."""
     return origin if at_hub(origin) else origin._replace(name=Path(origin.name).name)
-
-
-def _line(value: Any) -> str:
-    """Text on one line with markup characters escaped, for table cells."""
-    text = " ".join(str(value).split())
-    return "".join(f"\\{c}" if c in "|<>[]" else c for c in text)

@@ -19,6 +19,7 @@ from decode.model.load import load_target
 from decode.model.target import Target
 from drafters.base import Drafter, Origin
 from drafters.checkpoint import io as checkpoint_io
+from drafters.checkpoint import passport
 from drafters.checkpoint.atomic import publish
 from drafters.checkpoint.folder import target_name, target_origin
 from drafters.checkpoint.model_card import Facts, model_card, portable
@@ -143,6 +144,8 @@ def write(
             (folder / name).write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
     facts = Facts(drafter, short_name(drafter), origin, score, recipe, to, layout, repo)
     (folder / "README.md").write_text(model_card(facts))
+    if score:
+        passport.write(folder, score, short_name(drafter), origin, repo)
 
 
 def scorecard(folder: Path | None) -> Scorecard | None:

@@ -4,3 +4,4 @@
 SCORECARD = "scorecard.json"
 RECIPE = "recipe.json"
 NOTES = (SCORECARD, RECIPE)
+PASSPORT, PASSPORT_PAGE = "passport.json", "passport.md"

@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import disable_progress_bars
 
 from decode.errors import RemoteError, UserError
-from drafters.hub import NOTES
+from drafters.hub import NOTES, PASSPORT, PASSPORT_PAGE
 from drafters.hub.untrusted_files import brief, check_link, is_hub_id
 
 # Files that we write; the upload deletes the repository's copies of files missing from the folder.
@@ -22,6 +22,8 @@ OURS = (
     "medusa_lm_head.pt",
     "token_map.pt",
     *NOTES,
+    PASSPORT,
+    PASSPORT_PAGE,
 )
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
 

@@ -30,6 +30,7 @@ from distill.options.commands import (
     InspectOptions,
     InspectTargetOptions,
     LimitOptions,
+    PassportOptions,
     RolloutCommandOptions,
     ScoreCommandOptions,
     VerifyOptions,
@@ -45,6 +46,7 @@ COMMANDS = {
     "inspect": InspectTargetOptions,
     "inspect_data": InspectOptions,
     "limit": LimitOptions,
+    "passport": PassportOptions,
     "rollout_alone": RolloutCommandOptions,
     "score_checkpoint": ScoreCommandOptions,
     "verify_served": VerifyOptions,
@@ -53,6 +55,7 @@ COMMANDS = {
 REQUIRED = {
     "export": ["checkpoint=c", "to=vllm"],
     "generate": ["prompt=x"],
+    "passport": ["checkpoint=c"],
     "score_checkpoint": ["checkpoint=c"],
     "verify_served": ["checkpoint=c", "url=http://host:1"],
     "watch": ["checkpoint=c", "url=http://host:1"],

@@ -36,7 +36,7 @@ from distill.options.run import LoggerOptions
 from distill.prompts.prompt import Prompt
 from distill.report import html as html_report
 from distill.report.history import read
-from distill.report.panels import by_category, round_times
+from distill.report.panels import round_times
 from distill.report.training_panels import smoothed
 from distill.scoring.sample_texts import has_probs, varied
 from distill.training import checkpointing as callbacks
@@ -129,7 +129,7 @@ def test_panels_draw_the_scorecards_numbers(run):
             (places, row.survival),
         ],
         "Accepted lengths": [lengths(row.replay.survival), lengths(row.survival)],
-        "Acceptance by category": [([pytest.approx(kind.tau) for kind in by_category(card, row)], None)],
+        "Acceptance by category": [([pytest.approx(kind.tau) for kind in card.by_category(row)], None)],
     }
     for heading, curves in want.items():
         drawn = plots.pop(heading)[: len(curves)]
@@ -347,9 +347,9 @@ def test_acceptance_by_category_is_of_the_replayed_prompts():
     names = ["a", "b", "a", "a", "a", "b", "a"]
     row = cards.row(replay=cards.replay(2.0, Counts([6, 2, 6, 6, 6, 4, 6], [3, 2, 3, 3, 3, 1, 3])))
     card = cards.card_of([row], categories=names)
-    assert by_category(card, card.rows[0]) == [("a", 5, 30, 2.0, (2.0, 2.0)), ("b", 2, 6, 2.0, None)]
-    assert by_category(replace(card, categories=names[1:]), card.rows[0]) == []
-    assert by_category(replace(card, categories=["a"] * 7), card.rows[0]) == []
+    assert card.by_category(card.rows[0]) == [("a", 5, 30, 2.0, (2.0, 2.0)), ("b", 2, 6, 2.0, None)]
+    assert replace(card, categories=names[1:]).by_category(card.rows[0]) == []
+    assert replace(card, categories=["a"] * 7).by_category(card.rows[0]) == []
 
 
 def test_texts_are_of_several_categories():

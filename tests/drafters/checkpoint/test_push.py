@@ -238,6 +238,7 @@ def test_a_run_ends_on_the_hub_and_is_whole_if_that_fails(bench, fake_hub, monke
     assert f"uploaded: {fake_hub.url}/{REPO}/commit/" in retried.out
     files = fake_hub.repos[REPO].files
     named = {"README.md", "config.json", "model.safetensors", "recipe.json", "scorecard.json"}
+    named |= {"passport.json", "passport.md"}
     assert files.keys() == named
     best = (folder / "checkpoints" / "best").resolve()
     score = json.loads((best / "score.json").read_text())
