@@ -19,6 +19,7 @@ MLP_NOTE = (
     "vLLM 0.9.2 is the last version that runs an MLP speculator: later ones removed speculative decoding "
     "from the V0 engine (vLLM pull request 21152), and V1 refuses the method (issue 47825)."
 )
+MEDUSA_NOTE = "vLLM 0.32 is the last version that runs Medusa heads: 0.33 refuses the method."
 TUNED_NOTE = (
     "drafter=medusa2 has tuned the target, and its heads fit only the tuned one: export it with to=hf, and "
     "replace TUNED_TARGET by that folder."
@@ -62,13 +63,14 @@ def _medusa(saved: Saved, target: Target) -> Layout:
         "logit_scale": target.head.scale,
         "torch_dtype": dtype_of(tensors),
     }
-    return Layout(config, tensors, serve_vllm("medusa", settings["depth"]))
+    return Layout(config, tensors, serve_vllm("medusa", settings["depth"]), MEDUSA_NOTE)
 
 
 def _medusa2(saved: Saved, target: Target) -> Layout:
     """The heads; `hf_model.TUNED` exports the tuned target."""
     layout = _medusa(saved, target)
-    return layout._replace(serve=layout.serve.replace("{target}", "TUNED_TARGET"), note=TUNED_NOTE)
+    note = f"{TUNED_NOTE} {MEDUSA_NOTE}"
+    return layout._replace(serve=layout.serve.replace("{target}", "TUNED_TARGET"), note=note)
 
 
 def _check_authors(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
