@@ -241,4 +241,5 @@ class WatchOptions:
     tolerance: float  # of tau
     model: str | None  # as the server calls it
     timeout: float  # seconds for a page
+    patience: float  # seconds to wait for a server that is down
     api_key_env: str  # name of the environment variable with the key

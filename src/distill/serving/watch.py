@@ -130,10 +130,22 @@ def _row(options: WatchOptions, card: Scorecard, depth: int) -> Row:
 
 
 def _window(endpoint: Endpoint, options: WatchOptions, begin: Reading) -> tuple[Reading, Reading]:
-    """The reading that ends a window, and what was counted in it; a restarted server begins a new one."""
+    """The reading that ends a window, and what was counted in it; a restarted server begins a new one.
+
+    Raises:
+        UserError: no server answers for `patience` seconds.
+    """
+    away = 0.0
     while True:
         time.sleep(options.interval)
-        now = endpoint.reading(options.model)
+        try:
+            now = endpoint.reading(options.model)
+        except UserError:
+            away += options.interval
+            if away > options.patience:
+                raise
+            continue
+        away = 0.0
         try:
             grown = difference(begin, now, f"{endpoint.url}/metrics")
         except UserError:

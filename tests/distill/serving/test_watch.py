@@ -115,6 +115,20 @@ def test_restarted_server_begins_a_new_window(look, server, monkeypatch):
     assert "restarted; the window begins again" in said
 
 
+def test_server_that_is_away_is_waited_for(look, server, monkeypatch):
+    traffic, pages = module.time.sleep, server.pages
+
+    def away(seconds):
+        server.pages = {"/metrics": lambda: (503, "")} if 40 <= server.answers < 80 else pages
+        traffic(seconds)
+
+    monkeypatch.setattr(module.time, "sleep", away)
+    assert look(windows=1)[0]
+    server.reset()
+    with pytest.raises(UserError):
+        look(windows=1, patience=2.0)
+
+
 def test_kinds_of_requests_change_what_is_expected(card):
     scored = Scorecard.from_json(json.loads(card.read_text()), "card")
     row = scored.rows[0]
