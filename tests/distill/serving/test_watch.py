@@ -57,7 +57,7 @@ def look(card, server, capsys):
 def test_scored_drafter_stays_as_scored(look, server):
     fine, said = look(windows=20)
     assert fine, said
-    assert said.count("100 requests, ") == 20
+    assert said.count("80 requests, ") == 20
     assert "LOWER" not in said
     assert not server.asked, "nothing is sent"
 
@@ -67,7 +67,7 @@ def test_worse_drafter_is_said_within_two_hundred_requests(look, server, kind):
     server.kind, server.alpha = kind, WORSE
     fine, said = look()
     assert not fine
-    assert server.answers == 200
+    assert server.answers == 160
     assert said.count("lower") == 2
     assert "LOWER than scored in 2 windows in a row: tau 2.0" in said
     assert "foredraft follow '<folders of the new target>' drafter.init_from=" in said
@@ -77,20 +77,20 @@ def test_drafter_that_gets_worse_later_is_said(look, server, monkeypatch):
     traffic = module.time.sleep
 
     def worse_after_a_while(seconds):
-        server.alpha = WORSE if server.answers >= 400 else ALPHA
+        server.alpha = WORSE if server.answers >= 320 else ALPHA
         traffic(seconds)
 
     monkeypatch.setattr(module.time, "sleep", worse_after_a_while)
     fine, said = look(windows=None)
     assert not fine
-    assert server.answers == 600, said
+    assert server.answers == 480, said
 
 
 def test_one_low_window_is_no_alarm(look, server, monkeypatch):
     traffic = module.time.sleep
 
     def worse_for_a_while(seconds):
-        server.alpha = WORSE if 100 <= server.answers < 200 else ALPHA
+        server.alpha = WORSE if 80 <= server.answers < 160 else ALPHA
         traffic(seconds)
 
     monkeypatch.setattr(module.time, "sleep", worse_for_a_while)
