@@ -31,6 +31,7 @@ from drafters.vocabulary import draft_vocab_size
 Options = TypeVar("Options")
 PARTS = ("first", "second")  # options of a drafter made of two
 OF_ANY = ("init_from", "confidence")  # options of every drafter
+FUSES = ("torch.optim.AdamW", "distill.training.optim.muon")  # take `fused`; not all of torch's do
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list"}
 
 
@@ -192,10 +193,11 @@ def _datastore(source: str, target: Any) -> str:
 def _optimizer(cfg: DictConfig) -> OptimizerOptions:
     _value(float, cfg.optimizer.lr, "optimizer.optimizer.lr")
 
-    def build(groups: Any) -> Any:
-        return instantiate(cfg.optimizer, _convert_="all")(groups)
+    def build(groups: Any, **more: Any) -> Any:
+        return instantiate(cfg.optimizer, _convert_="all", **more)(groups)
 
-    return OptimizerOptions(build=build, warmup=cfg.warmup, final_lr=cfg.final_lr)
+    fuses = cfg.optimizer.get("_target_") in FUSES and "fused" not in cfg.optimizer
+    return OptimizerOptions(build=build, fuses=fuses, warmup=cfg.warmup, final_lr=cfg.final_lr)
 
 
 def _trainer(cfg: DictConfig) -> TrainerOptions:

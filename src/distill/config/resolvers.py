@@ -14,10 +14,4 @@ def device_of(accelerator: str) -> str:
     return "cuda" if accelerator in ("gpu", "cuda") else "cpu"
 
 
-def fused(precision: str | None) -> bool:
-    """Whether an optimizer is one kernel: not in fp16, where it would unscale gradients after clipping."""
-    return not str(precision).startswith("16")
-
-
 OmegaConf.register_new_resolver("device_of", device_of, replace=True)
-OmegaConf.register_new_resolver("fused", fused, replace=True)

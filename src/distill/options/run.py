@@ -157,11 +157,13 @@ class OptimizerOptions:
 
     Attributes:
         build: makes the optimizer from groups of weights; imports it when it is called.
+        fuses: whether it takes `fused=True`: torch's AdamW, alone or beside Muon.
         warmup: share of the steps.
         final_lr: share of the learning rate.
     """
 
     build: Callable[..., torch.optim.Optimizer]
+    fuses: bool
     warmup: float
     final_lr: float
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,11 @@ def build_trainer(
 def build_optimizer(options: OptimizerOptions, trainer: L.Trainer) -> Callable[..., torch.optim.Optimizer]:
     """The function that builds the optimizer from parameter groups, after a test on two parameters."""
     weights = [torch.nn.Parameter(torch.zeros(1, 1)) for _ in range(2)]
-    check_optimizer(trainer, options.build([{"params": weights, "hidden": [True, False]}]))
-    return options.build
+    # One kernel for all weights; not in fp16, where it would unscale gradients after they are clipped.
+    fused = options.fuses and not str(trainer.precision).startswith("16")
+    build = partial(options.build, fused=True) if fused else options.build
+    check_optimizer(trainer, build([{"params": weights, "hidden": [True, False]}]))
+    return build
 
 
 def fit(

@@ -21,6 +21,7 @@ from benchmarks.train_step.flops import products
 from decode.errors import UserError
 from decode.sampling import Sampler
 from distill.config.compose import compose
+from distill.config.read import read_options
 from distill.data import datamodule as feed
 from distill.data.batches import MicroBatch, RolloutBatches
 from distill.data.datamodule import RolloutData
@@ -29,12 +30,14 @@ from distill.losses import chunked_logits
 from distill.losses.divergences import kl
 from distill.losses.objective import Objective
 from distill.losses.weights import constant
+from distill.options.run import OptimizerOptions
 from distill.scoring.scorer import Scorer
 from distill.training import throughput as meter
 from distill.training.checkpointing import ScoreCheckpoint
 from distill.training.grad_norm import UnusedParameters
 from distill.training.module import DistillModule
 from distill.training.optim import hidden_matrices, muon, warm_up_and_decay
+from distill.training.trainer import build_optimizer
 from distill.utils.run_folder import checkpoints
 
 SGD = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.5}
@@ -437,3 +440,22 @@ def test_counting_ends_with_a_run_that_fails_and_its_error_stays(bench, tmp_path
     with pytest.raises(RuntimeError, match="broken"):
         bench.run(tmp_path, score__enabled=False)
     assert not _get_current_dispatch_mode_stack()
+
+
+@pytest.mark.parametrize(
+    ("words", "precision", "fused"),
+    [
+        ([], "bf16-mixed", True),
+        ([], "32-true", True),
+        ([], "16-mixed", None),  # its scaler would unscale gradients after they are clipped
+        (["optimizer=muon"], "bf16-mixed", True),
+        (["+optimizer.optimizer.fused=false"], "bf16-mixed", False),
+        (["optimizer.optimizer._target_=torch.optim.NAdam"], "bf16-mixed", None),  # takes no such option
+    ],
+)
+def test_adamw_is_one_kernel_where_it_can_be(words, precision, fused):
+    cfg = compose([*words, "optimizer.optimizer.lr=0.1"], CONF)
+    trainer: Any = SimpleNamespace(precision=precision, strategy=None)
+    build = build_optimizer(read_options(OptimizerOptions, cfg.optimizer), trainer)
+    made = build([{"params": [torch.nn.Parameter(torch.ones(1))], "hidden": [False]}])
+    assert made.param_groups[0].get("fused") == fused

@@ -101,9 +101,10 @@ def optimizer_step(cfg: DictConfig, target: Target, drafter: Drafter) -> Callabl
     device, shape = target.device, (cfg.rows, cfg.tokens)
     if cfg.optimizer.optimizer.lr is None:
         cfg.optimizer.optimizer.lr = size_settings(target.hidden_size, None)["optimizer.optimizer.lr"]
-    build = read_options(OptimizerOptions, cfg.optimizer).build
+    options = read_options(OptimizerOptions, cfg.optimizer)
+    fused = {"fused": True} if options.fuses and device.type != "meta" else {}
     weights = [weight for group in drafter.param_groups() for weight in group.weights if weight.requires_grad]
-    optimizer = build([{"params": weights}])
+    optimizer = options.build([{"params": weights}], **fused)
     objective = Objective(kl, partial(decay, rate=0.8), cfg.logits_rows, Kernels() if cfg.compiled else None)
     tokens = torch.randint(target.vocab_size, shape, device=device)
     mask = torch.ones(shape, dtype=torch.bool)
