@@ -129,6 +129,16 @@ WINDOW_PROMPTS = [[1, 2, 3, 5, 8, 13, 21, 34, 55, 26, 17, 43], [9, 4, 7]]
 WINDOWS = {
     "EAGLE": ("eagle", "vllm", {"window": 8}),
     "EAGLE-3": ("eagle3", "vllm", {"window": 4, "layers": 2, "taps": [2, 3, 4]}),
+    "EAGLE-3, Qwen3's layers": (
+        "eagle3",
+        "vllm",
+        {"window": 4, "layers": 2, "taps": [2, 3, 4], "qk_norm": True},
+    ),
+    "EAGLE-3 of Qwen3's layers": (
+        "eagle3",
+        "speculators",
+        {"window": 4, "layers": 2, "taps": [2, 3, 4], "qk_norm": True},
+    ),
     "P-EAGLE": ("p_eagle", "speculators", {"window": 4, "layers": 2, "taps": [2, 3, 4], "fc_norm": False}),
     "DFlash": ("dflash", "vllm", {"window": 8, "taps": [2, 4]}),
     "DFlash, causal": ("dflash", "speculators", {"window": 8, "taps": [2, 4], "causal": True}),

@@ -25,6 +25,7 @@ CASES = {
     "eagle3, other taps": ("eagle3", EAGLE3 | {"taps": [3, 1]}, ["vllm", "sglang"]),
     "eagle3, five taps": ("eagle3", {"fc_norm": True, "taps": [4, 2, 1, 0, 6]}, ["vllm"]),
     "eagle3, gpt-oss": ("eagle3", EAGLE3 | {"norm_before_fc": True}, ["vllm", "sglang"]),
+    "eagle3, Qwen3": ("eagle3", EAGLE3 | {"qk_norm": True, "layers": 2}, ["vllm"]),
     "eagle3 of two layers, gpt-oss": (
         "eagle3",
         EAGLE3 | {"layers": 2, "norm_before_fc": True, "norm_before_residual": True},

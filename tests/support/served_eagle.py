@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from drafters.export.layout import Layout
 
 IDS = "eagle_aux_hidden_state_layer_ids"
+QWEN3 = "Eagle3Qwen3ForCausalLM"  # vLLM's qwen3_eagle3.py
 
 
 class LoadError(AssertionError):
@@ -39,6 +40,8 @@ def expected(config: dict[str, Any], engine: str, eagle3: bool) -> dict[str, tup
         rows = {"q": queries, "k": keys, "v": keys}
         found |= {f"{at}self_attn.{x}_proj.weight": (n, width) for x, n in rows.items()}
         found[f"{at}self_attn.o_proj.weight"] = (size, queries)
+        if config["model_type"] == "qwen3":
+            found |= {f"{at}self_attn.{x}_norm.weight": (head,) for x in "qk"}
         found |= {f"{at}mlp.{x}_proj.weight": (inner, size) for x in ("gate", "up")}
         found[f"{at}mlp.down_proj.weight"] = (size, inner)
         found[f"{at}post_attention_layernorm.weight"] = (size,)
@@ -73,10 +76,11 @@ class Loaded:
         self.config, self.engine, self.embedding = layout.config, engine, embedding
         self.serve = layout.serve
         (name,) = self.config["architectures"]
-        self.eagle3 = name == "LlamaForCausalLMEagle3"
-        known = ("LlamaForCausalLM", "LlamaForCausalLMEagle3") if engine == "vllm" else ()
+        self.eagle3 = name in ("LlamaForCausalLMEagle3", QWEN3)
+        known = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", QWEN3) if engine == "vllm" else ()
         known = known or ("LlamaForCausalLMEagle", "LlamaForCausalLMEagle3")
-        if name not in known or self.config["model_type"] != "llama" or self.config["tie_word_embeddings"]:
+        kind = "qwen3" if name == QWEN3 else "llama"
+        if name not in known or self.config["model_type"] != kind or self.config["tie_word_embeddings"]:
             raise LoadError(f"{name} is no drafter of {engine}")
         if engine == "sglang" and self.eagle3:
             if "target_hidden_size" in self.config:
@@ -162,6 +166,8 @@ class Loaded:
             self._linear(x, f"{at}self_attn.{part}_proj").view(rows, length, -1, self.config["head_dim"])
             for part in "qkv"
         )
+        if self.config["model_type"] == "qwen3":
+            q, k = (self._norm(part, f"{at}self_attn.{x}_norm") for part, x in ((q, "q"), (k, "k")))
         cosine, sine = self.rotary(x, torch.arange(length)[None])
         attended = attend(q, k, v, cosine[:, None], sine[:, None], self.window())
         return self._linear(attended.flatten(2), f"{at}self_attn.o_proj")

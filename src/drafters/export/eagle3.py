@@ -9,7 +9,7 @@ The embedding is the target's; only SafeAILab's files contain it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from decode.errors import UserError
@@ -43,6 +43,8 @@ from drafters.export.shapes import check_taps, default_taps, read_vocab_maps, so
 FIRST_LAYER = "midlayer."
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 IDS = "eagle_aux_hidden_state_layer_ids"
+QWEN3 = "Eagle3Qwen3ForCausalLM"  # vLLM's class whose layers have norms of queries and keys
+QK_NORMS = ("q_norm", "k_norm")
 LAYER = ("qkv_proj", "o_proj", "post_attention_layernorm", "input_layernorm", "gate_up_proj", "down_proj")
 SHARED = ("embed_tokens.weight", "d2t", "t2d")
 AUTHORS_TARGETS = ("LlamaForCausalLM", "Qwen3ForCausalLM")  # their classes there return the three taps
@@ -58,6 +60,7 @@ def _check_sglang(settings: Mapping[str, Any], target: Target) -> Iterator[Refus
     yield from check_embedding(target)
     yield from check_taps(settings["taps"], target, lowest=1, least=2)
     yield from check_sinks(settings)
+    yield from check_no_qk_norm(settings, "SGLang's EAGLE-3")
     if settings.get("window") == 1:
         yield Refusal("SGLang's windows hold at least one token before the newest", {"window": 2})
     if settings["norm_before_residual"]:
@@ -69,8 +72,14 @@ def _check_sglang(settings: Mapping[str, Any], target: Target) -> Iterator[Refus
         )
 
 
+def check_no_qk_norm(settings: Mapping[str, Any], program: str) -> Iterator[Refusal]:
+    """Refuse norms of queries and keys, for a program without them."""
+    if settings.get("qk_norm"):
+        yield Refusal(f"{program} has no norms of queries and keys", {"qk_norm": False})
+
+
 def _to_vllm(saved: Saved, target: Target) -> Layout:
-    """Files of `Eagle3LlamaForCausalLM`."""
+    """Files of `Eagle3LlamaForCausalLM` or, with norms of queries and keys, `Eagle3Qwen3ForCausalLM`."""
     return _layout(saved, target, serve_vllm("eagle3", draft_length(saved.settings)))
 
 
@@ -89,6 +98,7 @@ def _check_authors(settings: Mapping[str, Any], target: Target) -> Iterator[Refu
 
 def _check_ignored(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     """Settings that the authors' code ignores without an error, since it loads with `strict=False`."""
+    yield from check_no_qk_norm(settings, "the authors' code")
     for name in SWITCHES:
         if settings[name]:
             yield Refusal(f"the authors' code has no {name}", {name: False})
@@ -122,6 +132,8 @@ def _layout(saved: Saved, target: Target, command: str) -> Layout:
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": len(weights["lm_head.weight"]),
     }
+    if settings.get("qk_norm"):
+        config |= {"architectures": [QWEN3], "model_type": "qwen3"}
     config |= {name: settings[name] for name in SWITCHES}
     if taps != default_taps(len(target.layers)):
         config[IDS], config["num_aux_hidden_states"] = taps, len(taps)
@@ -170,10 +182,12 @@ def _read(layout: Layout, target: Target) -> Saved:
         weights["lm_head.weight"] = (target.head.weight * target.head.scale).cpu()
     if layers > len(weights):  # an untrusted number must not become a loop count
         raise UserError(f"num_hidden_layers is {layers}, for {len(weights)} tensors")
-    check_tensor_names(set(weights), _weight_names(layers, len(taps), switches))
+    qk_norm = "layers.0.q_norm.weight" in weights
+    parts = (*LAYER, *QK_NORMS) if qk_norm else LAYER
+    check_tensor_names(set(weights), _weight_names(layers, len(taps), switches, parts))
     read_vocab_maps(tensors, weights, target.vocab_size)
     settings = sizes(config, tensors, "layers.0.") | switches
-    settings |= {"vocab_size": target.vocab_size, "taps": taps, "layers": layers}
+    settings |= {"vocab_size": target.vocab_size, "taps": taps, "layers": layers, "qk_norm": qk_norm}
     settings["draft_vocab_size"] = len(weights["lm_head.weight"])
     return Saved("eagle3", settings | {"depth": 1}, weights)  # the files do not contain the trained depth
 
@@ -185,10 +199,10 @@ def _taps(config: Mapping[str, Any], more: Mapping[str, Any], target: Target) ->
     return taps_of(outputs or default_taps(len(target.layers)), target)
 
 
-def _weight_names(layers: int, taps: int, switches: Mapping[str, bool]) -> set[str]:
+def _weight_names(layers: int, taps: int, switches: Mapping[str, bool], parts: Sequence[str]) -> set[str]:
     """Names of the weights of our drafter."""
     names = {"fc.weight", "hidden_norm.weight", "norm.weight", "lm_head.weight"}
-    names |= {f"layers.{i}.{part}.weight" for i in range(layers) for part in LAYER}
+    names |= {f"layers.{i}.{part}.weight" for i in range(layers) for part in parts}
     if switches["norm_before_fc"]:
         names.add("input_norm.weight")
     if switches["fc_norm"]:

@@ -48,6 +48,7 @@ def _check_eagle3(settings: Mapping[str, Any], target: Target) -> Iterator[Refus
             {"fc_norm": False, "norm_before_fc": True},
         )
     yield from check_no_window(settings, "llama.cpp's EAGLE-3")
+    yield from eagle3.check_no_qk_norm(settings, "llama.cpp's EAGLE-3")
     if settings["norm_output"]:
         yield Refusal("llama.cpp feeds back the state before the final norm", {"norm_output": False})
     if (settings.get("rope") or {}).get("partial_rotary_factor", 1.0) != 1.0:

@@ -178,12 +178,12 @@ READER = Reader("speculators", lambda config: "speculators_model_type" in config
 def _eagle3(layout: Layout, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Settings and weights that EAGLE-3 and P-EAGLE share."""
     config, tensors = layout.config, dict(layout.tensors)
-    sizes = layer_settings(config["transformer_layer_config"], tensors, target, ("llama",))
+    layers = config["transformer_layer_config"]
+    sizes = layer_settings(layers, tensors, target, ("llama", "qwen3"))
     if (size := config.get("target_hidden_size")) is not None:
         check_size("hidden size", target.hidden_size, size)
     taps = config.get("eagle_aux_hidden_state_layer_ids") or default_taps(len(target.layers))
-    layers = {name: value for name, value in tensors.items() if name not in SHARED}
-    weights = join_projections(layers)
+    weights = join_projections({name: value for name, value in tensors.items() if name not in SHARED})
     weights["hidden_norm.weight"] = weights.pop("layers.0.hidden_norm.weight")
     read_vocab_maps(tensors, weights, target.vocab_size)
     settings = sizes | {
@@ -194,6 +194,7 @@ def _eagle3(layout: Layout, target: Target) -> tuple[dict[str, Any], dict[str, T
         "norm_before_residual": config.get("norm_before_residual", "mask_token_id" not in config),
         "norm_before_fc": config.get("norm_before_fc", False),
         "fc_norm": config.get("fc_norm", False),
+        "qk_norm": layers.get("model_type") == "qwen3",
     }
     return settings, weights
 

@@ -201,7 +201,7 @@ def _eagle3_tensors(saved: Saved) -> dict[str, Tensor]:
 
 def _eagle3_config(saved: Saved, ids: list[int], target: Target) -> dict[str, Any]:
     settings = saved.settings
-    layers = layer_config(saved, target, "llama")
+    layers = layer_config(saved, target, "qwen3" if settings.get("qk_norm") else "llama")
     if len(ids) != VLLM_TAPS:  # vLLM's reader assumes three
         layers["num_aux_hidden_states"] = len(ids)
     return {name: settings[name] for name in NORMS} | {

@@ -45,6 +45,7 @@ class Eagle3(RecurrentDrafter):
         norm_before_fc: whether the concatenated taps are normalised (gpt-oss).
         fc_norm: whether each tap is normalised separately (EAGLE 3.1).
         norm_output: whether the feature that is fed back has passed the final norm.
+        qk_norm: whether queries and keys are normalised (Qwen3's layers).
         **sizes: of `LayerShape`.
 
     Raises:
@@ -65,6 +66,7 @@ class Eagle3(RecurrentDrafter):
         anchors: int = 0,  # defaults of imported checkpoints
         depth_weight: float = 1.0,
         rate: float = 1.0,
+        qk_norm: bool = False,
         **sizes: Any,
     ) -> None:
         super().__init__(draft_vocab_size if draft_vocab_size < vocab_size else None)
@@ -96,7 +98,9 @@ class Eagle3(RecurrentDrafter):
         self.fc = Linear(fused, hidden_size, bias=False)
         self.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope)
         self.hidden_norm = RMSNorm(hidden_size, eps=eps)
-        self.layers = nn.ModuleList(DecoderLayer(shape, inputs=1 if i else 2) for i in range(layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(shape, inputs=1 if i else 2, qk_norm=qk_norm) for i in range(layers)
+        )
         self.norm = RMSNorm(hidden_size, eps=eps)
         self.lm_head = Linear(hidden_size, draft_vocab_size, bias=False)
 
