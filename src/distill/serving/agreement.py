@@ -107,6 +107,15 @@ def matching_row(card: Scorecard, depth: int, temperature: float, name: str | No
     )
 
 
+def chain_row(card: Scorecard, checkpoint: str, depth: int, temperature: float, name: str | None) -> Row:
+    """`matching_row` of a scorecard that was read from `checkpoint`."""
+    again = (
+        f"foredraft score checkpoint={checkpoint} decode=chain decode.depth={depth} "
+        f"'score.temperatures=[{temperature:g}]' out=<a file>, and checkpoint=<that file>"
+    )
+    return matching_row(card, depth, temperature, name, again)
+
+
 def same_prompts(card: Scorecard, row: Row, sent: str) -> bool:
     """Whether the prompts of a row were sent, and no others.
 

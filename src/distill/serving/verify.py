@@ -14,7 +14,7 @@ from distill.config.validate import check_address
 from distill.options.commands import VerifyOptions
 from distill.scoring.compare import scorecard
 from distill.scoring.tables import grid
-from distill.serving.agreement import Comparison, compare, matching_row, same_prompts
+from distill.serving.agreement import Comparison, chain_row, compare, same_prompts
 from distill.serving.diagnosis import ServerFacts, causes
 from distill.serving.endpoint import Endpoint
 from distill.serving.metrics import Reading, served_acceptance
@@ -83,15 +83,11 @@ def verify(options: VerifyOptions) -> bool:
 def _matching_row(
     options: VerifyOptions, card: Scorecard, reading: Reading, depth: int, temperature: float
 ) -> Row:
-    again = (
-        f"foredraft score checkpoint={options.checkpoint} decode=chain decode.depth={depth} "
-        f"'score.temperatures=[{temperature:g}]' out=<a file>, and checkpoint=<that file>"
-    )
     if reading.depth and options.depth and reading.depth != options.depth:
         raise UserError(
             f"depth={options.depth}, but the engine counts drafts of {reading.depth} tokens; leave it out"
         )
-    return matching_row(card, depth, temperature, options.decode, again)
+    return chain_row(card, options.checkpoint, depth, temperature, options.decode)
 
 
 def _check_chain(reading: Reading, endpoint: Endpoint) -> None:

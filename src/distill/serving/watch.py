@@ -18,7 +18,7 @@ from distill.config.build import quiet
 from distill.config.validate import check_address
 from distill.options.commands import WatchOptions
 from distill.scoring.compare import scorecard
-from distill.serving.agreement import Z_95, compare, matching_row
+from distill.serving.agreement import Z_95, chain_row, compare
 from distill.serving.diagnosis import ServerFacts, causes
 from distill.serving.endpoint import Endpoint
 from distill.serving.metrics import Reading, difference, served_acceptance
@@ -73,7 +73,8 @@ def watch(options: WatchOptions) -> bool:
         raise UserError(
             f"{endpoint.url}: does not say how many tokens it drafts; give depth=<--speculative-num-steps>"
         )
-    row = _row(options, card, depth)
+    temperature = card.rows[0].temperature if options.temperature is None else options.temperature
+    row = chain_row(card, options.checkpoint, depth, temperature, options.decode)
     expected = expected_of(card, row, options.mix)
     say(
         f"watching {endpoint.url} in windows of {options.requests} requests; scored: step "
@@ -118,15 +119,6 @@ def expected_of(card: Scorecard, row: Row, mix: Mapping[str, float] | None) -> E
     chosen = [i for i, weight in enumerate(weights) if weight]
     shares = [weights[i] * tokens[i] for i in chosen], [weights[i] * rounds[i] for i in chosen]
     return Expected(sum(shares[0]) / sum(shares[1]), interval(*shares), len(chosen))
-
-
-def _row(options: WatchOptions, card: Scorecard, depth: int) -> Row:
-    temperature = card.rows[0].temperature if options.temperature is None else options.temperature
-    again = (
-        f"foredraft score checkpoint={options.checkpoint} decode=chain decode.depth={depth} "
-        f"'score.temperatures=[{temperature:g}]' out=<a file>, and checkpoint=<that file>"
-    )
-    return matching_row(card, depth, temperature, options.decode, again)
 
 
 def _window(endpoint: Endpoint, options: WatchOptions, begin: Reading) -> tuple[Reading, Reading]:

@@ -1,13 +1,13 @@
 """The chunked loss, compiled or not: values and gradients against the plain reference."""
 
 import dataclasses
-import shutil
 from functools import partial
 from itertools import cycle, product
 
 import pytest
 import torch
 import yaml
+from compilers import needs_compiler
 from dense import steps
 from hydra.utils import instantiate
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,9 +51,6 @@ WEIGHT_PAIRS = {
     "dpace": (DPace(0.5, 0.0), partial(reference.dpace, smoothing=0.5)),
     "dpace by token": (DPace(0.5, 0.0, "token"), partial(reference.dpace, smoothing=0.5)),
 }
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="no C++ compiler, and so nothing to compile"
-)
 DIVERGENCES = {name: pair[0] for name, pair in PAIRS.items()}
 WEIGHTS = {name: pair[0] for name, pair in WEIGHT_PAIRS.items()}
 

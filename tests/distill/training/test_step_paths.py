@@ -1,10 +1,10 @@
 """A run's weights do not depend on how a step is computed: fp32, 20 steps, on a CPU."""
 
-import shutil
 from functools import partial
 
 import pytest
 import torch
+from compilers import needs_compiler
 from drafter_checks import V, batch_of, random_texts
 from torch.nn.attention import flex_attention as flex
 
@@ -18,9 +18,6 @@ from drafters.layers.unroll_flex import attend_flex
 
 STEPS = 20
 WEIGHTS = partial(decay, rate=0.8)
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="no C++ compiler, and so nothing to compile"
-)
 
 
 def trained(target, drafter, objective, attend=attend_unrolled, fused=False) -> list[torch.Tensor]:

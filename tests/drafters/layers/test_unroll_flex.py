@@ -1,10 +1,10 @@
 """Flex attention of an unroll against attention in blocks; torch's kernel trains on CUDA only."""
 
-import shutil
 from functools import partial
 
 import pytest
 import torch
+from compilers import needs_compiler
 from drafter_checks import V, batch_of, random_texts
 from torch.nn.attention import flex_attention as flex
 
@@ -12,9 +12,6 @@ from drafters import optional
 from drafters.layers import unroll_flex
 from drafters.layers.unroll_attention import Queries, Visibility, attend_unrolled, oldest_keys
 
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="no C++ compiler, and so nothing to compile"
-)
 CASES = {
     "eagle": {},
     "eagle3": {},

@@ -60,13 +60,7 @@ def training_step(cfg: DictConfig, folder: Path) -> float:
     check_ranges(cfg)
     check_out(cfg)
     device = torch.device(device_of(cfg.trainer.accelerator))
-    given: Any = OmegaConf.to_container(cfg.sizes) if cfg.sizes else {}
-    sizes = {"num_hidden_layers": cfg.layers, **given}
-    torch.manual_seed(cfg.seed)
-    target = random_target(cfg.like, sizes, cfg.dtype, device)
-    with refused():
-        drafter = random_drafter(read_options(DrafterOptions, cfg.drafter), target)
-    drafter.train()
+    sizes, target, drafter = random_pair(cfg, device)
     flop = _flop(cfg, target, drafter)
     if cfg.compiled and device.type == "cuda":
         optional.attend_with(drafter, compiled_attention())
@@ -94,6 +88,17 @@ def training_step(cfg: DictConfig, folder: Path) -> float:
     write_json(Path(cfg.out), card)
     print(_lines(card))
     return card["step_ms"]
+
+
+def random_pair(cfg: DictConfig, device: torch.device) -> tuple[dict[str, Any], Target, Drafter]:
+    """Sizes of the target, the target, and a drafter that trains."""
+    given: Any = OmegaConf.to_container(cfg.sizes) if cfg.sizes else {}
+    sizes = {"num_hidden_layers": cfg.layers, **given}
+    torch.manual_seed(cfg.seed)
+    target = random_target(cfg.like, sizes, cfg.dtype, device)
+    with refused():
+        drafter = random_drafter(read_options(DrafterOptions, cfg.drafter), target)
+    return sizes, target, drafter.train()
 
 
 def optimizer_step(cfg: DictConfig, target: Target, drafter: Drafter) -> Callable[[], torch.Tensor]:

@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu.device import Operations
-from benchmarks.gpu.random_target import random_drafter, random_target
-from benchmarks.gpu.step import optimizer_step
+from benchmarks.gpu.step import optimizer_step, random_pair
 from decode import transfer
 from distill.config.build import quiet
-from distill.config.read import read_options
-from distill.config.validate import check_out, check_ranges, refused
-from distill.options.run import DrafterOptions
+from distill.config.validate import check_out, check_ranges
 from distill.training.throughput import ATTENTION
 from distill.utils.atomic_files import write_json
 from distill.utils.provenance import commit
@@ -46,13 +43,9 @@ def step_counts(cfg: DictConfig, folder: Path) -> int:
     quiet()
     check_ranges(cfg)
     check_out(cfg)
-    given: Any = OmegaConf.to_container(cfg.sizes) if cfg.sizes else {}
-    sizes = {"num_hidden_layers": cfg.layers, **given}
-    target = random_target(cfg.like, sizes, cfg.dtype, META)
-    with refused():
-        drafter = random_drafter(read_options(DrafterOptions, cfg.drafter), target)
+    sizes, target, drafter = random_pair(cfg, META)
     with _without_autocast():
-        step = optimizer_step(cfg, target, drafter.train())
+        step = optimizer_step(cfg, target, drafter)
         step()  # makes the optimizer's state
         with _uploads() as uploads, Operations() as operations:
             step()
