@@ -139,8 +139,29 @@ WINDOWS = {
         "speculators",
         {"window": 4, "layers": 2, "taps": [2, 3, 4], "qk_norm": True},
     ),
+    "EAGLE, biases": ("eagle", "vllm", {"window": 8, "qkv_bias": True, "o_bias": True}),
+    "EAGLE-3, biases": (
+        "eagle3",
+        "vllm",
+        {"window": 2, "layers": 2, "taps": [2, 3, 4], "qkv_bias": True, "o_bias": True},
+    ),
+    "EAGLE-3 of speculators, Qwen2's biases": (
+        "eagle3",
+        "speculators",
+        {"window": 4, "layers": 2, "taps": [2, 3, 4], "qkv_bias": True},
+    ),
+    "EAGLE-3, Qwen3's layers with biases": (
+        "eagle3",
+        "vllm",
+        {"window": 4, "taps": [2, 3, 4], "qkv_bias": True, "qk_norm": True},
+    ),
     "P-EAGLE": ("p_eagle", "speculators", {"window": 4, "layers": 2, "taps": [2, 3, 4], "fc_norm": False}),
     "DFlash": ("dflash", "vllm", {"window": 8, "taps": [2, 4]}),
+    "DFlash of fewer tokens": (
+        "dflash",
+        "speculators",
+        {"window": 8, "taps": [2, 4], "draft_vocab_size": 20},
+    ),
     "DFlash, causal": ("dflash", "speculators", {"window": 8, "taps": [2, 4], "causal": True}),
 }
 

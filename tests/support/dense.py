@@ -17,6 +17,10 @@ def norm(x: Tensor, module: torch.nn.Module | None) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + module.eps).sqrt() * module.weight
 
 
+def plus(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias
+
+
 def turned(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """(T, heads, dim) by complex multiplication."""
     half = x.shape[-1] // 2
@@ -28,7 +32,7 @@ def turned(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 def layer_step(layer, y: Tensor, x: Tensor, times: Tensor, theta: float, past: list) -> Tensor:
     """All T positions of one text; `past` holds the keys and values of every depth so far."""
-    qkv = (y @ layer.qkv_proj.weight.T).unflatten(-1, (-1, layer.head_dim))
+    qkv = plus(y @ layer.qkv_proj.weight.T, layer.qkv_proj.bias).unflatten(-1, (-1, layer.head_dim))
     q, k, v = qkv.split([layer.heads, layer.kv_heads, layer.kv_heads], -2)
     group = layer.heads // layer.kv_heads
     past.append(tuple(t.repeat_interleave(group, 1) for t in (turned(k, times, theta), v)))
@@ -37,7 +41,8 @@ def layer_step(layer, y: Tensor, x: Tensor, times: Tensor, theta: float, past: l
     keys, values = (torch.cat([pair[i] for pair in past]) for i in (0, 1))
     score = torch.einsum("qhd,khd->hqk", q, keys) * layer.head_dim**-0.5
     weight = score.masked_fill(~see, -torch.inf).softmax(-1)
-    x = x + torch.einsum("hqk,khd->qhd", weight, values).flatten(1) @ layer.o_proj.weight.T
+    attended = torch.einsum("hqk,khd->qhd", weight, values).flatten(1)
+    x = x + plus(attended @ layer.o_proj.weight.T, layer.o_proj.bias)
     gate, up = (norm(x, layer.post_attention_layernorm) @ layer.gate_up_proj.weight.T).chunk(2, -1)
     return x + (gate / (1 + (-gate).exp()) * up) @ layer.down_proj.weight.T
 

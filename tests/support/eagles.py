@@ -18,6 +18,8 @@ CASES = {
     "eagle without": ("eagle", {}, ["vllm", "sglang"]),
     "eagle with a window": ("eagle", {"window": 4}, ["vllm"]),
     "eagle3 with a window": ("eagle3", EAGLE3 | {"window": 4}, ["vllm", "sglang"]),
+    "eagle with biases": ("eagle", {"qkv_bias": True, "o_bias": True}, ["vllm", "sglang"]),
+    "eagle of Qwen2's layers": ("eagle", {"qkv_bias": True}, ["vllm", "sglang"]),
     "hass": ("hass", {}, ["vllm", "sglang"]),
     "eagle3": ("eagle3", EAGLE3, ["vllm", "sglang"]),
     "eagle3, every token": ("eagle3", EAGLE3 | {"draft_vocab_size": V}, ["vllm", "sglang"]),
@@ -26,6 +28,9 @@ CASES = {
     "eagle3, five taps": ("eagle3", {"fc_norm": True, "taps": [4, 2, 1, 0, 6]}, ["vllm"]),
     "eagle3, gpt-oss": ("eagle3", EAGLE3 | {"norm_before_fc": True}, ["vllm", "sglang"]),
     "eagle3, Qwen3": ("eagle3", EAGLE3 | {"qk_norm": True, "layers": 2}, ["vllm"]),
+    "eagle3, biases": ("eagle3", EAGLE3 | {"qkv_bias": True, "o_bias": True, "layers": 2}, ["vllm"]),
+    "eagle3, Qwen2": ("eagle3", EAGLE3 | {"qkv_bias": True}, ["vllm"]),
+    "eagle3, Qwen3 with biases": ("eagle3", EAGLE3 | {"qkv_bias": True, "qk_norm": True}, ["vllm"]),
     "eagle3 of two layers, gpt-oss": (
         "eagle3",
         EAGLE3 | {"layers": 2, "norm_before_fc": True, "norm_before_residual": True},

@@ -31,16 +31,17 @@ def expected(config: dict[str, Any], engine: str, eagle3: bool) -> dict[str, tup
     size, inner = config["hidden_size"], config["intermediate_size"]
     head = config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    # "bias" is attention's, too, in both engines.
-    if config.get("attention_bias") or config.get("bias"):
-        raise LoadError("attention biases that nothing sets")
+    if config.get("bias"):
+        raise LoadError("bias is attention's, too, in both engines")
+    biased, qwen3 = attention_biases(config, engine, eagle3), config["model_type"] == "qwen3"
     found: dict[str, tuple[int, ...]] = {}
     for i in range(config["num_hidden_layers"]):
         at, width = f"layers.{i}.", size * (2 if eagle3 and i == 0 else 1)
         rows = {"q": queries, "k": keys, "v": keys}
         found |= {f"{at}self_attn.{x}_proj.weight": (n, width) for x, n in rows.items()}
         found[f"{at}self_attn.o_proj.weight"] = (size, queries)
-        if config["model_type"] == "qwen3":
+        found |= {f"{at}self_attn.{x}_proj.bias": (rows.get(x, size),) for x in biased}
+        if qwen3:
             found |= {f"{at}self_attn.{x}_norm.weight": (head,) for x in "qk"}
         found |= {f"{at}mlp.{x}_proj.weight": (inner, size) for x in ("gate", "up")}
         found[f"{at}mlp.down_proj.weight"] = (size, inner)
@@ -61,6 +62,17 @@ def expected(config: dict[str, Any], engine: str, eagle3: bool) -> dict[str, tup
     if config.get("fc_norm"):
         found |= {f"fc_norm.{i}.weight": (size,) for i in range(taps)}
     return found
+
+
+def attention_biases(config: dict[str, Any], engine: str, eagle3: bool) -> str:
+    """Letters of the projections with a bias, which stay uninitialised where the file has none."""
+    if engine == "authors":
+        return "qkv" if config.get("qkv_bias") and not eagle3 else ""
+    if not config.get("attention_bias"):
+        return ""
+    if engine == "sglang" and eagle3:
+        raise LoadError("its q, k and v are made without biases")
+    return "qkv" if config["model_type"] == "qwen3" else "qkvo"
 
 
 def number_of_taps(config: dict[str, Any]) -> int:
@@ -185,7 +197,7 @@ class Loaded:
         return self.config["sliding_window"] if kinds[0] == "sliding_attention" else None
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.weights[f"{name}.weight"])
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scale = (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()

@@ -60,7 +60,7 @@ def vllm_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         anchor = config.get("sample_from_anchor", False)
         passed["dflash_config"] = _places(config, [i - 1 for i in ids], anchor)
         return passed, tokens
-    if passed["model_type"] != "llama":
+    if passed["model_type"] not in ("llama", "qwen3"):
         raise BrokenError(f"model_type {passed['model_type']}")
     passed |= {name: config[name] for name in EAGLE3}
     if kind == "eagle3":
@@ -140,13 +140,17 @@ def _layer_shapes(config: Mapping[str, Any], stem: str, wide: int) -> dict[str, 
     found: dict[str, tuple[int, ...]] = {}
     for letter, count in (("q", heads), ("k", groups), ("v", groups)):
         found[f"{stem}self_attn.{letter}_proj.weight"] = (count * dim, wide)
+        if config["attention_bias"]:
+            found[f"{stem}self_attn.{letter}_proj.bias"] = (count * dim,)
     found[f"{stem}self_attn.o_proj.weight"] = (size, heads * dim)
+    if config["attention_bias"] and config["model_type"] == "llama":  # vLLM's Qwen3 has none
+        found[f"{stem}self_attn.o_proj.bias"] = (size,)
     for name in ("gate", "up"):
         found[f"{stem}mlp.{name}_proj.weight"] = (inner, size)
     found[f"{stem}mlp.down_proj.weight"] = (size, inner)
     for name in ("input_layernorm", "post_attention_layernorm"):
         found[f"{stem}{name}.weight"] = (size,)
-    if "dflash_config" in config:
+    if config["model_type"] == "qwen3":
         found |= {f"{stem}self_attn.{letter}_norm.weight": (dim,) for letter in "qk"}
     return found
 
@@ -219,6 +223,9 @@ class _Model:
     def norm(self, x: Tensor, name: str) -> Tensor:
         return _norm(x, self.weights[f"model.{name}.weight"], self.eps)
 
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
     def layer(
         self, i: int, residual: Tensor, y: Tensor, places: Tensor, seen: Tensor, context: Tensor | None = None
     ) -> Tensor:
@@ -228,7 +235,7 @@ class _Model:
             given = torch.cat([context, y])
         parts = []
         for letter, x in (("q", y), ("k", given), ("v", given)):
-            part = F.linear(x, self.weights[f"{stem}self_attn.{letter}_proj.weight"])
+            part = self.linear(x, f"{stem}self_attn.{letter}_proj")
             part = part.unflatten(-1, (-1, dim)).transpose(0, 1)  # (heads, n, dim)
             if f"{stem}self_attn.{letter}_norm.weight" in self.weights:
                 part = _norm(part, self.weights[f"{stem}self_attn.{letter}_norm.weight"], self.eps)
@@ -238,7 +245,7 @@ class _Model:
         k, v = (t.repeat_interleave(len(q) // len(k), 0) for t in (k, v))
         scores = (q @ k.mT / dim**0.5).masked_fill(~seen, -torch.inf)
         mixed = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
-        x = residual + F.linear(mixed, self.weights[f"{stem}self_attn.o_proj.weight"])
+        x = residual + self.linear(mixed, f"{stem}self_attn.o_proj")
         y = self.norm(x, f"layers.{i}.post_attention_layernorm")
         gate, up = (F.linear(y, self.weights[f"{stem}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
         return x + F.linear(F.silu(gate) * up, self.weights[f"{stem}mlp.down_proj.weight"])

@@ -207,11 +207,12 @@ def _positions(drafter: Drafter) -> Iterator[tuple[str, Drafter]]:
 
 @torch.no_grad()
 def rotate_queries(layer: DecoderLayer, rotary: Rotary, positions: float) -> None:
-    """Rotate the weights of a layer's queries by some positions."""
-    weight = layer.qkv_proj.weight
+    """Rotate the weights of a layer's queries, and their biases, by some positions."""
+    weight, bias = layer.qkv_proj.weight, layer.qkv_proj.bias
     speed, _ = frequencies(rotary.dim, rotary.theta, rotary.rope, weight)  # (n,)
     angle = (speed * positions)[:, None]  # (n, 1)
-    rows = weight[: layer.queries].double().unflatten(0, (layer.heads, layer.head_dim))  # (heads, dim, D)
+    whole = weight if bias is None else torch.cat([weight, bias[:, None]], 1)
+    rows = whole[: layer.queries].double().unflatten(0, (layer.heads, layer.head_dim))  # (heads, dim, D)
     n = len(speed)
     first, second, rest = rows[:, :n], rows[:, n : 2 * n], rows[:, 2 * n :]  # halves of the rotated pairs
     turned = [
@@ -219,4 +220,7 @@ def rotate_queries(layer: DecoderLayer, rotary: Rotary, positions: float) -> Non
         second * angle.cos() + first * angle.sin(),
         rest,
     ]
-    weight[: layer.queries] = torch.cat(turned, 1).flatten(0, 1).to(weight.dtype)
+    turned_rows = torch.cat(turned, 1).flatten(0, 1).to(weight.dtype)
+    weight[: layer.queries] = turned_rows[:, : weight.shape[1]]
+    if bias is not None:
+        bias[: layer.queries] = turned_rows[:, -1]

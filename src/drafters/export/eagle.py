@@ -23,9 +23,11 @@ from drafters.export.layout import (
     Reader,
     Refusal,
     Saved,
+    engine_biases,
     join_projections,
     serve_sglang,
     serve_vllm,
+    split_biases,
     split_projections,
     without_confidence,
 )
@@ -52,6 +54,7 @@ REQUIRED = {
         for part in ("qkv_proj", "o_proj", "post_attention_layernorm", "gate_up_proj", "down_proj")
     ),
 }
+OPTIONAL = ("fc.bias", "layer.qkv_proj.bias", "layer.o_proj.bias")
 # Training settings, which the files do not contain.
 TRAINING_SETTINGS = {"depth": 1, "feature_noise": 0.0, "feature_weight": 0.0}
 SHARED = ("embed_tokens.weight", "lm_head.weight")
@@ -115,6 +118,8 @@ def check_authors(
 def _check_authors(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from check_authors(settings, target)
     yield from check_head(target)
+    if settings.get("o_bias"):
+        yield Refusal("the authors' EAGLE-1 has no bias of attention's output", {"o_bias": False})
     count, each, size = settings["heads"], settings["head_dim"], settings["hidden_size"]
     if count * each != size:
         yield Refusal(f"{count} heads of {each} are not {size} together, as the authors' EAGLE-1 needs")
@@ -122,7 +127,7 @@ def _check_authors(settings: Mapping[str, Any], target: Target) -> Iterator[Refu
 
 def _to_vllm(saved: Saved, target: Target) -> Layout:
     """Files of `EagleLlamaForCausalLM`."""
-    tensors = _tensors(saved)
+    tensors = engine_biases(_tensors(saved), saved.settings)
     # vLLM prefixes the name with "Eagle". It reads `bias` as attention bias, so it must be false.
     config = _config(saved, target) | {"architectures": ["LlamaForCausalLM"], "bias": False}
     if "layer_types" in config:  # vLLM numbers a drafter's layers after the target's
@@ -132,7 +137,8 @@ def _to_vllm(saved: Saved, target: Target) -> Layout:
 
 def _to_sglang(saved: Saved, target: Target) -> Layout:
     """Files of `LlamaForCausalLMEagle`; a draft vocabulary is a separate file with a list of ids."""
-    tensors, serve = _tensors(saved), serve_sglang("EAGLE", draft_length(saved.settings))
+    tensors = engine_biases(_tensors(saved), saved.settings)
+    serve = serve_sglang("EAGLE", draft_length(saved.settings))
     ids, files = tensors.pop("d2t", None), {}
     if ids is not None:
         torch.save(ids.tolist(), buffer := io.BytesIO())
@@ -148,6 +154,7 @@ def _to_authors(saved: Saved, target: Target) -> Layout:
     """Files of `EaModel` (SafeAILab), with the embedding that versions with `strict=True` require."""
     tensors = with_embedding(_tensors(saved), target)
     config = authors_config(_config(saved, target)) | {"bias": "fc.bias" in tensors}
+    config["qkv_bias"] = config.pop("attention_bias")
     note = f"{authors_call(use_eagle3=False)} {INDEX_NOTE}"
     return Layout(config | {"architectures": ["LlamaForCausalLM"]}, tensors, note=note)
 
@@ -209,13 +216,13 @@ def _read(layout: Layout, target: Target) -> Saved:
     check_target(config, tensors, target)
     if config.get("num_hidden_layers", 1) != 1:
         raise UserError(f"it has {config['num_hidden_layers']} layers; EAGLE has 1 here")
-    layers = {k: v for k, v in tensors.items() if k not in SHARED}
+    layers, biases = split_biases({k: v for k, v in tensors.items() if k not in SHARED}, config)
     weights = {k.replace(LAYER, "layer.", 1): v for k, v in join_projections(layers).items()}
-    check_tensor_names(set(weights), REQUIRED, ("fc.bias",))
+    check_tensor_names(set(weights), REQUIRED, OPTIONAL)
     if "fc.bias" in weights and not weights["fc.bias"].any():  # SGLang's, of a drafter without a bias
         del weights["fc.bias"]
-    bias = "fc.bias" in weights
-    return Saved("eagle", sizes(config, tensors, LAYER) | TRAINING_SETTINGS | {"bias": bias}, weights)
+    settings = sizes(config, tensors, LAYER) | TRAINING_SETTINGS | biases | {"bias": "fc.bias" in weights}
+    return Saved("eagle", settings, weights)
 
 
 VLLM = Format(_to_vllm, _check_vllm, draft_length)

@@ -21,9 +21,11 @@ from drafters.export.layout import (
     Reader,
     Refusal,
     Saved,
+    engine_biases,
     join_projections,
     serve_sglang,
     serve_vllm,
+    split_biases,
     split_projections,
     without_confidence,
 )
@@ -31,6 +33,8 @@ from drafters.export.llama_config import (
     architecture,
     check_embedding,
     check_no_window,
+    check_plain_attention,
+    check_qwen3_bias,
     check_sinks,
     check_target,
     check_tensor_names,
@@ -45,6 +49,7 @@ SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 IDS = "eagle_aux_hidden_state_layer_ids"
 QWEN3 = "Eagle3Qwen3ForCausalLM"  # vLLM's class whose layers have norms of queries and keys
 QK_NORMS = ("q_norm", "k_norm")
+PRODUCTS = {"qkv_proj": "qkv_bias", "o_proj": "o_bias"}  # part of a layer -> setting of its bias
 LAYER = ("qkv_proj", "o_proj", "post_attention_layernorm", "input_layernorm", "gate_up_proj", "down_proj")
 SHARED = ("embed_tokens.weight", "d2t", "t2d")
 AUTHORS_TARGETS = ("LlamaForCausalLM", "Qwen3ForCausalLM")  # their classes there return the three taps
@@ -54,13 +59,14 @@ def _check_vllm(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal
     yield from check_embedding(target)
     yield from check_taps(settings["taps"], target)
     yield from check_window(settings, target)
+    yield from check_qwen3_bias(settings)
 
 
 def _check_sglang(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from check_embedding(target)
     yield from check_taps(settings["taps"], target, lowest=1, least=2)
     yield from check_sinks(settings)
-    yield from check_no_qk_norm(settings, "SGLang's EAGLE-3")
+    yield from check_plain_attention(settings, "SGLang's EAGLE-3")
     if settings.get("window") == 1:
         yield Refusal("SGLang's windows hold at least one token before the newest", {"window": 2})
     if settings["norm_before_residual"]:
@@ -70,12 +76,6 @@ def _check_sglang(settings: Mapping[str, Any], target: Target) -> Iterator[Refus
             f"{settings['layers']} layers, and SGLang names their norms differently; older versions read one",
             {"layers": 1},
         )
-
-
-def check_no_qk_norm(settings: Mapping[str, Any], program: str) -> Iterator[Refusal]:
-    """Refuse norms of queries and keys, for a program without them."""
-    if settings.get("qk_norm"):
-        yield Refusal(f"{program} has no norms of queries and keys", {"qk_norm": False})
 
 
 def _to_vllm(saved: Saved, target: Target) -> Layout:
@@ -98,7 +98,7 @@ def _check_authors(settings: Mapping[str, Any], target: Target) -> Iterator[Refu
 
 def _check_ignored(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     """Settings that the authors' code ignores without an error, since it loads with `strict=False`."""
-    yield from check_no_qk_norm(settings, "the authors' code")
+    yield from check_plain_attention(settings, "the authors' code")
     for name in SWITCHES:
         if settings[name]:
             yield Refusal(f"the authors' code has no {name}", {name: False})
@@ -124,9 +124,8 @@ def _layout(saved: Saved, target: Target, command: str) -> Layout:
     saved, taps = sort_taps(saved)
     settings, weights = saved.settings, without_confidence(saved)
     ids = weights.pop("d2t", None)
-    tensors = {_exported_name(k): v for k, v in split_projections(weights, settings).items()} | vocab_maps(
-        ids, target.vocab_size
-    )
+    named = engine_biases(split_projections(weights, settings), settings)
+    tensors = {_exported_name(k): v for k, v in named.items()} | vocab_maps(ids, target.vocab_size)
     config = config_of(settings, settings["layers"], target, tensors["fc.weight"].dtype)
     config |= {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -175,7 +174,8 @@ def _read(layout: Layout, target: Target) -> Saved:
         raise UserError("it reads only the target's last hidden state, which no EAGLE-3 here does")
     layers, taps = config.get("num_hidden_layers", 1), _taps(config, more, target)
     switches = {name: bool(config.get(name, more.get(name, False))) for name in SWITCHES}
-    weights = join_projections({k: v for k, v in tensors.items() if k not in SHARED})
+    own, biases = split_biases({k: v for k, v in tensors.items() if k not in SHARED}, config)
+    weights = join_projections(own)
     if "layers.0.hidden_norm.weight" in weights:
         weights["hidden_norm.weight"] = weights.pop("layers.0.hidden_norm.weight")
     if "lm_head.weight" not in weights and "d2t" not in tensors:
@@ -183,10 +183,11 @@ def _read(layout: Layout, target: Target) -> Saved:
     if layers > len(weights):  # an untrusted number must not become a loop count
         raise UserError(f"num_hidden_layers is {layers}, for {len(weights)} tensors")
     qk_norm = "layers.0.q_norm.weight" in weights
-    parts = (*LAYER, *QK_NORMS) if qk_norm else LAYER
+    parts = [f"{part}.weight" for part in ((*LAYER, *QK_NORMS) if qk_norm else LAYER)]
+    parts += [f"{part}.bias" for part in PRODUCTS if biases[PRODUCTS[part]]]
     check_tensor_names(set(weights), _weight_names(layers, len(taps), switches, parts))
     read_vocab_maps(tensors, weights, target.vocab_size)
-    settings = sizes(config, tensors, "layers.0.") | switches
+    settings = sizes(config, tensors, "layers.0.") | switches | biases
     settings |= {"vocab_size": target.vocab_size, "taps": taps, "layers": layers, "qk_norm": qk_norm}
     settings["draft_vocab_size"] = len(weights["lm_head.weight"])
     return Saved("eagle3", settings | {"depth": 1}, weights)  # the files do not contain the trained depth
@@ -202,7 +203,7 @@ def _taps(config: Mapping[str, Any], more: Mapping[str, Any], target: Target) ->
 def _weight_names(layers: int, taps: int, switches: Mapping[str, bool], parts: Sequence[str]) -> set[str]:
     """Names of the weights of our drafter."""
     names = {"fc.weight", "hidden_norm.weight", "norm.weight", "lm_head.weight"}
-    names |= {f"layers.{i}.{part}.weight" for i in range(layers) for part in parts}
+    names |= {f"layers.{i}.{part}" for i in range(layers) for part in parts}
     if switches["norm_before_fc"]:
         names.add("input_norm.weight")
     if switches["fc_norm"]:

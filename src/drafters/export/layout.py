@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.errors import UserError
 from decode.model.target import Target
 
 FILES = ("config.json", "model.safetensors")
@@ -133,6 +134,8 @@ class Reader(NamedTuple):
     read: Callable[[Layout, Target], Saved]
 
 
+# Setting of a drafter -> attention projections that it gives a bias.
+BIASES = {"qkv_bias": "qkv", "o_bias": "o"}
 # Part of `DecoderLayer` -> its parent module in Llama.
 PARENTS = {"o_proj": "self_attn", "q_norm": "self_attn", "k_norm": "self_attn", "down_proj": "mlp"}
 
@@ -176,6 +179,51 @@ def join_projections(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 name = name.replace(f"{home}.{part}.", f"{part}.")
             weights[name] = weight
     return weights
+
+
+def engine_biases(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Add zeros for the biases that an engine builds beside the drafter's own, and leaves uninitialised.
+
+    `attention_bias` gives biases to q, k, v and o in a Llama, and to q, k and v in vLLM's Qwen3.
+
+    Args:
+        tensors: by Llama's names.
+        settings: of the drafter.
+    """
+    if not has_biases(settings):
+        return dict(tensors)
+    zeros = {}
+    for name, weight in tensors.items():
+        stem, part, letter = name.removesuffix("_proj.weight").rpartition("self_attn.")
+        if part and letter in ("qkv" if settings.get("qk_norm") else "qkvo"):
+            zeros[f"{stem}{part}{letter}_proj.bias"] = torch.zeros_like(weight[:, 0])
+    return zeros | dict(tensors)
+
+
+def has_biases(settings: Mapping[str, Any]) -> bool:
+    """Whether a drafter's attention has biases."""
+    return any(settings.get(name) for name in BIASES)
+
+
+def split_biases(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, bool]]:
+    """The inverse of `engine_biases`: the tensors without biases that are 0 in all layers, and settings.
+
+    Raises:
+        UserError: `attention_bias` in the layers' config, and no biases.
+    """
+    if config.get("attention_bias") and not any(name.endswith("_proj.bias") for name in tensors):
+        raise UserError("its config has attention_bias, and its tensors have no biases")
+    kept, settings = dict(tensors), {}
+    for setting, letters in BIASES.items():
+        ends = tuple(f"self_attn.{letter}_proj.bias" for letter in letters)
+        found = [name for name in tensors if name.endswith(ends)]
+        settings[setting] = any(bool(tensors[name].any()) for name in found)
+        if not settings[setting]:
+            for name in found:
+                del kept[name]
+    return kept, settings
 
 
 def trained_depth(settings: Mapping[str, Any]) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.export.layout import Refusal
+from drafters.export.layout import BIASES, Refusal, has_biases
 from drafters.layers.decoder_layer import LayerShape
 from drafters.layers.rope import SCALINGS, rope_settings
 
@@ -41,7 +41,7 @@ def config_of(settings: Mapping[str, Any], layers: int, target: Target, dtype: t
         "head_dim": settings["head_dim"],
         "hidden_act": "silu",
         "rms_norm_eps": settings["eps"],
-        "attention_bias": False,
+        "attention_bias": has_biases(settings),
         "mlp_bias": False,
         "vocab_size": target.vocab_size,
         "tie_word_embeddings": False,
@@ -179,6 +179,20 @@ def check_no_window(settings: Mapping[str, Any], program: str) -> Iterator[Refus
     """Refuse a window, for a program without windows for drafters."""
     if settings.get("window") is not None:
         yield Refusal(f"{program} has no window for a drafter", {"window": None, "sinks": 0})
+
+
+def check_plain_attention(settings: Mapping[str, Any], program: str) -> Iterator[Refusal]:
+    """Refuse norms of queries and keys, and biases, for a program without them."""
+    if settings.get("qk_norm"):
+        yield Refusal(f"{program} has no norms of queries and keys", {"qk_norm": False})
+    if has_biases(settings):
+        yield Refusal(f"{program} has no biases in attention", dict.fromkeys(BIASES, False))
+
+
+def check_qwen3_bias(settings: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Refuse a bias of attention's output beside norms of queries and keys, for vLLM."""
+    if settings.get("qk_norm") and settings.get("o_bias"):
+        yield Refusal("in vLLM a layer with norms of queries and keys has no o_bias", {"o_bias": False})
 
 
 def check_sinks(settings: Mapping[str, Any]) -> Iterator[Refusal]:

@@ -24,7 +24,7 @@ from decode.model.target import Target
 from drafters.export import dflash, eagle3, hf_model
 from drafters.export.eagle import draft_length
 from drafters.export.layout import FILES, Format, Layout, Refusal, Saved, trained_depth
-from drafters.export.llama_config import check_embedding, check_no_window
+from drafters.export.llama_config import check_embedding, check_no_window, check_plain_attention
 from drafters.export.shapes import check_taps, dtype_of
 
 SCRIPT = "convert_hf_to_gguf.py"
@@ -48,7 +48,7 @@ def _check_eagle3(settings: Mapping[str, Any], target: Target) -> Iterator[Refus
             {"fc_norm": False, "norm_before_fc": True},
         )
     yield from check_no_window(settings, "llama.cpp's EAGLE-3")
-    yield from eagle3.check_no_qk_norm(settings, "llama.cpp's EAGLE-3")
+    yield from check_plain_attention(settings, "llama.cpp's EAGLE-3")
     if settings["norm_output"]:
         yield Refusal("llama.cpp feeds back the state before the final norm", {"norm_output": False})
     if (settings.get("rope") or {}).get("partial_rotary_factor", 1.0) != 1.0:

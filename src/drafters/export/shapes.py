@@ -23,7 +23,11 @@ def layer_config(saved: Saved, target: Target, kind: str) -> dict[str, Any]:
 
 
 def layer_settings(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target, kinds: Sequence[str]
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    target: Target,
+    kinds: Sequence[str],
+    biases: bool = False,
 ) -> dict[str, Any]:
     """The inverse of `layer_config`: arguments of our constructors.
 
@@ -32,6 +36,7 @@ def layer_settings(
         tensors: by their names on file.
         target: of the drafter.
         kinds: supported values of `model_type`.
+        biases: whether attention may have biases, which the caller reads.
 
     Raises:
         UserError: another target's sizes, or unsupported layers.
@@ -40,7 +45,7 @@ def layer_settings(
     kind = config.get("model_type", "llama")
     if kind not in kinds:
         raise UserError(f"its layers are of model_type {kind!r}; supported are {' and '.join(kinds)}")
-    for name in ("attention_bias", "mlp_bias"):
+    for name in ("mlp_bias",) if biases else ("attention_bias", "mlp_bias"):
         if config.get(name):
             raise UserError(f"its layers have biases ({name}), and ours have none")
     more = {"vocab_size": target.vocab_size, "layers": config["num_hidden_layers"]}

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.export.layout import Layout, Reader, Saved, join_projections
+from drafters.export.layout import Layout, Reader, Saved, join_projections, split_biases
 from drafters.export.llama_config import check_size, window_of
 from drafters.export.shapes import (
     default_taps,
@@ -179,14 +179,18 @@ def _eagle3(layout: Layout, target: Target) -> tuple[dict[str, Any], dict[str, T
     """Settings and weights that EAGLE-3 and P-EAGLE share."""
     config, tensors = layout.config, dict(layout.tensors)
     layers = config["transformer_layer_config"]
-    sizes = layer_settings(layers, tensors, target, ("llama", "qwen3"))
+    sizes = layer_settings(layers, tensors, target, ("llama", "qwen3"), biases=True)
     if (size := config.get("target_hidden_size")) is not None:
         check_size("hidden size", target.hidden_size, size)
     taps = config.get("eagle_aux_hidden_state_layer_ids") or default_taps(len(target.layers))
-    weights = join_projections({name: value for name, value in tensors.items() if name not in SHARED})
+    own = {name: value for name, value in tensors.items() if name not in SHARED}
+    own, biases = split_biases(own, layers)
+    weights = join_projections(own)
     weights["hidden_norm.weight"] = weights.pop("layers.0.hidden_norm.weight")
     read_vocab_maps(tensors, weights, target.vocab_size)
-    settings = sizes | {
+    settings = {
+        **sizes,
+        **biases,
         "taps": taps_of(taps, target),
         "depth": config["speculators_config"]["proposal_methods"][0]["speculative_tokens"],
         "draft_vocab_size": config["draft_vocab_size"],

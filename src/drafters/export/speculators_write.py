@@ -19,11 +19,12 @@ from drafters.export.layout import (
     Layout,
     Refusal,
     Saved,
+    engine_biases,
     split_projections,
     trained_depth,
     without_confidence,
 )
-from drafters.export.llama_config import check_embedding, check_head, check_window
+from drafters.export.llama_config import check_embedding, check_head, check_qwen3_bias, check_window
 from drafters.export.shapes import (
     check_path,
     check_taps,
@@ -55,6 +56,7 @@ def _check(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from check_embedding(target)
     yield from check_taps(settings["taps"], target)
     yield from check_window(settings, target)
+    yield from check_qwen3_bias(settings)
 
 
 def _check_p_eagle(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
@@ -193,7 +195,7 @@ def _table(saved: Saved, target: Target) -> Tensor:
 
 
 def _eagle3_tensors(saved: Saved) -> dict[str, Tensor]:
-    tensors = split_projections(without_confidence(saved), saved.settings)
+    tensors = engine_biases(split_projections(without_confidence(saved), saved.settings), saved.settings)
     tensors["layers.0.hidden_norm.weight"] = tensors.pop("hidden_norm.weight")
     ids = tensors.pop("d2t", None)
     return tensors | vocab_maps(ids, saved.settings["vocab_size"])

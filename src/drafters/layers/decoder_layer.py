@@ -129,10 +129,18 @@ class DecoderLayer(nn.Module):
         input_norm: whether the attention input is normalised (EAGLE-1's is not).
         inputs: number of vectors of size D that are concatenated into the attention input.
         qk_norm: whether queries and keys are normalised per head before they are rotated (Qwen3).
+        qkv_bias: whether queries, keys and values have biases (Qwen2); they begin at 0.
+        o_bias: whether the attention output has a bias (`attention_bias` of a Llama); it begins at 0.
     """
 
     def __init__(
-        self, shape: LayerShape, input_norm: bool = True, inputs: int = 1, qk_norm: bool = False
+        self,
+        shape: LayerShape,
+        input_norm: bool = True,
+        inputs: int = 1,
+        qk_norm: bool = False,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
     ) -> None:
         super().__init__()
         hidden_size, eps, head_dim = shape.hidden_size, shape.eps, shape.head_dim
@@ -141,14 +149,17 @@ class DecoderLayer(nn.Module):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.input_layernorm = RMSNorm(hidden_size, eps=eps) if input_norm else nn.Identity()
         # q, k, v are one product, and gate, up another: in small layers the overhead of calls dominates.
-        self.qkv_proj = Linear(inputs * hidden_size, (heads + 2 * kv_heads) * head_dim, bias=False)
+        self.qkv_proj = Linear(inputs * hidden_size, (heads + 2 * kv_heads) * head_dim, bias=qkv_bias)
         self.q_norm = RMSNorm(head_dim, eps=eps) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_dim, eps=eps) if qk_norm else nn.Identity()
         self.qk_norm = qk_norm
-        self.o_proj = Linear(heads * head_dim, hidden_size, bias=False)
+        self.o_proj = Linear(heads * head_dim, hidden_size, bias=o_bias)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps=eps)
         self.gate_up_proj = Linear(hidden_size, 2 * shape.intermediate_size, bias=False)
         self.down_proj = Linear(shape.intermediate_size, hidden_size, bias=False)
+        for product in (self.qkv_proj, self.o_proj):
+            if product.bias is not None:
+                nn.init.zeros_(product.bias)
 
     @property
     def queries(self) -> int:

@@ -23,12 +23,12 @@ from drafters.layers.unroll_attention import Attend, Queries, Visibility, attend
 
 
 class FirstLayerInput(NamedTuple):
-    """Input of the first layer: qkv = weight x + rest.
+    """Input of the first layer: qkv = weight x + rest, or weight x + bias.
 
     Attributes:
         residual: (n, D) residual stream, which the layer adds its output to.
         x: (n, D) input of the q, k, v projection.
-        rest: (n, P) precomputed summand of the projection, or None.
+        rest: (n, P) precomputed summand of the projection, which includes its bias; None: the bias alone.
     """
 
     residual: Tensor
@@ -198,7 +198,7 @@ class LayerUnroll:
                 q, k, v = self._qkv_of_anchors(layer, weight, y, rest, angles, anchors)
                 x = x.index_select(0, anchors)
             else:
-                q, k, v = layer.split(_product(y, weight, rest), angles)
+                q, k, v = layer.split(_product(y, weight, rest, layer.qkv_proj.bias), angles)
             if visibility is None or anchors_only:
                 everywhere = depth == 1 and not anchors_only and len(anchors) < len(x)
                 visibility = self._visibility(0 if everywhere else depth)
@@ -227,12 +227,14 @@ class LayerUnroll:
         rest_q, rest_kv = (None, None) if rest is None else rest.split(sizes, -1)
         if rest_q is not None:
             rest_q = rest_q.index_select(0, query_rows)
-        _, k, v = layer.split(_product(y, to_kv, rest_kv), angles)
+        bias = layer.qkv_proj.bias
+        bias_q, bias_kv = (None, None) if bias is None else bias.split(sizes)
+        _, k, v = layer.split(_product(y, to_kv, rest_kv, bias_kv), angles)
         q = layer.rotate_queries(
-            _product(y.index_select(0, query_rows), to_q, rest_q), angles.index_select(0, query_rows)
+            _product(y.index_select(0, query_rows), to_q, rest_q, bias_q), angles.index_select(0, query_rows)
         )
         return q, k, v
 
 
-def _product(y: Tensor, weight: Tensor, rest: Tensor | None) -> Tensor:
-    return F.linear(y, weight) if rest is None else torch.addmm(rest, y, weight.mT)
+def _product(y: Tensor, weight: Tensor, rest: Tensor | None, bias: Tensor | None) -> Tensor:
+    return F.linear(y, weight, bias) if rest is None else torch.addmm(rest, y, weight.mT)

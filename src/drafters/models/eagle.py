@@ -44,6 +44,7 @@ class Eagle(RecurrentDrafter):
         feature_noise: half-width of the uniform noise on training features, scaled by 512 / T.
         feature_weight: weight of the Smooth-L1 feature regression; the divergence has weight 1.
         bias: whether the fusion `fc` has a bias; vLLM's EAGLE has none.
+        qkv_bias: see `DecoderLayer`; likewise `o_bias`.
         draft_vocab_size: see `Drafter`.
         **sizes: of `LayerShape`.
     """
@@ -57,6 +58,8 @@ class Eagle(RecurrentDrafter):
         feature_weight: float,
         detach: bool = False,
         bias: bool = True,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
         draft_vocab_size: int | None = None,
         **sizes: Any,
     ) -> None:
@@ -67,7 +70,7 @@ class Eagle(RecurrentDrafter):
         shape = LayerShape(**sizes)
         self.fc = Linear(2 * shape.hidden_size, shape.hidden_size, bias=bias)
         self.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope)
-        self.layer = DecoderLayer(shape, input_norm=False)
+        self.layer = DecoderLayer(shape, input_norm=False, qkv_bias=qkv_bias, o_bias=o_bias)
         self._initialise(shape.hidden_size)
 
     @torch.no_grad()
@@ -129,8 +132,8 @@ class Eagle(RecurrentDrafter):
 
     @override
     def pair_by_lookup(self, target: Target) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-        qkv = self.layer.qkv_proj.weight
-        weights = [w for w in (self.fc.weight, self.fc.bias, qkv) if w is not None]
+        qkv, bias = self.layer.qkv_proj.weight, self.layer.qkv_proj.bias
+        weights = [w for w in (self.fc.weight, self.fc.bias, qkv, bias) if w is not None]
         shares = self._shares.of(target, weights, len(self.fc.weight) + len(qkv), self._merged)
         if shares is None:
             return None
@@ -143,9 +146,9 @@ class Eagle(RecurrentDrafter):
 
     def _merged(self, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """`fc` and the q, k, v product as one, since no norm is between them: (V, D + P), (D + P, D)."""
-        share, qkv = self.token_projection(embedded), self.layer.qkv_proj.weight
-        weight = self.fc.weight[:, embedded.shape[-1] :]
-        return torch.cat([share, F.linear(share, qkv)], -1), torch.cat([weight, qkv @ weight])
+        share, product = self.token_projection(embedded), self.layer.qkv_proj
+        qkv, weight = product.weight, self.fc.weight[:, embedded.shape[-1] :]
+        return torch.cat([share, F.linear(share, qkv, product.bias)], -1), torch.cat([weight, qkv @ weight])
 
     @override
     def token_projection(self, embedded: Tensor) -> Tensor:

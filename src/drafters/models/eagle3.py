@@ -45,7 +45,7 @@ class Eagle3(RecurrentDrafter):
         norm_before_fc: whether the concatenated taps are normalised (gpt-oss).
         fc_norm: whether each tap is normalised separately (EAGLE 3.1).
         norm_output: whether the feature that is fed back has passed the final norm.
-        qk_norm: whether queries and keys are normalised (Qwen3's layers).
+        qk_norm: see `DecoderLayer`; likewise `qkv_bias` and `o_bias`.
         **sizes: of `LayerShape`.
 
     Raises:
@@ -67,6 +67,8 @@ class Eagle3(RecurrentDrafter):
         depth_weight: float = 1.0,
         rate: float = 1.0,
         qk_norm: bool = False,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
         **sizes: Any,
     ) -> None:
         super().__init__(draft_vocab_size if draft_vocab_size < vocab_size else None)
@@ -99,7 +101,8 @@ class Eagle3(RecurrentDrafter):
         self.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope)
         self.hidden_norm = RMSNorm(hidden_size, eps=eps)
         self.layers = nn.ModuleList(
-            DecoderLayer(shape, inputs=1 if i else 2, qk_norm=qk_norm) for i in range(layers)
+            DecoderLayer(shape, inputs=1 if i else 2, qk_norm=qk_norm, qkv_bias=qkv_bias, o_bias=o_bias)
+            for i in range(layers)
         )
         self.norm = RMSNorm(hidden_size, eps=eps)
         self.lm_head = Linear(hidden_size, draft_vocab_size, bias=False)
@@ -193,7 +196,9 @@ class Eagle3(RecurrentDrafter):
     @override
     def pair_by_lookup(self, target: Target) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
         first = self.stack[0]
-        weights, rows = [first.qkv_proj.weight, first.input_layernorm.weight], len(first.qkv_proj.weight)
+        product, rows = first.qkv_proj, len(first.qkv_proj.weight)
+        sources = (product.weight, product.bias, first.input_layernorm.weight)
+        weights = [weight for weight in sources if weight is not None]
         shares = self._shares.of(
             target, weights, rows, lambda embedded: (self.token_projection(embedded), self.first_weight())
         )
@@ -210,10 +215,10 @@ class Eagle3(RecurrentDrafter):
     def token_projection(self, embedded: Tensor) -> Tensor:
         # The embedding needs no gradient. Multiplying the norm's weight into the projection saves the
         # gradient of the normalised embedding too.
-        norm, size = self.stack[0].input_layernorm, embedded.shape[-1]
+        norm, product, size = self.stack[0].input_layernorm, self.stack[0].qkv_proj, embedded.shape[-1]
         assert isinstance(norm, RMSNorm)
         unit = F.rms_norm(embedded, (size,), eps=norm.eps)
-        return F.linear(unit, self.stack[0].qkv_proj.weight[:, :size] * norm.weight)
+        return F.linear(unit, product.weight[:, :size] * norm.weight, product.bias)
 
     @override
     def first_input(self, share: Tensor, feature: Tensor) -> FirstLayerInput:

@@ -65,10 +65,7 @@ class MtpLayer(DecoderLayer):
     def __init__(
         self, shape: LayerShape, qkv_bias: bool, qk_norm: bool, gate: bool, zero_centred: bool
     ) -> None:
-        super().__init__(shape, qk_norm=qk_norm)
-        rows = self.qkv_proj.weight.shape[0]
-        if qkv_bias:
-            self.qkv_proj = Linear(shape.hidden_size, rows, bias=True)
+        super().__init__(shape, qk_norm=qk_norm, qkv_bias=qkv_bias)
         self.gate_proj = Linear(shape.hidden_size, self.queries, bias=False) if gate else None
         if zero_centred:
             self.input_layernorm = ZeroCentredNorm(shape.hidden_size, shape.eps)
@@ -318,10 +315,7 @@ class Mtp(RecurrentDrafter):
     @override
     def first_input(self, share: Tensor, feature: Tensor) -> FirstLayerInput:
         x = torch.addmm(share, self.hidden_norm(feature), self._hidden_half(self.fc.weight).mT)
-        bias = self.layer.qkv_proj.bias
-        return FirstLayerInput(
-            x, self.layer.input_layernorm(x), None if bias is None else bias.expand(len(x), -1)
-        )
+        return FirstLayerInput(x, self.layer.input_layernorm(x), None)
 
     @override
     def first_weight(self) -> Tensor:

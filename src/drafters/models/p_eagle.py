@@ -60,9 +60,9 @@ class PEagle(Eagle3):
 
     @override
     def drafted_projection(self, shares: Tensor, rows: Tensor) -> Tensor:
-        first = self.stack[0]
-        weight = first.qkv_proj.weight[:, : len(self.mask_token)]
-        return F.linear(first.input_layernorm(self.mask_token[None]), weight).expand(len(rows), -1)
+        first, size = self.stack[0], len(self.mask_token)
+        token, product = first.input_layernorm(self.mask_token[None]), first.qkv_proj
+        return F.linear(token, product.weight[:, :size], product.bias).expand(len(rows), -1)
 
     @override
     def emit(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -71,6 +71,16 @@ REFUSED = {
     "a norm before the residual": case(
         "eagle3", {"taps": None, "norm_before_residual": True}, sglang="norm_before_residual"
     ),
+    "norms of queries and keys": case(
+        "eagle3", EAGLE3 | {"qk_norm": True}, sglang="no norms of", authors="no norms of", gguf="no norms of"
+    ),
+    "biases": case(
+        "eagle3", EAGLE3 | {"qkv_bias": True}, sglang="no biases", authors="no biases", gguf="no biases"
+    ),
+    "a bias of the output beside norms": case(
+        "eagle3", EAGLE3 | {"qk_norm": True, "o_bias": True}, vllm="no o_bias", speculators="no o_bias"
+    ),
+    "a bias of the output": case("eagle", {"o_bias": True}, authors="no bias of attention's output"),
     "everything at once": case(
         "eagle3", {"taps": [0, 3, 3, LAST], "layers": 2, "norm_before_residual": True}
     ),

@@ -140,7 +140,8 @@ def test_sglang_is_told_which_tokens_to_draft(tiny_target, make_drafter, tmp_pat
 
 
 NAME = "some/target"
-EAGLES = ["eagle with a bias", "eagle without", "hass", "eagle3", "eagle3, every token"]
+EAGLES = ["eagle with a bias", "eagle without", "eagle of Qwen2's layers", "hass"]
+EAGLES += ["eagle3", "eagle3, every token"]
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 
 
@@ -307,7 +308,7 @@ def test_draft_ids_in_any_order_are_sorted_with_the_head(made, tmp_path):
 
 
 ONES = torch.ones(8)
-BIASES = {f"layers.0.self_attn.{x}_proj.bias": torch.ones(8) for x in "qkv"}
+BIASES = {f"midlayer.self_attn.{x}_proj.bias": torch.ones(8) for x in "qkv"}
 FOREIGN = {
     "hidden_size is 32, the target's 16": ("eagle without", {"config": {"hidden_size": 32}}),
     "vocab_size is 99, the target's 40": ("eagle3", {"config": {"vocab_size": 99}}),
@@ -318,7 +319,9 @@ FOREIGN = {
         "eagle without",
         {"layers.0.input_layernorm.weight": torch.ones(16)},
     ),
-    "no place .* layer.qkv_proj.bias": ("eagle without", BIASES),
+    "no place .* layer.down_proj.bias": ("eagle without", {"layers.0.mlp.down_proj.bias": torch.ones(16)}),
+    "tensors are missing, layers.1.qkv_proj.bias": ("eagle3, Qwen3", BIASES),
+    "attention_bias, and its tensors have no": ("eagle3", {"config": {"attention_bias": True}}),
     "tensors are missing, layers.0.k_norm": ("eagle3", {"midlayer.self_attn.q_norm.weight": ONES}),
     "no place .* layers.0.self_attn.v_norm": ("eagle3", {"midlayer.self_attn.v_norm.weight": ONES}),
     "1 tensors are missing, norm.weight first": ("eagle3", {"norm.weight": None}),

@@ -15,6 +15,7 @@ from drafters.layers.unroll_attention import Queries, Visibility, attend_unrolle
 CASES = {
     "eagle": {},
     "eagle3": {},
+    "eagle3 with biases": {"layers": 2, "qkv_bias": True, "o_bias": True},
     "eagle3 in a window": {"window": 5, "sinks": 2},
     "eagle3 in a window shorter than a draft": {"window": 2, "sinks": 1},
     "diffusion": {"steps": 2},

@@ -53,6 +53,16 @@ OPTIONS = {
     "last only": {"taps": ["last"]},
     "a window and a sink": {"window": 3, "sinks": 1},
     "two layers with a window shorter than a draft": {"layers": 2, "window": 2},
+    "biases": {"layers": 2, "qkv_bias": True, "o_bias": True},
+}
+EAGLES = {
+    "eagle": ("eagle", {}),
+    "eagle, biases": ("eagle", {"qkv_bias": True, "o_bias": True}),
+    **{name: ("eagle3", options) for name, options in OPTIONS.items()},
+}
+BIASED = {
+    "eagle": {"qkv_bias": True, "o_bias": True},
+    "p_eagle": {"qkv_bias": True, "o_bias": True, "layers": 2},
 }
 MASKS = [
     ["111111111111", "111111111111"],
@@ -110,14 +120,21 @@ def test_saved_and_loaded_with_every_option(optioned, tmp_path):
     contract.test_a_saved_drafter_comes_back_bit_for_bit(optioned, tmp_path)
 
 
+@pytest.mark.parametrize("name", BIASED)
+def test_tree_levels_equal_training_with_biases(tiny_target, make_drafter, monkeypatch, name):
+    found = both(tiny_target, make_drafter, name, **BIASED[name])
+    contract.test_every_level_of_a_tree_computes_the_probs_of_training(found, monkeypatch)
+
+
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("name", ["eagle", *OPTIONS])
+@pytest.mark.parametrize("name", EAGLES)
 @pytest.mark.parametrize("masks", MASKS, ids=lambda m: m[0] + m[1])
 @pytest.mark.covering
 def test_unroll_of_supervised_anchors_is_the_dense_one(tiny_target, make_drafter, name, masks):
     """Values and gradients of all weights, with blocks of a few queries."""
     target = tiny_target(vocab=V, layers=4, hidden=16)  # float64
-    drafter = make_drafter(name if name == "eagle" else "eagle3", target, depth=K, **OPTIONS.get(name, {}))
+    kind, options = EAGLES[name]
+    drafter = make_drafter(kind, target, depth=K, **options)
     mask = torch.tensor([[c == "1" for c in text] for text in masks])
     ours, wanted = both_unrolls(drafter, target, batch_of(target, random_texts(2, 12), mask))
     assert len(ours) > 10
