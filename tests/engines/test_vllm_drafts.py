@@ -155,6 +155,7 @@ WINDOWS = {
         "vllm",
         {"window": 4, "taps": [2, 3, 4], "qkv_bias": True, "qk_norm": True},
     ),
+    "P-EAGLE of vLLM": ("p_eagle", "vllm", {"window": 4, "layers": 2, "taps": [2, 3, 4], "fc_norm": False}),
     "P-EAGLE": ("p_eagle", "speculators", {"window": 4, "layers": 2, "taps": [2, 3, 4], "fc_norm": False}),
     "DFlash": ("dflash", "vllm", {"window": 8, "taps": [2, 4]}),
     "DFlash of fewer tokens": (
@@ -186,7 +187,7 @@ def test_vllm_drafts_with_a_window_what_we_draft(vllm_python, make_drafter, engi
     name, to, options = WINDOWS[case]
     target = random_llama(tmp_path / "target", layers=0.2, rest=0.2)
     with_window, without = (
-        make_drafter(name, target, depth=WINDOW_DEPTH, draft_vocab_size=V, **options | more)
+        make_drafter(name, target, depth=WINDOW_DEPTH, **{"draft_vocab_size": V} | options | more)
         for more in ({}, {"window": None})
     )
     for drafter in (with_window, without):
@@ -198,7 +199,8 @@ def test_vllm_drafts_with_a_window_what_we_draft(vllm_python, make_drafter, engi
     if to == "vllm":
         model = tmp_path / "target"
         draft = str(tmp_path / "draft")
-        speculative = {"method": name, "model": draft, "num_speculative_tokens": WINDOW_DEPTH}
+        method = {"p_eagle": {"method": "eagle3", "parallel_drafting": True}}.get(name, {"method": name})
+        speculative = {**method, "model": draft, "num_speculative_tokens": WINDOW_DEPTH}
     found = ask_script(vllm_python, RUN, "drafts", model, speculative, WINDOW_PROMPTS, 40)
     same, whole = [], []
     for prompt, given in zip(WINDOW_PROMPTS, found, strict=True):

@@ -75,6 +75,18 @@ def _places(config: Mapping[str, Any], ids: list[int], anchor: bool) -> dict[str
     return {"mask_token_id": config["mask_token_id"], "target_layer_ids": ids, "anchor": anchor}
 
 
+def parallel_config(config: Mapping[str, Any], command: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Of a P-EAGLE for `parallel_drafting`, whose command says how many tokens are drafted."""
+    if command["method"] != "eagle3" or command["parallel_drafting"] is not True:
+        raise BrokenError("its mask_hidden is passed over")
+    kind = {"LlamaForCausalLMEagle3": "llama", "Eagle3Qwen3ForCausalLM": "qwen3"}
+    if kind.get(config["architectures"][0]) != config["model_type"]:
+        raise BrokenError(f"{config['architectures']} of {config['model_type']}")
+    names = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+    token = next(config[name] for name in names if config.get(name) is not None)
+    return dict(config) | {"pard_token": token}, command["num_speculative_tokens"]
+
+
 def flat_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """Of a DFlash or DSpark as their authors write it, whose layer ids are of outputs, and its tokens."""
     size, passed = config["block_size"], dict(config)
@@ -110,6 +122,8 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         found["draft_id_to_target_id"] = (config["draft_vocab_size"],)
     if "pard_token" in config:
         found["mask_hidden"] = (1, 1, taps * size)
+    if dflash and config["draft_vocab_size"] < config["vocab_size"]:  # otherwise the target's is shared
+        found["lm_head.weight"] = (config["draft_vocab_size"], size)
     if "markov_rank" in config:
         found |= _dspark_shapes(config)
     return found
@@ -121,8 +135,6 @@ def _dspark_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "model.markov_head.markov_w1.weight": (config["vocab_size"], rank),
         "model.markov_head.markov_w2.weight": (drafted, rank),
     }
-    if drafted < config["vocab_size"]:  # otherwise the target's is shared
-        found["lm_head.weight"] = (drafted, size)
     if config["enable_confidence_head"]:
         wide = size + rank * config["confidence_head_with_markov"]
         found |= {"model.confidence_head.proj.weight": (1, wide), "model.confidence_head.proj.bias": (1,)}
@@ -155,12 +167,19 @@ def _layer_shapes(config: Mapping[str, Any], stem: str, wide: int) -> dict[str, 
     return found
 
 
-def load(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Served:
-    """By vLLM's rules; and nothing may be missing, which it does not look for."""
+def load(config: Mapping[str, Any], tensors: Mapping[str, Tensor], command: Mapping[str, Any]) -> Served:
+    """By vLLM's rules; and nothing may be missing, which it does not look for.
+
+    `command`: its `--speculative-config`, empty for speculators' layout.
+    """
     kind = config.get("speculators_model_type")
-    passed, tokens = vllm_config(config) if kind else flat_config(config)
+    if "mask_hidden" in tensors and not kind:
+        passed, tokens = parallel_config(config, command)
+    else:
+        passed, tokens = vllm_config(config) if kind else flat_config(config)
     weights = {}
-    for name, value in tensors.items():
+    for file_name, value in tensors.items():
+        name = file_name.replace("midlayer.", "layers.0.")
         if "t2d" in name:
             continue
         if "d2t" in name:

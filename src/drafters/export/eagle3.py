@@ -1,10 +1,11 @@
-"""EAGLE-3: export to vLLM, SGLang and SafeAILab's code, import of their and of SpecForge's files.
+"""EAGLE-3 and P-EAGLE: export to vLLM, SGLang and SafeAILab's code, import of their and SpecForge's files.
 
 Follows `llama_eagle3.py` of both engines. `midlayer.*` is the first layer. `d2t` holds offsets,
 target id - draft id, for a reduced draft vocabulary only. Layer ids at the top level (vLLM) number inputs
 of layers, as ours; ids in `eagle_config` (SGLang, SpecForge) number outputs of layers: ours minus 1.
 Without ids both use [2, n / 2, n - 3] in our numbering, as SafeAILab's `modeling_llama_kv.py` always does.
-The embedding is the target's; only SafeAILab's files contain it.
+The embedding is the target's; only SafeAILab's files contain it, and P-EAGLE's: those are an EAGLE-3's for
+vLLM with `mask_hidden` and the id of a token whose row in the embedding is the other mask.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from drafters.export.layout import (
     serve_vllm,
     split_biases,
     split_projections,
+    trained_depth,
     without_confidence,
 )
 from drafters.export.llama_config import (
@@ -43,14 +45,20 @@ from drafters.export.llama_config import (
     sizes,
 )
 from drafters.export.shapes import check_taps, default_taps, read_vocab_maps, sort_taps, taps_of, vocab_maps
+from drafters.export.speculators_read import read_masks
+from drafters.export.speculators_write import check_masks, split_masks
 
 FIRST_LAYER = "midlayer."
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 IDS = "eagle_aux_hidden_state_layer_ids"
 QWEN3 = "Eagle3Qwen3ForCausalLM"  # vLLM's class whose layers have norms of queries and keys
+P_EAGLES = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM")  # names in vLLM
 QK_NORMS = ("q_norm", "k_norm")
 PRODUCTS = {"qkv_proj": "qkv_bias", "o_proj": "o_bias"}  # part of a layer -> setting of its bias
 LAYER = ("qkv_proj", "o_proj", "post_attention_layernorm", "input_layernorm", "gate_up_proj", "down_proj")
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # keys in the order of vLLM
+PARALLEL_DEPTH = 8  # of the paper's and speculators' P-EAGLE; the files do not contain it
+PARALLEL_NOTE = "only for vLLM's parallel drafting: any other program would take it for an EAGLE-3"
 SHARED = ("embed_tokens.weight", "d2t", "t2d")
 AUTHORS_TARGETS = ("LlamaForCausalLM", "Qwen3ForCausalLM")  # their classes there return the three taps
 
@@ -81,6 +89,21 @@ def _check_sglang(settings: Mapping[str, Any], target: Target) -> Iterator[Refus
 def _to_vllm(saved: Saved, target: Target) -> Layout:
     """Files of `Eagle3LlamaForCausalLM` or, with norms of queries and keys, `Eagle3Qwen3ForCausalLM`."""
     return _layout(saved, target, serve_vllm("eagle3", draft_length(saved.settings)))
+
+
+def _check_p_eagle(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from _check_vllm(settings, target)
+    yield from check_masks(settings)
+
+
+def _p_eagle_to_vllm(saved: Saved, target: Target) -> Layout:
+    """Files of the same classes for `parallel_drafting`."""
+    saved, taps = sort_taps(saved)
+    saved = saved._replace(settings={**saved.settings, "taps": taps, "norm_output": False})
+    token, masks, rest = split_masks(saved, target, "vllm")
+    layout = _layout(rest, target, serve_vllm("eagle3", trained_depth(saved.settings), parallel=True))
+    config = layout.config | {"pard_token": token}
+    return layout._replace(config=config, tensors=layout.tensors | masks, note=PARALLEL_NOTE)
 
 
 def _to_sglang(saved: Saved, target: Target) -> Layout:
@@ -162,19 +185,23 @@ def _is_eagle3(config: Mapping[str, Any]) -> bool:
     name = architecture(config)
     if "format" in config or "speculators_config" in config or "speculators_model_type" in config:
         return False
-    return "Eagle3" in name or (name == "LlamaForCausalLM" and "draft_vocab_size" in config)
+    if "Eagle3" in name or name in P_EAGLES:
+        return True
+    return name == "LlamaForCausalLM" and "draft_vocab_size" in config
 
 
 def _read(layout: Layout, target: Target) -> Saved:
     config, more = layout.config, layout.config.get("eagle_config") or {}
     names = ((k.removeprefix("model."), v) for k, v in layout.tensors.items() if "rotary_emb" not in k)
     tensors = {k.replace(FIRST_LAYER, "layers.0.", 1): v for k, v in names}
-    check_target(config, tensors, target)
+    parallel = "mask_hidden" in tensors  # its embedding has another row for the mask
+    check_target(config, {} if parallel else tensors, target)
     if more.get("use_aux_hidden_state") is False:
         raise UserError("it reads only the target's last hidden state, which no EAGLE-3 here does")
     layers, taps = config.get("num_hidden_layers", 1), _taps(config, more, target)
     switches = {name: bool(config.get(name, more.get(name, False))) for name in SWITCHES}
-    own, biases = split_biases({k: v for k, v in tensors.items() if k not in SHARED}, config)
+    own = {k: v for k, v in tensors.items() if k not in (*SHARED, "mask_hidden")}
+    own, biases = split_biases(own, config)
     weights = join_projections(own)
     if "layers.0.hidden_norm.weight" in weights:
         weights["hidden_norm.weight"] = weights.pop("layers.0.hidden_norm.weight")
@@ -190,7 +217,18 @@ def _read(layout: Layout, target: Target) -> Saved:
     settings = sizes(config, tensors, "layers.0.") | switches | biases
     settings |= {"vocab_size": target.vocab_size, "taps": taps, "layers": layers, "qk_norm": qk_norm}
     settings["draft_vocab_size"] = len(weights["lm_head.weight"])
+    if parallel:
+        del settings["norm_output"]  # no output is fed back
+        weights |= read_masks(tensors, weights, settings, _mask_token(config), target)
+        return Saved("p_eagle", settings | {"depth": PARALLEL_DEPTH}, weights)
     return Saved("eagle3", settings | {"depth": 1}, weights)  # the files do not contain the trained depth
+
+
+def _mask_token(config: Mapping[str, Any]) -> int:
+    token = next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
+    if token is None:
+        raise UserError(f"it has mask_hidden, and its config no id of a mask ({', '.join(MASK_TOKENS)})")
+    return int(token)
 
 
 def _taps(config: Mapping[str, Any], more: Mapping[str, Any], target: Target) -> list[int]:
@@ -212,6 +250,7 @@ def _weight_names(layers: int, taps: int, switches: Mapping[str, bool], parts: S
 
 
 VLLM = Format(_to_vllm, _check_vllm, draft_length)
+P_EAGLE_VLLM = Format(_p_eagle_to_vllm, _check_p_eagle, trained_depth)
 SGLANG = Format(_to_sglang, _check_sglang, draft_length)
 AUTHORS = Format(_to_authors, _check_authors)
 READER = Reader("EAGLE-3", _is_eagle3, _read)

@@ -38,6 +38,7 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
         "medusa2": medusa_mlp.MEDUSA2,
         "mlp": medusa_mlp.MLP,
         "mtp": mtp.VLLM,
+        "p_eagle": eagle3.P_EAGLE_VLLM,
     },
     "sglang": {
         "dflash": dflash.SGLANG,
@@ -246,7 +247,8 @@ def write_layout(saved: Saved, target: Target, to: str) -> Layout:
 
 def _has_vocabulary(drafter: str, to: str) -> bool:
     """Whether the program's format can restrict the tokens that a drafter proposes."""
-    return drafter in ("eagle3", "p_eagle", "dspark") or FORMATS[to].get(drafter) is eagle.SGLANG
+    restricting = (eagle.SGLANG, speculators.DFLASH)
+    return drafter in ("eagle3", "p_eagle", "dspark") or FORMATS[to].get(drafter) in restricting
 
 
 def find_reader(config: Mapping[str, Any]) -> Reader | None:

@@ -231,11 +231,15 @@ def trained_depth(settings: Mapping[str, Any]) -> int:
     return int(settings["depth"])
 
 
-def serve_vllm(method: str, tokens: int) -> str:
-    """`vllm serve` command for a speculative method with drafts of `tokens` tokens."""
+def serve_vllm(method: str, tokens: int, parallel: bool = False) -> str:
+    """`vllm serve` command for a speculative method with drafts of `tokens` tokens.
+
+    `parallel`: an EAGLE-3 drafts all of them in one pass.
+    """
+    more = ', "parallel_drafting": true' if parallel else ""
     return (
         f'vllm serve {{target}} --speculative-config \'{{{{"method": "{method}", "model": "{{drafter}}", '
-        f'"num_speculative_tokens": {tokens}}}}}\''
+        f'"num_speculative_tokens": {tokens}{more}}}}}\''
     )
 
 

@@ -190,17 +190,37 @@ def read_vocab_maps(tensors: Mapping[str, Tensor], weights: dict[str, Tensor], s
     Raises:
         UserError: a reduced vocabulary with missing or invalid maps.
     """
-    count = len(weights["lm_head.weight"])
+    found = draft_ids(tensors, len(weights["lm_head.weight"]), size)
+    if found is None:
+        return
+    ids, order = found
+    weights["lm_head.weight"] = weights["lm_head.weight"][order]
+    if len(ids) < size:
+        weights["d2t"] = ids
+
+
+def draft_ids(tensors: Mapping[str, Tensor], count: int, size: int) -> tuple[Tensor, Tensor] | None:
+    """Target ids of a draft vocabulary, ascending, and the row of each in the files, (V',) both.
+
+    Args:
+        tensors: with `vocab_maps`, or without for the whole vocabulary.
+        count: V', number of rows of the head.
+        size: V of the target.
+
+    Returns:
+        None: there are no maps.
+
+    Raises:
+        UserError: a reduced vocabulary with missing or invalid maps.
+    """
     if "d2t" not in tensors:
         if count < size:
             raise UserError(f"its head has {count} of {size} tokens, and d2t, which maps them, is missing")
-        return
+        return None
     if len(tensors["d2t"]) != count:
         raise UserError(f"d2t has {len(tensors['d2t'])} tokens, and its head {count}")
     ids, order = (tensors["d2t"].long() + torch.arange(count)).sort()
     consistent = "t2d" not in tensors or tensors["t2d"].nonzero()[:, 0].equal(ids)
     if ids[0] < 0 or ids[-1] >= size or not bool((ids.diff() > 0).all()) or not consistent:
         raise UserError("d2t does not hold offsets from draft ids to target ids, or contradicts t2d")
-    weights["lm_head.weight"] = weights["lm_head.weight"][order]
-    if count < size:
-        weights["d2t"] = ids
+    return ids, order

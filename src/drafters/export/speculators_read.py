@@ -15,6 +15,7 @@ from drafters.export.layout import Layout, Reader, Saved, join_projections, spli
 from drafters.export.llama_config import check_size, window_of
 from drafters.export.shapes import (
     default_taps,
+    draft_ids,
     embedding_of,
     layer_settings,
     read_vocab_maps,
@@ -37,13 +38,35 @@ def eagle3(layout: Layout, target: Target) -> Saved:
 
 def p_eagle(layout: Layout, target: Target) -> Saved:
     """Convert a `PEagleDraftModel`."""
-    config, tensors = layout.config, layout.tensors
     settings, weights = _eagle3(layout, target)
-    token = config["mask_token_id"]
+    weights |= read_masks(layout.tensors, weights, settings, layout.config["mask_token_id"], target)
+    return Saved("p_eagle", settings, weights)
+
+
+def read_masks(
+    tensors: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    settings: Mapping[str, Any],
+    token: int,
+    target: Target,
+) -> dict[str, Tensor]:
+    """P-EAGLE's masks by our names: an embedding, and what `fc` and its norms make of `mask_hidden`.
+
+    Args:
+        tensors: on file.
+        weights: by our names.
+        settings: of the drafter.
+        token: whose embedding is the mask's.
+        target: of the drafter.
+
+    Raises:
+        UserError: no token of the target, or an embedding that was trained.
+    """
+    check_mask_token(token, target)
     table = tensors.get("embed_tokens.weight", embedding_of(target))
     if not _shares_embedding(tensors, target, token):
         raise UserError("its embedding was trained; ours shares the target's, except for the mask's row")
-    taps = weights.pop("mask_hidden").flatten().unflatten(0, (len(settings["taps"]), -1)).float()  # (L, D)
+    taps = tensors["mask_hidden"].flatten().unflatten(0, (len(settings["taps"]), -1)).float()  # (L, D)
     eps, fc = settings["eps"], weights["fc.weight"].float()
     if settings["fc_norm"]:
         rows = [weights[f"fc_norm.{i}.weight"].float() for i in range(len(taps))]
@@ -51,8 +74,17 @@ def p_eagle(layout: Layout, target: Target) -> Saved:
     flat = taps.flatten()
     if settings["norm_before_fc"]:
         flat = F.rms_norm(flat, flat.shape, weights["input_norm.weight"].float(), eps)
-    weights |= {"mask_token": table[token].detach().clone(), "mask_hidden": fc @ flat}
-    return Saved("p_eagle", settings, weights)
+    return {"mask_token": table[token].detach().clone(), "mask_hidden": fc @ flat}
+
+
+def check_mask_token(token: int, target: Target) -> None:
+    """Check that a mask is a token of the target.
+
+    Raises:
+        UserError: it is none.
+    """
+    if not 0 <= token < target.vocab_size:
+        raise UserError(f"its mask is token {token}, and the target has ids 0 to {target.vocab_size - 1}")
 
 
 def dflash(layout: Layout, target: Target) -> Saved:
@@ -93,25 +125,19 @@ def dspark_block(
         raise UserError(f"its markov_head_type is {kind!r}; only 'vanilla' is read, as in vLLM and llama.cpp")
     if (rank := config["markov_rank"]) < 1:
         raise UserError(f"its markov_rank is {rank}; a DSpark needs at least 1")
-    rows = {"lm_head.weight": tensors.pop("markov_head.markov_w2.weight")}
-    read_vocab_maps(tensors, rows, target.vocab_size)
+    bias = tensors.pop("markov_head.markov_w2.weight")
+    found = draft_ids(tensors, len(bias), target.vocab_size)
     weights = {
         "info.emb.weight": tensors.pop("markov_head.markov_w1.weight"),
-        "info.out.weight": rows.pop("lm_head.weight"),
-        **rows,
+        "info.out.weight": bias if found is None else bias[found[1]],
     }
-    if (ids := weights.get("d2t")) is not None and "lm_head.weight" in tensors:
-        head = {"lm_head.weight": tensors.pop("lm_head.weight")}
-        read_vocab_maps(tensors, head, target.vocab_size)
-        if not same_rows(head["lm_head.weight"], target.head.weight[ids]):
-            raise UserError("it has its own lm_head.weight; ours shares the target's")
     weight, bias = (tensors.pop(f"confidence_head.proj.{part}", None) for part in ("weight", "bias"))
     has_confidence = bool(config.get("enable_confidence_head")) and weight is not None
     if has_confidence and weight is not None:
         # A head that reads only the hidden state gets weights of 0 for the token's row.
         weights["confidence.weight"] = F.pad(weight[0], (0, target.hidden_size + rank - weight.shape[1]))
         weights["confidence.bias"] = weight.new_zeros(1) if bias is None else bias
-    plain = Layout({**config, "draft_vocab_size": None}, tensors)
+    plain = Layout({**config, "draft_vocab_size": len(weights["info.out.weight"])}, tensors)
     _, settings, block = dflash_block(plain, target, layers, taps, token, causal=False)[:3]
     settings = dict(settings)
     if settings["window"] is not None:
@@ -119,7 +145,6 @@ def dspark_block(
     del settings["causal"]  # only DFlash has it
     more = {
         "depth": config["block_size"] - (not anchor),
-        "draft_vocab_size": None if ids is None else len(ids),
         "markov_rank": rank,
         "sample_from_anchor": anchor,
     }
@@ -130,7 +155,7 @@ def dflash_block(
     layout: Layout,
     target: Target,
     layers: Mapping[str, Any],
-    ids: list[int],
+    taps: list[int],
     token: int,
     causal: bool,
 ) -> Saved:
@@ -140,25 +165,31 @@ def dflash_block(
         layout: files on disk.
         target: of the drafter.
         layers: config of its decoder layers.
-        ids: taps, as layer ids.
+        taps: as layer ids.
         token: id of the mask token.
         causal: whether a position of a block sees none after it.
     """
     config, tensors = layout.config, dict(layout.tensors)
     sizes = layer_settings(layers, tensors, target, ("qwen3",))
-    if config.get("draft_vocab_size") not in (None, target.vocab_size):
-        raise UserError(f"it drafts {config['draft_vocab_size']} tokens of the target; ours drafts all")
-    tables = {"embed_tokens.weight": embedding_of(target), "lm_head.weight": target.head.weight}
+    count = config.get("draft_vocab_size") or target.vocab_size
+    found = draft_ids(tensors, count, target.vocab_size)
+    head = target.head.weight
+    if found is not None and "lm_head.weight" in tensors:
+        ids, order = found
+        head, tensors["lm_head.weight"] = head[ids.to(head.device)], tensors["lm_head.weight"][order]
+    tables = {"embed_tokens.weight": embedding_of(target), "lm_head.weight": head}
     for name, table in tables.items():
         if name in tensors and not same_rows(tensors.pop(name), table):
             raise UserError(f"it has its own {name}; ours shares the target's")
-    if not 0 <= token < target.vocab_size:
-        raise UserError(f"its mask is token {token}, and the target has ids 0 to {target.vocab_size - 1}")
+    check_mask_token(token, target)
     for name in ("d2t", "t2d"):
         tensors.pop(name, None)
     weights = join_projections(tensors)
     weights["context_norm.weight"] = weights.pop("hidden_norm.weight")
-    settings = sizes | {"taps": taps_of(ids, target), "depth": config["block_size"] - 1, "anchors": 0}
+    settings = sizes | {"taps": taps_of(taps, target), "depth": config["block_size"] - 1, "anchors": 0}
+    settings["draft_vocab_size"] = None
+    if found is not None and count < target.vocab_size:
+        settings["draft_vocab_size"], weights["d2t"] = count, found[0]
     return Saved("dflash", settings | {"mask_id": token, "causal": causal}, weights)
 
 

@@ -61,6 +61,11 @@ def _check(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
 
 def _check_p_eagle(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from _check(settings, target)
+    yield from check_masks(settings)
+
+
+def check_masks(settings: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Refuse a P-EAGLE whose masks no input of `fc` can produce."""
     norms = [name for name in ("norm_before_fc", "fc_norm") if settings[name]]
     if norms and len(settings["taps"]) == 1:
         yield Refusal(f"{norms[0]} of a single tap cannot produce the masks", dict.fromkeys(norms, False))
@@ -86,12 +91,34 @@ def _eagle3(saved: Saved, target: Target) -> Layout:
 
 
 def _p_eagle(saved: Saved, target: Target) -> Layout:
-    """P-EAGLE: `PEagleDraftModel`, which stores its masks differently.
-
-    The mask for tokens is the row of an unused token in its copy of the target's embedding. The mask for
-    features is an input of `fc`, found by `invert_fusion`.
-    """
+    """P-EAGLE: `PEagleDraftModel`."""
     saved, ids = sort_taps(saved)
+    token, masks, rest = split_masks(saved, target, "speculators")
+    tensors = _eagle3_tensors(rest) | masks
+    config = _eagle3_config(saved, ids, target) | {"norm_output": False, "mask_token_id": token}
+    config["embed_requires_grad"] = True
+    # vLLM's reader reads this key from the layers' config only.
+    config["transformer_layer_config"] |= {"fc_norm": saved.settings["fc_norm"]}
+    return _layout("peagle", "PEagleDraftModel", config, tensors, saved, target)
+
+
+def split_masks(saved: Saved, target: Target, to: str) -> tuple[int, dict[str, Tensor], Saved]:
+    """Masks of a P-EAGLE as files store them; the inverse of `read_masks`.
+
+    The mask for tokens is the row of an unused token in a copy of the target's embedding. The mask for
+    features is an input of `fc`, found by `invert_fusion`.
+
+    Args:
+        saved: the drafter.
+        target: of the drafter.
+        to: the program, for messages.
+
+    Returns:
+        The unused token, the tensors, and the drafter without masks.
+
+    Raises:
+        UserError: no input of `fc` gives the mask.
+    """
     settings, weights = saved.settings, saved.weights
     token = unused_token(target)
     table = _table(saved, target)
@@ -104,33 +131,28 @@ def _p_eagle(saved: Saved, target: Target) -> Layout:
     if mask_taps is None:
         norm = "norm_before_fc" if settings["norm_before_fc"] else "fc_norm"
         raise UserError(
-            "to=speculators: no input of fc and its norms produces this checkpoint's masks; train with "
+            f"to={to}: no input of fc and its norms produces this checkpoint's masks; train with "
             f"drafter.{norm}=false, or set to=native"
         )
-    tensors = _eagle3_tensors(saved._replace(weights={k: v for k, v in weights.items() if k not in MASKS}))
-    tensors["embed_tokens.weight"] = table
-    tensors["mask_hidden"] = mask_taps.to(table.dtype)[None, None]
-    config = _eagle3_config(saved, ids, target) | {"norm_output": False, "mask_token_id": token}
-    config["embed_requires_grad"] = True
-    # vLLM's reader reads this key from the layers' config only.
-    config["transformer_layer_config"] |= {"fc_norm": settings["fc_norm"]}
-    return _layout("peagle", "PEagleDraftModel", config, tensors, saved, target)
+    masks = {"embed_tokens.weight": table, "mask_hidden": mask_taps.to(table.dtype)[None, None]}
+    return token, masks, saved._replace(weights={k: v for k, v in weights.items() if k not in MASKS})
 
 
 def _dflash(saved: Saved, target: Target) -> Layout:
-    """DFlash: `DFlashDraftModel`, without embedding and head, which are the target's."""
+    """DFlash: `DFlashDraftModel`, without embedding; for a reduced draft vocabulary as `_dspark`."""
     saved, ids = sort_taps(saved)
     settings = saved.settings
+    tensors = with_rows_as_head(block_tensors(saved), target)
     config = {
         "aux_hidden_state_layer_ids": ids,
         "block_size": settings["depth"] + 1,
-        "draft_vocab_size": target.vocab_size,
+        "draft_vocab_size": len(tensors["d2t"]) if "d2t" in tensors else target.vocab_size,
         "mask_token_id": settings["mask_id"],
         "sample_from_anchor": False,
         "sliding_window_non_causal": not settings.get("causal", False),  # vLLM also reads it without a window
         "transformer_layer_config": block_config(saved, target),
     }
-    return _layout("dflash", "DFlashDraftModel", config, block_tensors(saved), saved, target)
+    return _layout("dflash", "DFlashDraftModel", config, tensors, saved, target)
 
 
 def _dspark(saved: Saved, target: Target) -> Layout:
@@ -182,10 +204,15 @@ def dspark_tensors(saved: Saved, target: Target) -> dict[str, Tensor]:
     if saved.confidence:
         tensors["confidence_head.proj.weight"] = saved.weights["confidence.weight"][None]
         tensors["confidence_head.proj.bias"] = saved.weights["confidence.bias"]
+    return with_rows_as_head(tensors, target)
+
+
+def with_rows_as_head(tensors: dict[str, Tensor], target: Target) -> dict[str, Tensor]:
+    """Tensors with the maps of a reduced draft vocabulary `d2t`, if there is one, and the target's rows."""
     ids = tensors.pop("d2t", None)
     if maps := vocab_maps(ids, target.vocab_size):
-        head = target.head.weight.detach()[ids]
-        tensors |= maps | {"lm_head.weight": head.to(saved.weights["fc.weight"])}
+        head = target.head.weight.detach()[ids.to(target.head.weight.device)]
+        tensors |= maps | {"lm_head.weight": head.to(tensors["fc.weight"])}
     return tensors
 
 
