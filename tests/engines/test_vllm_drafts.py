@@ -143,7 +143,7 @@ WINDOWS = {
     "EAGLE-3, biases": (
         "eagle3",
         "vllm",
-        {"window": 2, "layers": 2, "taps": [2, 3, 4], "qkv_bias": True, "o_bias": True},
+        {"window": 2, "taps": [2, 3, 4], "qkv_bias": True, "o_bias": True},
     ),
     "EAGLE-3 of speculators, Qwen2's biases": (
         "eagle3",

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from served_mtp import speculators_layout
 from torch.utils.flop_counter import FlopCounterMode
 from workbench import CONF, ROOT, command
 
@@ -22,6 +23,8 @@ from benchmarks.train_step.workers import HERE, Contender, Worker, rates
 from decode.errors import UserError
 from decode.model.load import load_target
 from distill.config.compose import compose
+from drafters.checkpoint import io as checkpoint_io
+from drafters.hf.mtp_weights import native
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "heads": 2, "kv_heads": 1, "head_dim": 8, "layers": 1}
 SHAPE |= {"window": None, "taps": 3, "vocab_size": 64, "draft_vocab_size": 16, "depth": 2}
@@ -235,12 +238,23 @@ PYTHON = os.environ.get("SPECULATORS_PYTHON", "")
 CASES = {
     "eagle3": {},
     "eagle3 of speculators": {"norm_before_residual": True, "norm_output": True, "layers": 2},
+    "eagle3 with biases": {"layers": 2, "qkv_bias": True, "o_bias": True},
+    "eagle3 of Qwen3's layers": {"layers": 2, "qk_norm": True},
+    "eagle3 of Qwen3's layers with biases": {"qk_norm": True, "qkv_bias": True},
     "p_eagle": {"layers": 2},
+    "p_eagle with biases": {"fc_norm": False, "qkv_bias": True},
     "p_eagle of gpt-oss": {"norm_before_fc": True, "fc_norm": False},
     "dflash": {},
+    "dflash of fewer tokens": {"draft_vocab_size": 1000},
     "dspark": {},
     "dspark of masks": {"sample_from_anchor": False},
     "dspark of fewer tokens": {"draft_vocab_size": 1000},
+}
+
+
+MTPS = {
+    "qwen3": {"qk_norm": True},
+    "qwen3_5_text": {"qk_norm": True, "gate": True, "zero_centred": True},
 }
 
 
@@ -260,6 +274,26 @@ def test_speculators_has_our_logits(pocket_target, make_drafter, case):
     assert opened.places >= 100
     assert opened.most < TOLERANCE * opened.scale
     print(case, opened)
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(not PYTHON, reason="SPECULATORS_PYTHON names no environment with speculators")
+@pytest.mark.parametrize(("kind", "options"), MTPS.items())
+def test_an_mtp_head_of_speculators_has_our_logits(pocket_target, make_drafter, tmp_path, kind, options):
+    """Files that it opens itself, read here."""
+    trained = {"family": "qwen", "hidden_first": False, "before_norm": True, "norm_output": True}
+    drafter = make_drafter("mtp", pocket_target, depth=3, **trained, **options)
+    tensors = native(checkpoint_io.as_saved(drafter).weights, drafter.settings, len(pocket_target.layers))
+    layers = pocket_target.config.to_dict() | {"model_type": kind, "layer_types": ["full_attention"] * 4}
+    layers |= {"head_dim": drafter.settings["head_dim"], "num_hidden_layers": 4}
+    layers["rope_parameters"] = {"rope_type": "default", "rope_theta": drafter.settings["rope_theta"]}
+    layout = speculators_layout(tensors, layers, pocket_target.model.name_or_path, 3)
+    layout.write(tmp_path)
+    back = checkpoint_io.load(tmp_path, pocket_target)
+    opened = compare(back, pocket_target, PYTHON, 5, layout)
+    assert not isinstance(opened, str), opened
+    assert opened.places >= 100
+    assert opened.most < TOLERANCE * opened.scale
 
 
 def test_without_the_package_it_says_so(pocket_target, make_drafter, tmp_path):

@@ -16,18 +16,62 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
+from drafters.export.layout import Layout
+
 # Prefix, fusion, norms of token and hidden, last norm, prefix of the layer (-: none).
 NAMES = {
     "mimo": "model.mtp_layers.0. input_proj token_layernorm hidden_layernorm final_layernorm -",
     "qwen": "mtp. fc pre_fc_norm_embedding pre_fc_norm_hidden norm layers.0.",
+    "speculators": "mtp_layers.0. input_proj token_layernorm hidden_layernorm final_layernorm -",
     "deepseek": "model.layers.4. eh_proj enorm hnorm shared_head.norm -",
 }
 
 
-class ServedMtp:
-    """One head of a kind (mimo, qwen, deepseek, glm); all tensors of its folder must be read."""
+# Names in a target of Qwen's kind -> speculators' (`convert/mtp/converter.py`), a prefix each.
+SPECULATORS = {
+    "mtp.fc.": "mtp_layers.0.input_proj.",
+    "mtp.norm.": "mtp_layers.0.final_layernorm.",
+    "mtp.pre_fc_norm_hidden.": "mtp_layers.0.hidden_layernorm.",
+    "mtp.pre_fc_norm_embedding.": "mtp_layers.0.token_layernorm.",
+    "mtp.layers.0.": "mtp_layers.0.",
+}
 
-    def __init__(self, tensors: dict[str, Tensor], kind: str, config: dict[str, Any], target: Any) -> None:
+
+def speculators_layout(tensors: dict[str, Tensor], layers: dict[str, Any], name: str, depth: int) -> Layout:
+    """speculators' folder of a head that has Qwen's names; `layers`: config, `name`: of the target."""
+    renamed = {
+        new + full.removeprefix(old): tensor
+        for full, tensor in tensors.items()
+        for old, new in SPECULATORS.items()
+        if full.startswith(old)
+    }
+    proposal = {"proposal_type": "greedy", "speculative_tokens": depth}
+    proposals = {"default_proposal_method": "greedy", "proposal_methods": [proposal]}
+    verifier = {"name_or_path": name, "architectures": ["LlamaForCausalLM"]}
+    config = {
+        "architectures": ["MTPDraftModel"],
+        "speculators_model_type": "mtp",
+        "speculators_version": "0.9.0",
+        "speculators_config": {"algorithm": "mtp", "verifier": verifier, **proposals},
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layers,
+    }
+    return Layout(config, renamed)
+
+
+class ServedMtp:
+    """One head of a kind (mimo, qwen, deepseek, glm, speculators); all tensors of its folder must be read."""
+
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        kind: str,
+        config: dict[str, Any],
+        target: Any,
+        centred: bool | None = None,
+    ) -> None:
+        self.centred = kind == "qwen" if centred is None else centred
         self.kind, self.target, self.config = kind, target, LlamaConfig(**config)
         stem, *names = NAMES["deepseek" if kind == "glm" else kind].split()
         self.names = [name.removeprefix("-") for name in names]
@@ -69,7 +113,7 @@ class ServedMtp:
     def norm(self, x: Tensor, name: str) -> Tensor:
         unit = x * (x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()
         weight = self.read(f"{name}.weight")
-        return unit * (weight + (self.kind == "qwen"))
+        return unit * (weight + self.centred)
 
     def read(self, name: str) -> Any:
         self.left.pop(name, None)

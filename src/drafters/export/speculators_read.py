@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from decode.errors import UserError
 from decode.model.target import Target
 from drafters.export.layout import Layout, Reader, Saved, join_projections, split_biases
-from drafters.export.llama_config import check_size, window_of
+from drafters.export.llama_config import check_size, check_target, check_tensor_names, window_of
+from drafters.export.mtp import sizes_of
 from drafters.export.shapes import (
     default_taps,
     draft_ids,
@@ -22,7 +23,13 @@ from drafters.export.shapes import (
     same_rows,
     taps_of,
 )
+from drafters.hf.mtp_weights import Arrangement, final_norm, read
 
+MTP = "mtp_layers."  # prefix of MTP layers
+TRAINED_MTP = Arrangement(hidden_first=False, before_norm=True, norm_output=True)  # as speculators trains it
+# model_type of an MTP layer -> whether its norms are zero-centred, and transformers' default of the share of
+# a head that is rotated.
+MTP_LAYERS = {"qwen3": (False, 1.0), "qwen3_next": (True, 0.25), "qwen3_5_text": (True, 0.25)}
 SHARED = ("embed_tokens.weight", "d2t", "t2d")
 Read = Callable[[Layout, Target], Saved]
 
@@ -177,10 +184,7 @@ def dflash_block(
     if found is not None and "lm_head.weight" in tensors:
         ids, order = found
         head, tensors["lm_head.weight"] = head[ids.to(head.device)], tensors["lm_head.weight"][order]
-    tables = {"embed_tokens.weight": embedding_of(target), "lm_head.weight": head}
-    for name, table in tables.items():
-        if name in tensors and not same_rows(tensors.pop(name), table):
-            raise UserError(f"it has its own {name}; ours shares the target's")
+    _drop_tables(tensors, target, head)
     check_mask_token(token, target)
     for name in ("d2t", "t2d"):
         tensors.pop(name, None)
@@ -193,7 +197,38 @@ def dflash_block(
     return Saved("dflash", settings | {"mask_id": token, "causal": causal}, weights)
 
 
-KINDS: Mapping[str, Read] = {"eagle3": eagle3, "peagle": p_eagle, "dflash": dflash, "dspark": dspark}
+def mtp(layout: Layout, target: Target) -> Saved:
+    """Convert an `MTPDraftModel`: MiMo's names, with the arrangement in which speculators trains.
+
+    It reads the state before the target's final norm, where vLLM passes the one after it to a head that
+    `stitch-mtp` has put into the target's files.
+    """
+    config, tensors = layout.config["transformer_layer_config"], dict(layout.tensors)
+    check_target(config, {}, target)
+    if (kind := config["model_type"]) not in MTP_LAYERS:
+        known = ", ".join(MTP_LAYERS)
+        raise UserError(f"its MTP layer is of model_type {kind!r}; supported are {known}, without experts")
+    _drop_tables(tensors, target, target.head.weight)
+    own = {f"model.{name}": value for name, value in tensors.items() if name.startswith(MTP)}
+    check_tensor_names({name for name in tensors if f"model.{name}" not in own}, ())
+    if (head := read(own, target)) is None:
+        raise UserError(f"no MTP head among its tensors ({MTP}*)")
+    if (norm := final_norm(target)) is None:
+        raise UserError("it reads the state before the target's final norm, which is no RMS norm here")
+    centred, rotated = MTP_LAYERS[kind]
+    settings = sizes_of({"partial_rotary_factor": rotated, **config}, head.settings) | TRAINED_MTP._asdict()
+    settings |= {"family": "qwen", "zero_centred": centred, "depth": _depth(layout.config)}
+    weights = head.weights | {"target_scale": norm.scale.to(head.weights["fc.weight"])}
+    return Saved("mtp", settings, weights)
+
+
+KINDS: Mapping[str, Read] = {
+    "eagle3": eagle3,
+    "peagle": p_eagle,
+    "dflash": dflash,
+    "dspark": dspark,
+    "mtp": mtp,
+}
 
 
 def _read(layout: Layout, target: Target) -> Saved:
@@ -223,7 +258,7 @@ def _eagle3(layout: Layout, target: Target) -> tuple[dict[str, Any], dict[str, T
         **sizes,
         **biases,
         "taps": taps_of(taps, target),
-        "depth": config["speculators_config"]["proposal_methods"][0]["speculative_tokens"],
+        "depth": _depth(config),
         "draft_vocab_size": config["draft_vocab_size"],
         # Defaults as in vLLM.
         "norm_before_residual": config.get("norm_before_residual", "mask_token_id" not in config),
@@ -232,6 +267,23 @@ def _eagle3(layout: Layout, target: Target) -> tuple[dict[str, Any], dict[str, T
         "qk_norm": layers.get("model_type") == "qwen3",
     }
     return settings, weights
+
+
+def _depth(config: Mapping[str, Any]) -> int:
+    """Draft length that a config names first."""
+    return config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+
+
+def _drop_tables(tensors: dict[str, Tensor], target: Target, head: Tensor) -> None:
+    """Remove copies of the target's embedding and (rows of its) head.
+
+    Raises:
+        UserError: they are others.
+    """
+    tables = {"embed_tokens.weight": embedding_of(target), "lm_head.weight": head}
+    for name, table in tables.items():
+        if name in tensors and not same_rows(tensors.pop(name), table):
+            raise UserError(f"it has its own {name}; ours shares the target's")
 
 
 def _shares_embedding(tensors: Mapping[str, Tensor], target: Target, except_row: int | None = None) -> bool:

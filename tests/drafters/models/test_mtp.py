@@ -8,7 +8,7 @@ import pytest
 import torch
 from drafter_checks import K, V, batch_of, random_texts
 from safetensors.torch import save_file
-from served_mtp import ServedMtp, drafted
+from served_mtp import ServedMtp, drafted, speculators_layout
 from workbench import same
 
 from decode.errors import UserError
@@ -232,6 +232,82 @@ def test_export_of_the_targets_head_comes_back(vendor, kind, tmp_path):
     back = checkpoint_io.load(folder, target)
     assert back.settings | {"depth": K, "draft_vocab_size": None} == head.settings
     assert same(back.state_dict(), head.state_dict())
+
+
+TRAINED = {"hidden_first": False, "before_norm": True, "norm_output": True, "family": "qwen"}
+LAYERS = {
+    "qwen3": {"qk_norm": True},
+    "qwen3_5_text": {"qk_norm": True, "gate": True, "zero_centred": True},
+}
+
+
+@pytest.fixture
+def of_speculators(tiny_target, make_drafter):
+    """Makes a target, a head whose layer is of a model_type, and speculators' folder of it."""
+
+    def make(kind: str):
+        target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float64)
+        with torch.no_grad():
+            target.model.model.norm.weight.uniform_(0.5, 2)
+        if LAYERS[kind].get("zero_centred"):
+            target.model.model.norm.forward = zero_centred(target.model.model.norm)
+        head = make_drafter("mtp", target, depth=K, **TRAINED, **LAYERS[kind])
+        tensors = native(checkpoint_io.as_saved(head).weights, head.settings, 4)
+        sizes = {"hidden_size": 16, "vocab_size": V, "intermediate_size": head.settings["intermediate_size"]}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": head.settings["kv_heads"], "head_dim": 8}
+        theta = {"rope_type": "default", "rope_theta": head.settings["rope_theta"]}
+        theta = {"rope_parameters": theta | {"partial_rotary_factor": 1.0}}
+        more = {"model_type": kind, "num_hidden_layers": 4, "rms_norm_eps": head.settings["eps"]}
+        return target, head, speculators_layout(tensors, sizes | heads | theta | more, "some/target", K)
+
+    return make
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_head_of_speculators_is_read_as_it_was_trained(of_speculators, kind, tmp_path):
+    """On the state before the target's final norm."""
+    target, head, layout = of_speculators(kind)
+    layout.write(tmp_path)
+    back = checkpoint_io.load(tmp_path, target)
+    assert back.settings == head.settings
+    assert back.state_dict().keys() == head.state_dict().keys()
+    config = layout.config["transformer_layer_config"]
+    served = ServedMtp(layout.tensors, "speculators", config, target, LAYERS[kind].get("zero_centred", False))
+    texts = random_texts(rows=3, length=9)
+    last: list[torch.Tensor] = []
+    hook = target.model.model.norm.register_forward_pre_hook(lambda module, args: last.append(args[0]))
+    target.read(texts)
+    hook.remove()
+    theirs = drafted(served, texts, last[0], K)
+    for step, ours in logits_of(back, target, texts):
+        row, anchor = step.anchor // 9, step.anchor % 9
+        other = torch.stack([theirs[int(a), step.depth][r] for r, a in zip(row, anchor, strict=True)])
+        torch.testing.assert_close(ours.double(), other, rtol=0, atol=1e-5)
+    assert not served.left
+    with pytest.raises(UserError, match=r"drafter\.before_norm=true|order of inputs is unknown"):
+        written(back, target)
+    del config["rope_parameters"]["partial_rotary_factor"]  # as transformers reads it
+    layout.write(tmp_path)
+    rope = checkpoint_io.load(tmp_path, target).settings["rope"] or {}
+    assert rope.get("partial_rotary_factor") == {"qwen3": None, "qwen3_5_text": 0.25}[kind]
+
+
+NO_HEAD = {
+    "mixture of experts": {"mtp_layers.0.mlp.experts.gate_up_proj": torch.ones(2, 4, 4)},
+    "several MTP layers": {"mtp_layers.1.input_proj.weight": torch.ones(16, 32)},
+    "1 tensors have no place .* markov": {"markov.weight": torch.ones(2)},
+    "it has its own lm_head.weight": {"lm_head.weight": torch.ones(V, 16)},
+    "no MTP head among its tensors": {"mtp_layers.0.input_proj.weight": None},
+}
+
+
+@pytest.mark.parametrize("said", NO_HEAD)
+def test_other_head_of_speculators_is_refused(of_speculators, said, tmp_path):
+    target, _, layout = of_speculators("qwen3")
+    tensors = {k: v for k, v in (layout.tensors | NO_HEAD[said]).items() if v is not None}
+    layout._replace(tensors=tensors).write(tmp_path)
+    with pytest.raises(UserError, match=said):
+        checkpoint_io.load(tmp_path, target)
 
 
 def test_dense_deepseek_head_is_refused(vendor):

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from decode.errors import UserError
-from decode.model.target import Target
+from decode.model.target import LAST, Target
 from distill.config.build import TargetSource, quiet
 from distill.config.read import read_options
 from distill.options.answers import TargetOptions
@@ -24,6 +24,7 @@ from drafters.base import Batch, Drafter
 from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint.folder import target_name
 from drafters.export import formats
+from drafters.export.layout import Layout
 
 PEER = Path(__file__).with_name("peer.py")
 TOLERANCE = 1e-4  # largest difference of logits, relative to the largest logit; fp32
@@ -76,7 +77,9 @@ def check(cfg: DictConfig) -> float:
     return comparison.most
 
 
-def compare(drafter: Drafter, target: Target, python: str, texts: int) -> Comparison | str:
+def compare(
+    drafter: Drafter, target: Target, python: str, texts: int, layout: Layout | None = None
+) -> Comparison | str:
     """Compare logits of both sides on random texts, in fp32.
 
     Args:
@@ -84,6 +87,7 @@ def compare(drafter: Drafter, target: Target, python: str, texts: int) -> Compar
         target: loaded from files, which speculators reads too.
         python: interpreter of an environment with speculators.
         texts: number of texts.
+        layout: the drafter in speculators' layout; None: its export.
 
     Returns:
         The comparison, or the reason why there is none.
@@ -93,16 +97,20 @@ def compare(drafter: Drafter, target: Target, python: str, texts: int) -> Compar
     """
     if not Path(python).exists():
         return f"python={python}: no such file; docs/training_speed.md says how to make the environment"
-    layout = formats.write_layout(checkpoint_io.as_saved(drafter), target, "speculators")
+    layout = layout or formats.write_layout(checkpoint_io.as_saved(drafter), target, "speculators")
     mask = layout.config.get("mask_token_id", -1)
     tokens = torch.randint(target.vocab_size, (texts, LENGTH), generator=torch.Generator().manual_seed(0))
     tokens[tokens == mask] = (mask + 1) % target.vocab_size  # no text contains the mask token
     target.tap(drafter.taps)
+    states: list[Tensor] = []  # what enters the final norm, which an MTP head reads
+    hook = target.layers[-1].register_forward_hook(lambda *call: states.append(call[-1]))
     read = target.read(tokens)
+    hook.remove()
+    taps = states[0] if drafter.taps == (LAST,) else read.taps.flatten(-2)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         layout.write(folder)
-        save_file({"tokens": tokens, "taps": read.taps.flatten(-2).contiguous()}, folder / "inputs")
+        save_file({"tokens": tokens, "taps": taps.contiguous()}, folder / "inputs")
         command = [python, PEER, folder, folder / "inputs", folder / "outputs"]
         process = subprocess.run(command, capture_output=True, text=True, check=False)
         if process.returncode == ABSENT:
@@ -120,9 +128,11 @@ def compare(drafter: Drafter, target: Target, python: str, texts: int) -> Compar
 def _compare_logits(
     drafter: Drafter, target: Target, batch: Batch, theirs: Tensor, version: str
 ) -> Comparison:
-    """Compare with logits `theirs` (N, K, T, V'), of texts, depths and positions."""
+    """Compare with logits `theirs` (N, K', T, V'), of texts, depths and positions; K' depths are known."""
     places, most, scale = 0, 0.0, 0.0
     for step in drafter.eval().unroll(batch, target):
+        if step.depth > theirs.shape[1]:
+            break
         row, t = step.anchor // LENGTH, step.anchor % LENGTH
         actual, expected = theirs[row, step.depth - 1, t], step.head(step.hidden)
         places += len(t)

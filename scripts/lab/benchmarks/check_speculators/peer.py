@@ -105,6 +105,13 @@ def p_eagle(model: Any, tokens: Tensor, taps: Tensor, depth: int) -> Tensor:
     return result
 
 
+def mtp(model: Any, tokens: Tensor, taps: Tensor, depth: int) -> Tensor:
+    """The first depth, from states before the final norm; at later ones keys of the first are not read."""
+    tokens, taps = (torch.cat([x, x.new_zeros(depth, *x.shape[1:])])[None] for x in (tokens, taps))
+    (logits,) = logits_of(model, 1, input_ids=tokens, hidden_states=taps)
+    return logits[None]
+
+
 def biased_logits(model: Any, **inputs: Any) -> list[Tensor]:
     """Logits of a DSpark with the bias of the previous token, as its loss is given them."""
     outputs: list[Tensor] = []
@@ -148,7 +155,13 @@ def _blocks(model: Any, tokens: Tensor, taps: Tensor, depth: int, run: Callable[
     return result
 
 
-RUNS: dict[str, Rows] = {"eagle3": eagle3, "peagle": p_eagle, "dflash": dflash, "dspark": dspark}
+RUNS: dict[str, Rows] = {
+    "eagle3": eagle3,
+    "peagle": p_eagle,
+    "dflash": dflash,
+    "dspark": dspark,
+    "mtp": mtp,
+}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
