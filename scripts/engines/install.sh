@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make an environment in the folder that is given, unless it is there; prints its interpreter. The folder's
-# name says what is in it: vllm or authors.
+# name says what is in it: vllm, authors or llama_cpp.
 set -euo pipefail
 folder=$1
 lists="$(dirname "$0")/$(basename "$folder")"

@@ -38,7 +38,8 @@ HOST = "127.0.0.1"
 POLL, GRACE = 0.25, 20.0  # seconds between checks of a starting server; seconds for an orderly end
 ENDING = 5.0  # seconds to wait for the exit of a server that stopped answering
 LAST, SHOWN = 8, 200  # last lines of a log that are printed, and characters of each
-WRONG = ("Error:", "error:", "Exception:")  # marks of error lines in a log
+# Marks of error lines in a log; the last two are llama.cpp's.
+WRONG = ("Error:", "error:", "Exception:", "error loading model:", "GGML_ASSERT(")
 OURS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")  # variables of this interpreter
 # Variables of vLLM. The last two are read only by CPU builds: GiB of the cache, which would otherwise take
 # nearly all memory, and no reserved cores.

@@ -18,11 +18,13 @@ MODULE = """
 import argparse, http.server, os, subprocess, sys
 a = argparse.ArgumentParser()
 a.add_argument("--host"), a.add_argument("--port", type=int)
-a.add_argument("--fail"), a.add_argument("--hang", action="store_true")
+a.add_argument("--fail"), a.add_argument("--log"), a.add_argument("--hang", action="store_true")
 a = a.parse_args()
 if a.fail:
     print("x WARNING of `OSError: too many files`"); print("ValueError: " + a.fail)
     print("another process failed"); sys.exit(3)
+if a.log:
+    print(a.log); sys.exit("failed to init")
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 class Page(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -119,3 +121,8 @@ def test_interpreter_without_the_engine_is_refused(monkeypatch, tmp_path):
     for python, said in (("/nowhere/bin/python", "no interpreter"), (sys.executable, "no package an_engine")):
         with pytest.raises(UserError, match=f"score.engine_python=.*{said}"):
             interpreter(python, "an_engine", "score.engine_python")
+
+
+def test_first_error_of_llama_cpp_is_told(start):
+    with pytest.raises(UserError, match=r"ready: .* E load: error loading model: no such model; see"):
+        start("--log", "0.01 E load: error loading model: no such model").__enter__()

@@ -1,0 +1,57 @@
+"""Serve a GGUF file with llama.cpp, with or without a drafter, from the wheel xllamacpp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from distill.engines import inside
+from distill.engines.launch import interpreter, serve
+
+PACKAGE, SERVER = "xllamacpp", "foredraft_llama_server"  # package, and module of `inside` that serves with it
+
+
+class LlamaCpp:
+    """An environment that has xllamacpp.
+
+    Args:
+        python: its interpreter.
+        arguments: arguments of every server, as of `llama-server` (see `inside/foredraft_llama_server.py`).
+        patience: seconds until a server must be ready.
+        option: option that names the interpreter, for messages.
+
+    Raises:
+        UserError: no interpreter, or one without xllamacpp.
+    """
+
+    def __init__(
+        self,
+        python: str,
+        arguments: Sequence[str] = (),
+        patience: float = 300.0,
+        option: str = "engine_python",
+    ) -> None:
+        self.python = interpreter(python, PACKAGE, option)
+        self.arguments, self.patience = list(map(str, arguments)), patience
+
+    def serve(self, model: Path, log: Path, *arguments: str) -> AbstractContextManager[str]:
+        """Start a server of a GGUF file; yields its url, whose paths are those of `llama-server`.
+
+        Args:
+            model: the target.
+            log: file for its output.
+            arguments: more arguments, such as `-md DRAFTER.gguf --spec-type draft-eagle3`. The installation's
+                come last and override them.
+
+        Raises:
+            UserError: see `launch.serve`.
+        """
+        return serve(
+            self.python,
+            SERVER,
+            ["-m", str(model), *arguments, *self.arguments],
+            log,
+            patience=self.patience,
+            variables={"PYTHONPATH": str(Path(inside.__path__[0]).absolute())},
+        )
