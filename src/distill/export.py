@@ -26,9 +26,10 @@ from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint import pretrained
 from drafters.checkpoint.folder import drafter_kind, target_name, target_origin
 from drafters.checkpoint.model_card import portable
-from drafters.export import formats, layout, llama_cpp
+from drafters.export import formats, layout
 from drafters.export.formats import GGUF, NATIVE
 from drafters.export.layout import Layout
+from drafters.export.llama_cpp import file as gguf_file
 from drafters.hub import upload
 from drafters.registry import class_name, short_name
 
@@ -69,7 +70,7 @@ def export(options: ExportCommandOptions) -> float:
         if not named.path:
             named = replace(named, path=target_name(checkpoint), revision=known.revision)
         target = TargetSource(named).load(decodes=False)
-        write(checkpoint, target, options.to, out, options.push_to, options.llama_cpp)
+        write(checkpoint, target, options.to, out, options.push_to, options)
     if options.push_to:
         push(out, options.push_to, options.private, options.dry_run)
     return 0.0
@@ -84,8 +85,9 @@ def check_options(options: ExportOptions) -> None:
     programs, to = [NATIVE, *formats.FORMATS], options.to or NATIVE
     if to not in programs:
         raise UserError(f"to={to}: choose {', '.join(programs[:-1])} or {programs[-1]}")
-    if to == GGUF:
-        llama_cpp.check_folder(options.llama_cpp)
+    gguf_file.check_kind(options.outtype)
+    if to == GGUF and options.target_gguf:
+        gguf_file.check_named(options.target_gguf)
     if options.push_to:
         upload.check_repo(options.push_to)
         if first_rank() and not (options.dry_run or upload.logged_in()):
@@ -101,7 +103,7 @@ def write(
     to: str,
     out: Path,
     repo: str | None = None,
-    converter: str | None = None,
+    options: ExportOptions | None = None,
 ) -> None:
     """Write a checkpoint in a program's format, with model card, scorecard and recipe.
 
@@ -111,14 +113,14 @@ def write(
         to: program.
         out: a new folder.
         repo: hub repository, for the model card.
-        converter: source folder of llama.cpp, for `to=gguf`.
+        options: those of `to=gguf`.
 
     Raises:
-        UserError: see `checkpoint_io.load`, `formats.write_layout`, `llama_cpp.convert_on_write` and
+        UserError: see `checkpoint_io.load`, `formats.write_layout`, `gguf_file.target_file` and
             `pretrained.publish_folder`.
     """
     with bar(1, f"export to {out}", "", leave=False):
-        drafter, theirs = _write(checkpoint, target, to, out, repo, converter)
+        drafter, theirs = _write(checkpoint, target, to, out, repo, options)
     say(str(out))
     card = pretrained.scorecard(checkpoint)
     if card and card.fastest.nodes and not card.pays and not card.conditions.elsewhere:
@@ -131,7 +133,7 @@ def write(
 
 
 def _write(
-    checkpoint: Path, target: Target, to: str, out: Path, repo: str | None, converter: str | None
+    checkpoint: Path, target: Target, to: str, out: Path, repo: str | None, options: ExportOptions | None
 ) -> tuple[Drafter, Layout | None]:
     """Write the folder; returns the drafter, and its layout in another program's format."""
     drafter = checkpoint_io.load(checkpoint, target)
@@ -140,7 +142,9 @@ def _write(
     origin = portable(drafter.origin)
     theirs = None if to == NATIVE else formats.write_layout(checkpoint_io.as_saved(drafter), target, to)
     if theirs and to == GGUF:
-        theirs = llama_cpp.convert_on_write(theirs, target, llama_cpp.check_folder(converter))
+        assert options is not None
+        served = gguf_file.target_file(options.target_gguf, target)
+        theirs = gguf_file.write_on(theirs, served, options.outtype)
     with pretrained.publish_folder(out) as temporary:
         weights = None if theirs else checkpoint_io.weights_on_file(checkpoint, drafter, target)
         pretrained.write(drafter, temporary, origin, recipe_of(checkpoint), theirs, to, weights, repo or "")
@@ -188,14 +192,13 @@ class RunExport:
             target: target of the drafter.
 
         Raises:
-            UserError: see `formats.check` and `llama_cpp.check_tokenizer`.
+            UserError: see `formats.check` and `gguf_file.target_file`.
         """
         options, to, kind = self.options, self.options.to or NATIVE, short_name(drafter)
         if to != NATIVE:
             formats.check(kind, drafter.settings, target, to)
         if to == GGUF:
-            script = llama_cpp.check_folder(options.llama_cpp)
-            llama_cpp.check_tokenizer(*formats.exported_part(kind, drafter.settings), target, script)
+            gguf_file.target_file(options.target_gguf, target)
 
     def write(self, folder: Path, target: Target) -> None:
         """Export the best checkpoint of a run that has ended.
@@ -219,12 +222,13 @@ class RunExport:
         out = _export_folder(checkpoint.resolve(), to)
         try:
             if not out.is_dir():
-                write(checkpoint, target, to, out, options.push_to, options.llama_cpp)
+                write(checkpoint, target, to, out, options.push_to, options)
             if options.push_to:
                 push(out, options.push_to, options.private, options.dry_run)
         except (UserError, RemoteError, OSError) as error:
             words = ["foredraft", "export", f"checkpoint={checkpoint.resolve()}", f"to={to}"]
-            words += [f"llama_cpp={options.llama_cpp}"] if to == GGUF else []
+            words += [f"target_gguf={options.target_gguf}"] if to == GGUF and options.target_gguf else []
+            words += [f"outtype={options.outtype}"] if options.outtype else []
             if options.push_to:
                 words += [f"push_to={options.push_to}", f"private={str(options.private).lower()}"]
             reason = " ".join(str(error).split())

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_converter import write_converter
+from ggufs import write_gguf
 from workbench import ROOT, foredraft, train
 
 from decode.evaluation.scorecard import Scorecard
@@ -38,14 +38,13 @@ def test_export_that_cannot_succeed_is_refused_before_any_work(bench, said):
     [
         ("export.to=nonsense", "to=nonsense: choose native, vllm"),
         ("export.push_to=bad", "push_to=bad: give owner/name"),
-        ("export.to=gguf", "llama.cpp's source folder"),
+        ("export.outtype=q2_k", "outtype=q2_k: choose"),
         ("export.to=sglang", "sglang has no format for drafter 'lstm'"),
     ],
 )
 def test_export_that_needs_no_target_to_be_refused_is_refused_before_it_is_loaded(
     bench, monkeypatch, export, said
 ):
-    monkeypatch.delenv("FOREDRAFT_LLAMA_CPP", raising=False)
     monkeypatch.setattr("distill.config.build.load_target", lambda *_, **__: pytest.fail("it is loaded"))
     bench.train("drafter=lstm", export).refused(said)
 
@@ -115,24 +114,23 @@ def test_failing_export_leaves_a_whole_run_and_exit_code_1(bench, monkeypatch):
     assert bench.train("seed=5", "export.to=native", *SHORT).succeeded().folder != folder
 
 
-def test_run_ends_with_a_file_of_llama_cpps_converter(bench, tmp_path, monkeypatch):
-    monkeypatch.delenv("FOREDRAFT_LLAMA_CPP", raising=False)
-    command = [word for word in bench.command if not word.startswith("drafter.")]
+def test_run_on_a_gguf_file_ends_with_a_file_for_llama_cpp(bench, tmp_path, own_cache):
+    file = write_gguf(tmp_path / "tiny.gguf")
+    command = [word for word in bench.command if not word.startswith(("drafter.", "target="))]
     command += ["drafter=lm", "drafter.layers=1", "export.to=gguf", *SHORT]
     before = bench.runs()
-    train(command).refused("export.llama_cpp=<folder>", "FOREDRAFT_LLAMA_CPP")
-    folder = write_converter(tmp_path / "llama.cpp")
-    (folder / "error").write_text("BPE pre-tokenizer was not recognized\n")
-    train([*command, f"export.llama_cpp={folder}"]).refused("does not know the target's tokenizer")
+    train([*command, f"target={bench.target}"]).refused("export.target_gguf=<file>")
+    train([*command, f"target={bench.target}", f"export.target_gguf={file}"]).refused("its hidden_size is 64")
+    train([*command, f"target={bench.target}", "export.target_gguf=/nowhere.gguf"]).refused("no such file")
     assert bench.runs() == before
-    (folder / "error").unlink()
-    monkeypatch.setenv("FOREDRAFT_LLAMA_CPP", str(folder))
-    done = train(command).succeeded()
+    done = train([*command, f"target={file}", "export.outtype=q8_0"]).succeeded()
     out = next((done.folder / "export").glob("*-gguf"))
-    assert (out / "drafter.gguf").read_bytes() == b"GGUF"
+    assert (out / "drafter.gguf").read_bytes()[:4] == b"GGUF"
     assert not (out / "model.safetensors").exists()
     assert f"{out}/drafter.gguf" in done.out
-    (folder / "error").write_text("odd\n")
     checkpoint, other = done.folder / "checkpoints" / "best", tmp_path / "x"
-    foredraft("export", f"checkpoint={checkpoint}", "to=gguf", f"out={other}").refused("failed: odd")
+    words = [f"checkpoint={checkpoint}", "to=gguf", f"out={other}"]
+    foredraft("export", *words, f"target_gguf={tmp_path}").refused("no GGUF file")
     assert not other.exists()
+    foredraft("export", *words, "outtype=f32").succeeded()
+    assert (other / "drafter.gguf").stat().st_size > (out / "drafter.gguf").stat().st_size

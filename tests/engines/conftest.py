@@ -32,9 +32,9 @@ def authors_python() -> Path:
 
 
 @pytest.fixture(scope="session")
-def llama_cpp() -> Path:
-    """Source folder of llama.cpp: `convert_hf_to_gguf.py`, and `build/bin/llama-server`."""
-    return _named("FOREDRAFT_LLAMA_CPP", "folder of llama.cpp")
+def llama_cpp_python() -> Path:
+    """Interpreter of an environment that has llama.cpp."""
+    return _named("FOREDRAFT_LLAMA_CPP_PYTHON", "interpreter with xllamacpp")
 
 
 @pytest.fixture(scope="session")

@@ -102,7 +102,8 @@ class ExportOptions:
     push_to: str | None  # owner/name on the Hub
     private: bool
     dry_run: bool
-    llama_cpp: str | None  # source folder of llama.cpp, whose converter writes GGUF files
+    target_gguf: str | None  # of to=gguf: the GGUF file that is served as the target
+    outtype: str | None  # of to=gguf: how matrices are stored
 
 
 @dataclass(frozen=True, kw_only=True)

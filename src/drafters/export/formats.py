@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.export import dflash, dspark, eagle, eagle3, hf_model, llama_cpp, medusa_mlp, mtp
+from drafters.export import dflash, dspark, eagle, eagle3, hf_model, medusa_mlp, mtp
 from drafters.export import speculators_read as speculators_reader
 from drafters.export import speculators_write as speculators
 from drafters.export.layout import Format, Layout, Reader, Refusal, Saved
+from drafters.export.llama_cpp import drafts as llama_cpp
 from drafters.registry import nested
 
 ROUNDS = 4  # tries at other settings; a change may cause a refusal
 NATIVE = "native"  # our own format; every drafter has it
-GGUF = "gguf"  # llama.cpp's format, written by its converter
+GGUF = "gguf"  # llama.cpp's format
 TWO_DRAFTERS = ("cascade", "union")  # made of two drafters; only the first is served
 NOT_EXPORTED = (
     "not exported: the second drafter of the {} ({}), which the scores include; engines look up n-grams "
@@ -60,6 +61,7 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
     },
     GGUF: {
         "dflash": llama_cpp.DFLASH,
+        "dspark": llama_cpp.DSPARK,
         "eagle3": llama_cpp.EAGLE3,
         "lm": llama_cpp.LM,
     },

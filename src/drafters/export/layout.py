@@ -49,7 +49,7 @@ class Layout(NamedTuple):
         torch_file: name of a `torch.save` file of the tensors, written instead of `model.safetensors` for a
             program that reads no other. It holds only tensors, so `weights_only` reads it.
         model: a transformers model, saved by `save_pretrained` instead of `tensors`.
-        finish: converts the written folder into the program's files.
+        weights: writes the weights into the folder in the program's own file, instead of `tensors`.
     """
 
     config: dict[str, Any]
@@ -59,7 +59,7 @@ class Layout(NamedTuple):
     files: Mapping[str, bytes] = MappingProxyType({})
     torch_file: str = ""
     model: PreTrainedModel | None = None
-    finish: Callable[[Path], None] | None = None
+    weights: Callable[[Path], None] | None = None
 
     def command(self, target: str, drafter: str) -> str:
         """Shell command that serves the drafter, with names quoted; "" if no program serves it."""
@@ -73,7 +73,9 @@ class Layout(NamedTuple):
 
     def write(self, folder: Path) -> None:
         """Write the files into an existing folder."""
-        if self.torch_file:
+        if self.weights:
+            self.weights(folder)
+        elif self.torch_file:
             # Not cloned: torch.save stores a tensor that several heads share once.
             tensors = {name: value.detach().contiguous() for name, value in self.tensors.items()}
             torch.save(tensors, folder / self.torch_file)
@@ -84,8 +86,6 @@ class Layout(NamedTuple):
         (folder / FILES[0]).write_text(json.dumps(self.config, indent=1, sort_keys=True) + "\n")
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
-        if self.finish:
-            self.finish(folder)
 
 
 def without_confidence(saved: Saved) -> dict[str, Tensor]:

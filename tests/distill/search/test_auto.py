@@ -183,7 +183,7 @@ def test_bad_input_is_one_line_before_any_work(bench, monkeypatch):
         ),
         "export.to=nonsense": ("to=nonsense: choose native, vllm",),
         "export.push_to=bad": ("push_to=bad: give owner/name",),
-        "export.to=gguf": ("llama.cpp's source folder",),
+        "export.outtype=q2_k": ("outtype=q2_k: choose f32, f16, bf16, q8_0 or q4_0",),
     }.items():
         search(bench, "drafter.families=[bigram,lstm]", "drafter.options=null", export).refused(*said)
     misspelt = "drafter.families=[eagle]", "drafter.options={eagle: {dpth: 2}}"

@@ -1,0 +1,157 @@
+"""The GGUF file of a drafter: its keys and tensors, and the tokenizer of the target's own file.
+
+A draft for llama.cpp is served beside a GGUF file of its target, which has the tokenizer in llama.cpp's own
+terms. It is copied, so the two always agree, and no list of known tokenizers is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.errors import UserError
+from decode.model import gguf
+from decode.model.files.gguf.header import Header, read_header
+from decode.model.target import Target
+from drafters.export.layout import Layout
+
+DRAFTER = "drafter.gguf"
+OPTION = "target_gguf"
+KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0")  # of matrices
+OF_DTYPE = {torch.float16: "f16", torch.bfloat16: "bf16"}  # the kind of a file as its weights are
+TOKENIZER = ("tokenizer.ggml.", "tokenizer.chat_template")
+BLOCK = 32  # values of a row that are quantised together
+CONTEXT = "context_length"
+
+
+def target_file(named: str | None, target: Target) -> Path:
+    """The GGUF file that llama.cpp serves as the target: the one that is named, or the target's own.
+
+    Args:
+        named: path, or `package/file.gguf`; None: the file that the target was loaded from.
+        target: of the drafter.
+
+    Raises:
+        UserError: no file, or one of another model.
+    """
+    note = Path(target.model.name_or_path) / gguf.NOTE
+    if named is None and note.is_file():
+        named = json.loads(note.read_text())["file"]
+    if named is None:
+        raise UserError(
+            "to=gguf takes the tokenizer from the GGUF file that is served as the target; name it by "
+            f"export.{OPTION}=<file> (foredraft export: {OPTION}=)"
+        )
+    path = check_named(named)
+    _check_target(_header(path), target, path)
+    return path
+
+
+def check_kind(kind: str | None) -> None:
+    """Check the name of a kind; None: as the weights are.
+
+    Raises:
+        UserError: an unknown kind.
+    """
+    if kind is not None and kind not in KINDS:
+        raise UserError(f"outtype={kind}: choose {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+
+
+def check_named(named: str) -> Path:
+    """Check that an option names a GGUF file.
+
+    Raises:
+        UserError: it does not.
+    """
+    if (path := gguf.find(named, OPTION)) is None:
+        raise UserError(f"{OPTION}={named}: no GGUF file; give the file that llama.cpp serves as the target")
+    return path
+
+
+def write_on(layout: Layout, file: Path, kind: str | None) -> Layout:
+    """A layout whose folder gets a GGUF file in place of `model.safetensors`.
+
+    Args:
+        layout: of a format of `drafts`: `config` has the keys, `tensors` the tensors by their names there.
+        file: from `target_file`.
+        kind: one of `KINDS`; None: as the weights are.
+    """
+    return layout._replace(weights=partial(_write, layout, file, kind))
+
+
+def _header(path: Path) -> Header:
+    try:
+        return read_header(path)
+    except ImportError:
+        raise UserError("to=gguf needs the package gguf; pip install 'foredraft[gguf]'") from None
+    except (ValueError, OSError) as error:
+        raise UserError(f"{OPTION}={path}: {error}") from None
+
+
+def _check_target(header: Header, target: Target, path: Path) -> None:
+    """Check by its sizes that a file is the target's.
+
+    Raises:
+        UserError: it is another model's, or has no tokenizer.
+    """
+    table = header.tensors.get("token_embd.weight")
+    tokens = header.keys.get("tokenizer.ggml.tokens", ())
+    found = {"hidden_size": table.shape[1], "vocab_size": table.shape[0]} if table else {}
+    found |= {"number of layers": header.keys.get(f"{header.architecture}.block_count")}
+    found |= {"number of tokens": len(tokens)}
+    expected = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    expected |= {"number of layers": len(target.layers), "number of tokens": target.vocab_size}
+    for name, size in expected.items():
+        if found.get(name) != size:
+            raise UserError(f"{OPTION}={path}: its {name} is {found.get(name)}, the target's {size}")
+
+
+def _write(layout: Layout, file: Path, kind: str | None, folder: Path) -> None:
+    """Write `drafter.gguf`: vectors in float32, matrices of this kind."""
+    from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, quants  # optional dependency
+
+    header = _header(file)
+    architecture = layout.config["general.architecture"]
+    writer = GGUFWriter(folder / DRAFTER, architecture)
+    keys = {f"{architecture}.{CONTEXT}": header.keys.get(f"{header.architecture}.{CONTEXT}")} | layout.config
+    keys |= {name: value for name, value in header.keys.items() if name.startswith(TOKENIZER)}
+    # A mask id of the target would hide the drafter's.
+    keys |= {name: value for name, value in layout.config.items() if name.startswith(TOKENIZER)}
+    for name, value in keys.items():
+        if name != "general.architecture" and value is not None:
+            _add(writer, name, value)
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    for name, tensor in layout.tensors.items():
+        own = "i64" if not tensor.is_floating_point() else kind_of(tensor, kind)
+        stored = GGMLQuantizationType[own.upper()]
+        value = tensor.detach().cpu()
+        values = value.numpy() if own == "i64" else quants.quantize(value.float().numpy(), stored)
+        writer.add_tensor(name, np.ascontiguousarray(values), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def kind_of(tensor: Tensor, kind: str | None) -> str:
+    """The kind in which a tensor is stored: as llama.cpp's converter does, vectors and one row in float32."""
+    if tensor.dim() < 2 or len(tensor) == 1:
+        return "f32"
+    kind = kind or OF_DTYPE.get(tensor.dtype, "f32")
+    return "f16" if kind.startswith("q") and tensor.shape[-1] % BLOCK else kind
+
+
+def _add(writer: Any, name: str, value: Any) -> None:
+    """Add a key with the type that its value has; numbers of arrays keep theirs."""
+    from gguf import GGUFValueType  # optional dependency
+
+    kinds: Mapping[type, str] = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    writer.add_key_value(name, value, GGUFValueType[kinds[type(value)]])
