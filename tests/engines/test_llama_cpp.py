@@ -13,19 +13,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
-from ggufs import F32, converter_factors, tiny_llama, words, write_gguf
-from workbench import QUICK, foredraft, train, write_prompts
+from gguf import GGUFWriter
+from ggufs import F32, add_key, converter_factors, tiny_llama, words, write_gguf
+from workbench import QUICK, ROOT, foredraft, train, write_prompts
 
 from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.generation.types import Output
+from decode.model import gguf
+from decode.model.files.gguf.header import read_header
 from decode.model.load import load_model, load_target, load_tokenizer
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.engines.llama_cpp import LlamaCpp
 from distill.prompts.chat_template import Chat
+from distill.prompts.sources import read_prompts
 from drafters.checkpoint.pretrained import from_pretrained
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -214,3 +219,58 @@ def test_file_that_llama_cpp_cannot_load_is_told(llama_cpp, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", leave_out="output_norm")
     with pytest.raises(UserError, match=r"error loading model: .*output_norm.weight"):
         llama_cpp.serve(path, tmp_path / "server.log").__enter__()
+
+
+# -- SmolLM2 -------------------------------------------------------------------------------------
+
+
+def dequantised(file: Path, out: Path) -> Path:
+    """The same model with all tensors in fp32."""
+    header = read_header(file)
+    writer = GGUFWriter(out, header.architecture)
+    for name, value in header.keys.items():
+        if name != "general.architecture":
+            add_key(writer, name, value.tolist() if isinstance(value, np.ndarray) else value)
+    for name, stored in header.tensors.items():
+        writer.add_tensor(name, stored.values().reshape(stored.shape))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+@pytest.mark.parametrize("weights", ["fp32", "Q4_1"])
+def test_smollm2_is_drafted_for_there_as_here(llama_cpp, build, smollm2_run, engine_row, tmp_path, weights):
+    packaged = gguf.find(PACKAGED)
+    assert packaged
+    file = dequantised(packaged, tmp_path / "target.gguf") if weights == "fp32" else packaged
+    chat = Chat(load_tokenizer(PACKAGED))
+    read = read_prompts(ROOT / "data" / "prompts" / "heldout.jsonl")[::6]
+    prompts = [chat.encode(prompt.messages) for prompt in read]
+    answered = zip(prompts, ours(PACKAGED, smollm2_run / "checkpoints" / "best", prompts), strict=True)
+    # The server is told not to end an answer, so where the target does, it writes another text.
+    going_on = [pair for pair in answered if chat.tokenizer.eos_token_id not in pair[1].tokens]
+    prompts, outputs = map(list, zip(*going_on, strict=True))
+    here = [counted(one.accepted) for one in outputs]
+    for outtype in ("f32", "q8_0", "q4_0"):
+        out = tmp_path / outtype
+        words = [f"checkpoint={smollm2_run / 'checkpoints' / 'best'}", "to=gguf", f"outtype={outtype}"]
+        foredraft("export", *words, f"out={out}").succeeded()
+        draft = out / "drafter.gguf"
+        answers = drafted_answers(llama_cpp, file, "eagle3", draft, prompts)
+        there = [(answer.drafted, answer.accepted) for answer in answers]
+        same = [answer.tokens == one.tokens for answer, one in zip(answers, outputs, strict=True)]
+        equal = f"{sum(same)} of {len(same)} are ours"
+        size = draft.stat().st_size / 1e6
+        row = f"EAGLE-3 in {outtype}, {size:.1f} MB, SmolLM2-135M in {weights}"
+        engine_row(row, "gguf", build, equal, share(here), share(there))
+        if outtype != "f32":
+            continue
+        if weights == "fp32":
+            assert sum(same) >= len(same) - 1  # near ties
+            assert sum(map(tuple.__eq__, here, there)) >= len(here) - 2
+        shares = [
+            sum(kept for _, kept in each) / sum(drafted for drafted, _ in each) for each in (here, there)
+        ]
+        assert abs(shares[0] - shares[1]) < 0.02

@@ -126,6 +126,10 @@ ALTERNATIVES: Mapping[tuple[str, str], Alternative] = {
     ("authors", "medusa2"): Alternative(
         "its heads need the tuned target, which to=hf writes, and the files would name the original one"
     ),
+    ("gguf", "mtp"): Alternative(
+        "llama.cpp drafts with heads of its own classes, for targets of classes that hand out their last "
+        "state (Qwen3.5, GLM 4.5), and has none for a head of MiMo's form"
+    ),
     ("gguf", "ngram"): Alternative("llama.cpp has lookups of its own: --spec-type ngram-simple"),
     **{(program, "diffusion"): DIFFUSION for program in ("vllm", "sglang", "speculators", "gguf")},
 }
