@@ -1,4 +1,8 @@
-"""Export and import of DFlash in its authors' format, for vLLM and SGLang (z-lab/dflash, SpecForge)."""
+"""Export and import of DFlash in its authors' format, for vLLM and SGLang (z-lab/dflash, SpecForge).
+
+Also export to transformers: 5.23 has one class of DFlash, Muse Glimmer's assistant, and drafts with it beside
+any target.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,18 @@ from drafters.export.layout import (
     serve_vllm,
     trained_depth,
 )
-from drafters.export.llama_config import SLIDING, check_embedding, check_head, check_sinks, check_window
+from drafters.export.llama_config import EOS, SLIDING, check_embedding, check_head, check_sinks, check_window
 from drafters.export.shapes import check_taps, dtype_of, sort_taps
 from drafters.export.speculators_read import dflash_block
 from drafters.export.speculators_write import block_config, block_tensors
 
 ARCHITECTURE = "DFlashDraftModel"
+ASSISTANT, ASSISTANT_TYPE = "MuseGlimmerAssistantModel", "muse_glimmer_assistant"
+FUSION = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+NOTE = (
+    "In transformers: model.generate(**inputs, assistant_model=AutoModel.from_pretrained(<this folder>), "
+    'speculation_type="dflash").'
+)
 
 
 def check_block(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
@@ -40,6 +50,17 @@ def _check_sglang(settings: Mapping[str, Any], target: Target) -> Iterator[Refus
 def _check_vllm(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from check_block(settings, target)
     yield from check_window(settings, target)
+
+
+def _check_transformers(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from check_block(settings, target)
+    if settings.get("causal"):
+        yield Refusal("transformers' blocks are bidirectional", {"causal": False})
+    if settings.get("window") is not None:
+        reason = "transformers' window of a block has other edges (places that are a window's size away)"
+        yield Refusal(reason, {"window": None, "sinks": 0})
+    if (settings.get("rope") or {}).get("partial_rotary_factor", 1.0) != 1.0:
+        yield Refusal("transformers' DFlash rotates whole heads, and the target's positions a part of each")
 
 
 def _to_vllm(saved: Saved, target: Target) -> Layout:
@@ -71,6 +92,23 @@ def _flat(saved: Saved, target: Target, command: str) -> Layout:
     return Layout(config, tensors, command)
 
 
+def _to_transformers(saved: Saved, target: Target) -> Layout:
+    """Files of Muse Glimmer's assistant; embedding and head are those of the model that generates."""
+    saved, ids = sort_taps(saved)
+    settings = saved.settings
+    tensors = {FUSION.get(name, name): tensor for name, tensor in block_tensors(saved).items()}
+    config = block_config(saved, target) | {
+        "architectures": [ASSISTANT],
+        "block_size": settings["depth"] + 1,
+        "dtype": dtype_of(tensors),
+        "mask_token_id": settings["mask_id"],
+        "model_type": ASSISTANT_TYPE,
+        "target_layer_ids": [i - 1 for i in ids],
+    }
+    config |= dict.fromkeys(EOS)  # the generating model's count, and this class takes no list of them
+    return Layout(config, tensors, note=NOTE)
+
+
 def _read(layout: Layout, target: Target) -> Saved:
     more = layout.config["dflash_config"]
     if more.get("projector_type"):
@@ -97,4 +135,5 @@ def _window(config: Mapping[str, Any]) -> dict[str, Any]:
 
 VLLM = Format(_to_vllm, _check_vllm, trained_depth)
 SGLANG = Format(_to_sglang, _check_sglang, trained_depth)
+TRANSFORMERS = Format(_to_transformers, _check_transformers, trained_depth)
 READER = Reader("DFlash", lambda config: "dflash_config" in config, _read)

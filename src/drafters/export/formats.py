@@ -65,6 +65,11 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
         "eagle3": llama_cpp.EAGLE3,
         "lm": llama_cpp.LM,
     },
+    "transformers": {
+        "dflash": dflash.TRANSFORMERS,
+        "lm": hf_model.TRANSFORMERS,
+        "mtp": mtp.TRANSFORMERS,
+    },
     "hf": {
         "hf_dllm": hf_model.MASKED_LM,
         "lm": hf_model.HF,
@@ -130,8 +135,11 @@ ALTERNATIVES: Mapping[tuple[str, str], Alternative] = {
         "llama.cpp drafts with heads of its own classes, for targets of classes that hand out their last "
         "state (Qwen3.5, GLM 4.5), and has none for a head of MiMo's form"
     ),
+    ("transformers", "ngram"): Alternative(
+        "it has prompt lookup of its own: generate(prompt_lookup_num_tokens=5)"
+    ),
     ("gguf", "ngram"): Alternative("llama.cpp has lookups of its own: --spec-type ngram-simple"),
-    **{(program, "diffusion"): DIFFUSION for program in ("vllm", "sglang", "speculators", "gguf")},
+    **{(program, "diffusion"): DIFFUSION for program in FORMATS if "dflash" in FORMATS[program]},
 }
 
 

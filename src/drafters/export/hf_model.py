@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,10 @@ ENGINES = " For an engine write it with to=vllm or to=sglang, which give it the 
 OWN_TOKENIZER = (
     "A plain Hugging Face model with its own tokenizer, adapters merged; in transformers it is an "
     "assistant_model of generate(), with tokenizer= of the target and assistant_tokenizer= of this folder."
+)
+ASSISTANT = (
+    "In transformers: model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained(<this "
+    f"folder>)). A draft has {TOKENS} tokens; generation_config.json says so."
 )
 MASKED = "A plain Hugging Face model, adapters merged; no engine drafts with a masked language model."
 MERGED = "The tuned target. Its heads are exported separately and fit only this target."
@@ -94,6 +99,24 @@ def _sglang(saved: Saved, target: Target) -> Layout:
     return _folder(_model(saved, target.vocab_size), target)._replace(
         serve=serve_sglang("STANDALONE", TOKENS)
     )
+
+
+def _transformers(saved: Saved, target: Target) -> Layout:
+    """A draft model for `generate`, which takes another vocabulary size for another tokenizer's.
+
+    transformers reads the length of drafts from the draft model's generation config; its defaults are 20
+    tokens, and an end where the model is unsure.
+    """
+    layout = _folder(_model(saved, target.vocab_size), target)
+    assert layout.model is not None
+    generation = copy.deepcopy(layout.model.generation_config)  # the target's own object
+    generation.update(
+        num_assistant_tokens=TOKENS,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
+    )
+    layout.model.generation_config = generation
+    return layout._replace(note=ASSISTANT)
 
 
 def _tuned(saved: Saved, target: Target) -> Layout:
@@ -214,3 +237,4 @@ MASKED_LM = Format(_masked, _check_nothing)
 TUNED = Format(_tuned, _check_nothing)
 VLLM = Format(_vllm, _check_vocabulary, lambda _: TOKENS)
 SGLANG = Format(_sglang, _check_vocabulary, lambda _: TOKENS)
+TRANSFORMERS = Format(_transformers, _check_vocabulary, lambda _: TOKENS)

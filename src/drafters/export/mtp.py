@@ -1,4 +1,4 @@
-"""MTP: export to vLLM, and import of the same files or of a target's own head.
+"""MTP: export to vLLM and transformers, and import of vLLM's files or of a target's own head.
 
 Follows vLLM 0.32. With `"method": "mtp"` and a `"model"`, the head is read from that folder instead of the
 target's; embedding and output head are the target's and in no file. The head's class comes from
@@ -6,6 +6,10 @@ target's; embedding and output head are the target's and in no file. The head's 
 layers from `num_nextn_predict_layers` there, which `--hf-overrides` adds. `MiMoForCausalLM` is a dense Llama
 layer with biases of q, k, v (`mimo_mtp.py`). It reads the hidden state that the target's class returns: after
 the final norm, except in MiMo. So a new head serves a target of any class.
+
+transformers 5.23 (`MtpModel`, `generate(use_mtp=True)`) builds a head of the target's own layers, one for
+each drafted token. Our head is one layer, so a draft there has one token. Of the classes that name tensors of
+a head, only Mellum's layers may be dense while their cache can be rolled back.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from drafters.export.llama_config import (
     config_of,
     sizes,
 )
+from drafters.export.shapes import dtype_of
 from drafters.hf.build import portable_config
 from drafters.hf.mtp_weights import (
     MIMO,
@@ -47,6 +52,13 @@ COUNTS = (LAYERS, "mtp_num_hidden_layers")
 AS_MIMO = ("", "mimo")  # families that are written as MiMo's
 SERVED = ("qwen",)  # other families with dense classes
 SIZES = ("hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size", "eps")
+MELLUM = "mellum"
+POSITIONS = ("rope_theta", "rope", "window")
+NOTE = (
+    "In transformers: model = AutoModelForCausalLM.from_pretrained(<the target>, "
+    "config=AutoConfig.from_pretrained(<this folder>)); model.config.name_or_path = <this folder>; "
+    "model.generate(**inputs, use_mtp=True). A draft has one token."
+)
 
 
 def _check(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
@@ -111,6 +123,43 @@ def _to_vllm(saved: Saved, target: Target) -> Layout:
     return Layout(config, tensors, serve)
 
 
+def _check_transformers(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    if (kind := target.config.model_type) != MELLUM:
+        yield Refusal(
+            f"transformers drafts with a dense MTP layer only beside a Mellum, and the target is a {kind!r}; "
+            "layers of other heads that it reads have experts, or no cache that is rolled back"
+        )
+        return
+    if settings["family"] not in ("", "qwen"):
+        yield Refusal(f"transformers has no MTP layer with the names of {settings['family']!r} for a Mellum")
+    if settings["before_norm"]:
+        yield Refusal("transformers hands on the state after the final norm", {"before_norm": False})
+    shape = asdict(LayerShape.of(target))
+    if different := [name for name in (*SIZES, *POSITIONS) if settings.get(name) != shape[name]]:
+        yield Refusal(f"transformers' MTP layer is the target's, and its {different[0]} is another")
+    if not settings["qk_norm"]:
+        yield Refusal("a Mellum's layers normalise queries and keys", {"qk_norm": True})
+    if foreign := [name for name in ("qkv_bias", "gate", "zero_centred") if settings[name]]:
+        yield Refusal(f"a Mellum's layers have no {foreign[0]}")
+    if target.config.attention_bias or target.config.hidden_act != "silu":
+        yield Refusal("the target's layers have biases, or another activation than silu")
+
+
+def _to_transformers(saved: Saved, target: Target) -> Layout:
+    """The target's configuration with one dense MTP layer, and the tensors of the head alone."""
+    names = dict(saved.settings) | {"family": "qwen"}  # Mellum's are the same
+    tensors = native(without_confidence(saved), names, len(target.layers))
+    config = portable_config(json.loads(target.model.config.to_json_string()))
+    config |= {
+        "dtype": dtype_of(tensors),
+        "mtp_hidden_states_first": saved.settings["hidden_first"],
+        "mtp_layer_types": ["full_attention"],
+        "mtp_mlp_layer_types": ["dense"],
+        LAYERS: 1,
+    }
+    return Layout(config, tensors, note=NOTE)
+
+
 def _has_mtp_head(config: Mapping[str, Any]) -> bool:
     text = config.get("text_config")
     parts = [config, text if isinstance(text, dict) else {}]
@@ -151,4 +200,5 @@ def sizes_of(config: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, A
 
 
 VLLM = Format(_to_vllm, _check, draft_length)
+TRANSFORMERS = Format(_to_transformers, _check_transformers, lambda _: 1)
 READER = Reader("MTP", _has_mtp_head, _read)

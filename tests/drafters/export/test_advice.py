@@ -105,7 +105,14 @@ REFUSED = {
     "dflash with sinks": case(
         "dflash", {"taps": [2, 4], "window": 8, "sinks": 2}, vllm="attention sinks", sglang="attention sinks"
     ),
-    "a causal dflash": case("dflash", {"taps": [2, 4], "causal": True}, speculators="drafter.causal=false"),
+    "a causal dflash": case(
+        "dflash",
+        {"taps": [2, 4], "causal": True},
+        speculators="drafter.causal=false",
+        transformers="bidirectional",
+    ),
+    "dflash with a window": case("dflash", {"taps": [2, 4], "window": 8}, transformers="other edges"),
+    "dflash of a part": case("dflash", {"taps": [2, 4]}, rope=PARTIAL, transformers="whole heads"),
     "dflash of llama3": case(
         "dflash",
         {"taps": [2, 4]},
@@ -138,7 +145,13 @@ REFUSED = {
     "hydra": case("hydra", {}, vllm="no engine takes this drafter"),
     "lstm": case("lstm", {}, vllm="ArcticInference"),
     "bigram": case("bigram", {}, vllm="no engine takes this drafter"),
-    "ngram": case("ngram", {}, vllm='lookup of its own.*"method": "ngram"', sglang="algorithm NGRAM"),
+    "ngram": case(
+        "ngram",
+        {},
+        vllm='lookup of its own.*"method": "ngram"',
+        sglang="algorithm NGRAM",
+        transformers="prompt_lookup",
+    ),
     "suffix": case("suffix", {}, vllm='"method": "suffix"', sglang="to=native"),
     "lyanna": case("lyanna", {}, speculators="to=native"),
     "hf_dllm": case("hf_dllm", {}, vllm="to=hf or native"),
@@ -222,7 +235,7 @@ def test_a_vocabulary_in_further_weights_is_found_without_weights(
     config = GPT2Config(vocab_size=V + 3, n_embd=16, n_layer=1, n_head=2, n_positions=64)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "draft")
     drafter = make_drafter("lm", target, path=str(tmp_path / "draft"), lora={"r": 2, "alpha": 4})
-    assert formats.accepting("lm", drafter.settings, target) == ["vllm", "sglang", "hf"]
+    assert formats.accepting("lm", drafter.settings, target) == ["vllm", "sglang", "transformers", "hf"]
     monkeypatch.setattr("drafters.export.hf_model._resized", lambda *_: {})
     assert formats.accepting("lm", drafter.settings, target) == ["hf"]
     with pytest.raises(UserError, match=r"more than an embedding and a head.*; set to=hf or native"):

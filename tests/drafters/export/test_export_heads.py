@@ -303,7 +303,7 @@ def chat(tmp_path_factory) -> Target:
     return load_target(str(make_target(tmp_path_factory.mktemp("chat") / "target")))
 
 
-@pytest.mark.parametrize("to", ["hf", "vllm", "sglang"])
+@pytest.mark.parametrize("to", ["hf", "vllm", "sglang", "transformers"])
 @pytest.mark.parametrize("form", ["untied", "adapted", "tied", "cut"])
 @pytest.mark.covering
 def test_a_draft_model_is_a_plain_folder(chat, tmp_path, form, to):
