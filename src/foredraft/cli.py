@@ -84,6 +84,15 @@ COMMANDS = {
         "say when a served drafter accepts less than scored", "serving.watch:command", "watch", "WatchOptions"
     ),
 }
+# Other options where an engine is named: `foredraft advise engine=vllm ...`
+IN_ENGINES = {
+    "advise": Command(
+        "find how much to draft in an engine",
+        "commands.advise_engine:advise",
+        "advise_engine",
+        "AdviseEngineOptions",
+    )
+}
 
 
 def main() -> None:
@@ -106,7 +115,8 @@ def main() -> None:
 
 def run(word: str, arguments: Sequence[str]) -> None:
     """Run one of COMMANDS with these arguments."""
-    command = COMMANDS[word]
+    in_engine = any(argument.startswith("engine=") for argument in arguments)
+    command = IN_ENGINES[word] if in_engine and word in IN_ENGINES else COMMANDS[word]
     sys.argv = [sys.argv[0], *arguments]
 
     def call(*args: Any) -> Any:

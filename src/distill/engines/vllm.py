@@ -38,17 +38,20 @@ class VLLM:
         self.python = interpreter(python, PACKAGE, option)
         self.arguments, self.patience = list(map(str, arguments)), patience
 
-    def serve(self, command: str, log: Path, *arguments: str) -> AbstractContextManager[str]:
+    def serve(
+        self, command: str, log: Path, *arguments: str, variables: Mapping[str, str] | None = None
+    ) -> AbstractContextManager[str]:
         """Start a server and yield its url; see `launch.serve`.
 
         Args:
             command: `vllm serve MODEL ...`, as an export prints it.
             log: file for its output.
             arguments: additional arguments; the installation's arguments come last and override them.
+            variables: environment variables of the server, unless they are set here.
         """
         program, verb, model, *rest = shlex.split(command)
         assert (program, verb) == ("vllm", "serve"), command
-        return self._serve(["--model", model, *rest, *arguments], log)
+        return self._serve(["--model", model, *rest, *arguments], log, variables)
 
     def serve_target(
         self,

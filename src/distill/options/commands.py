@@ -111,6 +111,29 @@ class AdviseOptions(HeldOutInputs, CommandOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdviseEngineOptions(HeldOutInputs, CommandOptions):
+    """conf/advise_engine.yaml."""
+
+    score: TimedOptions
+    engine: str  # vllm | llama.cpp | transformers
+    engine_python: str | None
+    engine_args: tuple[str, ...]
+    engine_patience: float  # seconds
+    drafter: DrafterOptions | None = None
+    checkpoint: str | None
+    acceptance: Any  # a rate, shares by position, or a path
+    temperature: float
+    top_k: int
+    top_p: float
+    lengths: tuple[int, ...]  # tokens of a draft
+    passes: tuple[int, ...]  # tokens of a pass
+    batch_sizes: tuple[int, ...]
+    traffic: str | None  # file
+    logs: str  # folder
+    out: str | None  # file
+
+
+@dataclass(frozen=True, kw_only=True)
 class LimitOptions(HeldOutInputs, CommandOptions):
     """conf/limit.yaml."""
 

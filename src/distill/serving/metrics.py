@@ -16,7 +16,10 @@ from decode.errors import UserError
 PREFIXES = ("vllm:", "sglang:", "process_start_time_seconds")
 VLLM = "vllm:spec_decode_num_"
 COUNTERS = "counters"  # source of figures, unless answers or a gauge
-COUNTER_FIELDS = ("requests", "tokens", "rounds", "drafted", "accepted")  # monotonic fields of `Reading`
+COUNTER_FIELDS = (  # monotonic fields of `Reading`
+    *("requests", "tokens", "rounds", "drafted", "accepted"),
+    *("prompt_tokens", "prefill_seconds", "decode_seconds"),
+)
 WINDOW = 40  # decode steps averaged by SGLang's gauge (--decode-log-interval)
 
 
@@ -38,6 +41,9 @@ class Reading:
         accepted: accepted draft tokens; None: not counted.
         accepted_at: rounds that accepted the token at each position and all before it; empty: not counted.
         length: SGLang's gauge of tokens per round over its latest decode steps.
+        prompt_tokens: tokens of the answered prompts; None: not counted.
+        prefill_seconds: from the start of each request to its first token, summed; None: not counted.
+        decode_seconds: from the first token of each answer to its last, summed; None: not counted.
     """
 
     engine: str
@@ -53,6 +59,9 @@ class Reading:
     accepted: float | None
     accepted_at: tuple[float, ...]
     length: float
+    prompt_tokens: float | None = None
+    prefill_seconds: float | None = None
+    decode_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +179,9 @@ def _vllm(samples: Sequence[Sample], model: str) -> Reading:
         accepted=_sum(samples, f"{VLLM}accepted_tokens"),
         accepted_at=by_position,
         length=0.0,
+        prompt_tokens=_sum(samples, "vllm:prompt_tokens"),
+        prefill_seconds=_sum(samples, "vllm:request_prefill_time_seconds_sum"),
+        decode_seconds=_sum(samples, "vllm:request_decode_time_seconds_sum"),
     )
 
 

@@ -24,6 +24,7 @@ from distill.options.answers import (
     VLLMRolloutOptions,
 )
 from distill.options.commands import (
+    AdviseEngineOptions,
     AdviseOptions,
     ExportCommandOptions,
     GenerateOptions,
@@ -41,6 +42,7 @@ from distill.options.run import TrainOptions
 COMMANDS = {
     "config": TrainOptions,
     "advise": AdviseOptions,
+    "advise_engine": AdviseEngineOptions,
     "export": ExportCommandOptions,
     "generate": GenerateOptions,
     "inspect": InspectTargetOptions,
@@ -53,6 +55,7 @@ COMMANDS = {
     "watch": WatchOptions,
 }
 REQUIRED = {
+    "advise_engine": ["engine=vllm"],
     "export": ["checkpoint=c", "to=vllm"],
     "generate": ["prompt=x"],
     "passport": ["checkpoint=c"],

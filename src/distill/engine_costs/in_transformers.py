@@ -1,0 +1,155 @@
+"""Rounds timed in transformers' own assisted generation, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.generation.streamers import BaseStreamer
+from typing_extensions import override
+
+from distill.engine_costs.measure import Counted
+
+
+class TransformersRounds:
+    """A `TimedEngine`: a fresh copy of the target, as a user of transformers would load it.
+
+    Args:
+        source: folder or hub id of the target, and its revision.
+        drafter: folder of the exported drafter.
+        options: arguments of `generate` that make it draft with this kind.
+        dtype: of the weights.
+        device: where to compute.
+        sampler: temperature and filters.
+        clock: seconds, as a clock.
+    """
+
+    def __init__(
+        self,
+        source: tuple[str | Path, str | None],
+        drafter: Path,
+        options: dict[str, Any],
+        dtype: torch.dtype,
+        device: torch.device,
+        sampler: dict[str, float],
+        clock: Callable[[], float],
+    ) -> None:
+        self.name = f"transformers {transformers.__version__}"
+        self.source, self.drafter, self.options = source, drafter, options
+        self.dtype, self.device, self.sampler, self.clock = dtype, device, sampler, clock
+
+    @contextmanager
+    def plain(self) -> Iterator[TransformersDecoder]:
+        """Load the target."""
+        name, revision = self.source
+        self.target = self._load(name, revision)
+        yield TransformersDecoder(self.target, {}, self.sampler, self.clock)
+
+    @contextmanager
+    def drafting(self, length: int) -> Iterator[TransformersDecoder]:
+        """Load the drafter beside the target, which `plain` has loaded."""
+        drafter = self._load(self.drafter)
+        drafter.generation_config.num_assistant_tokens = length
+        drafter.generation_config.num_assistant_tokens_schedule = "constant"
+        drafter.generation_config.assistant_confidence_threshold = 0.0
+        options = {"assistant_model": drafter, **self.options}
+        yield TransformersDecoder(self.target, options, self.sampler, self.clock)
+
+    def _load(self, name: str | Path, revision: str | None = None) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=self.dtype)
+        model.generation_config.eos_token_id = None  # answers of a fixed length
+        return model.eval().to(self.device)
+
+
+class TransformersDecoder:
+    """`generate` of a model.
+
+    Args:
+        model: the target.
+        options: arguments of `generate` that make it draft.
+        sampler: temperature and filters.
+        clock: seconds, as a clock.
+    """
+
+    def __init__(
+        self, model: Any, options: dict[str, Any], sampler: dict[str, float], clock: Callable[[], float]
+    ) -> None:
+        self.model, self.options, self.clock = model, options, clock
+        self.sampler = {"do_sample": True, **sampler} if sampler["temperature"] else {"do_sample": False}
+
+    def answer(self, prompts: Sequence[Sequence[int]], tokens: int) -> Counted:
+        """See `Decoder.answer`; prompts are answered one after another, as assisted generation does."""
+        each = [self._answer(prompt, tokens) for prompt in prompts]
+        return Counted(**{name: sum(getattr(one, name) for one in each) for name in Counted.__slots__})
+
+    def _answer(self, prompt: Sequence[int], tokens: int) -> Counted:
+        written, drafted = _Written(self.clock), []
+
+        def count(module: Any, args: Any, kwargs: Any) -> None:
+            del module
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            drafted.append(ids.shape[1] - 1)
+
+        ids = torch.tensor([prompt], device=self.model.device)
+        handle = self.model.register_forward_pre_hook(count, with_kwargs=True)
+        begun = self.clock()
+        try:
+            self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                streamer=written,
+                pad_token_id=0,
+                **self.sampler,
+                **self.options,
+            )
+        finally:
+            handle.remove()
+        first, last = written.rounds[0][0], written.rounds[-1][0]
+        return Counted(
+            rounds=len(written.rounds) - 1,
+            tokens=sum(n for _, n in written.rounds[1:]),
+            drafted=sum(drafted[1:]),  # of the first pass the prompt
+            seconds=last - first,
+            prompt_tokens=len(prompt),
+            prompt_seconds=first - begun,
+        )
+
+    @torch.no_grad()
+    def pass_seconds(self, prompt: Sequence[int], tokens: int) -> float:
+        """See `Decoder.pass_seconds`; all of its tokens get logits."""
+        ids = torch.tensor([prompt], device=self.model.device)
+        cache = self.model(ids, use_cache=True).past_key_values
+        new = ids[:, -1:].expand(1, tokens).contiguous()
+        begun = self.clock()
+        logits = self.model(new, past_key_values=cache, use_cache=True).logits
+        logits[0, -1].argmax().item()
+        return self.clock() - begun
+
+
+class _Written(BaseStreamer):
+    """When tokens came, and how many.
+
+    Args:
+        clock: seconds, as a clock.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock, self.prompt = clock, True
+        self.rounds: list[tuple[float, int]] = []
+
+    @override
+    def put(self, value: torch.Tensor) -> None:
+        if self.prompt:
+            self.prompt = False
+            return
+        self.rounds.append((self.clock(), value.numel()))
+
+    @override
+    def end(self) -> None:
+        pass
