@@ -1,0 +1,137 @@
+"""Rounds timed in llama.cpp's server, by the timings of its answers."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, build_opener
+
+from decode.errors import UserError
+from distill.engine_costs.measure import Counted
+from distill.engines.launch import NO_PROXY
+from distill.engines.llama_cpp import LlamaCpp
+
+TIMEOUT = 600.0  # seconds of a request
+TARGET, LENGTH = "-m", "--spec-draft-n-max"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """How llama.cpp's server is started.
+
+    Attributes:
+        installation: the installation.
+        target: its GGUF file.
+        command: `llama-server -m TARGET.gguf -md ... --spec-type ...`, as an export prints it.
+        context: most tokens of prompt, answer and draft.
+        batch: most requests side by side.
+        folder: of the logs.
+        sampler: temperature and filters.
+        threads: of the CPU; 0: all.
+    """
+
+    installation: LlamaCpp
+    target: Path
+    command: str
+    context: int
+    batch: int
+    folder: Path
+    sampler: dict[str, float]
+    threads: int
+
+
+class LlamaCppRounds:
+    """A `TimedEngine`: one server of the target alone, and one for each draft length.
+
+    Args:
+        serving: how to start them.
+    """
+
+    def __init__(self, serving: Serving) -> None:
+        self.serving, self.name = serving, f"llama.cpp of {serving.installation.version}"
+
+    @contextmanager
+    def plain(self) -> Iterator[LlamaCppDecoder]:
+        """Start the target without a drafter."""
+        with self._serve([], "plain") as decoder:
+            yield decoder
+
+    @contextmanager
+    def drafting(self, length: int) -> Iterator[LlamaCppDecoder]:
+        """Start the target with drafts of `length` tokens, however unsure the drafter is."""
+        _, *words = shlex.split(self.serving.command)
+        words[words.index(LENGTH) + 1] = str(length)
+        at = words.index(TARGET)
+        threads = ["-td", str(self.serving.threads)] if self.serving.threads else []
+        words = [*words[:at], *words[at + 2 :], "--spec-draft-p-min", "0", *threads]
+        with self._serve(words, f"draft-{length}") as decoder:
+            yield decoder
+
+    @contextmanager
+    def _serve(self, words: Sequence[str], name: str) -> Iterator[LlamaCppDecoder]:
+        serving = self.serving
+        size = ["-np", str(serving.batch), "-c", str(serving.context * serving.batch)]
+        threads = ["-t", str(serving.threads)] if serving.threads else []
+        log = serving.folder / f"llama-cpp-{name}.log"
+        with serving.installation.serve(serving.target, log, *size, *threads, *words) as url:
+            yield LlamaCppDecoder(url, serving.sampler)
+
+
+class LlamaCppDecoder:
+    """A running server.
+
+    Args:
+        url: of the server.
+        sampler: temperature and filters.
+    """
+
+    def __init__(self, url: str, sampler: dict[str, float]) -> None:
+        self.url, self.sampler = url, sampler
+
+    def answer(self, prompts: Sequence[Sequence[int]], tokens: int) -> Counted:
+        """See `Decoder.answer`."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            timings = list(pool.map(lambda prompt: self._complete(prompt, tokens), prompts))
+        accepted = sum(one.get("draft_n_accepted", 0) for one in timings)
+        after_first = len(prompts) * (tokens - 1)
+        return Counted(
+            rounds=after_first - accepted,
+            tokens=after_first,
+            drafted=sum(one.get("draft_n", 0) for one in timings),
+            seconds=sum(one["predicted_ms"] for one in timings) / 1e3,
+            prompt_tokens=sum(one["prompt_n"] for one in timings),
+            prompt_seconds=sum(one["prompt_ms"] for one in timings) / 1e3,
+        )
+
+    def pass_seconds(self, prompt: Sequence[int], tokens: int) -> float:
+        """See `Decoder.pass_seconds`; the last of its tokens gets logits."""
+        self._complete(prompt, 1, cached=True)
+        timings = self._complete([*prompt, *prompt[:tokens]], 1, cached=True)
+        # The token that was answered may be the first of the new ones.
+        return timings["prompt_ms"] / 1e3 * tokens / timings["prompt_n"]
+
+    def _complete(self, prompt: Sequence[int], tokens: int, cached: bool = False) -> dict[str, Any]:
+        """Timings of one answer of exactly so many tokens."""
+        asked = {"prompt": list(prompt), "n_predict": tokens, "ignore_eos": True, "cache_prompt": cached}
+        asked |= {"return_tokens": True, "seed": 0, **self.sampler}
+        headers = {"Content-Type": "application/json"}
+        request = Request(f"{self.url}/completion", json.dumps(asked).encode(), headers)
+        try:
+            with build_opener(NO_PROXY).open(request, timeout=TIMEOUT) as response:
+                answer = json.load(response)
+        except HTTPError as error:
+            reason = error.read(500).decode("utf-8", "replace")
+            raise UserError(f"{self.url}/completion: {error.code}: {reason}") from None
+        except (HTTPException, OSError, ValueError) as error:
+            raise UserError(f"{self.url}/completion: {error}") from None
+        if len(answer["tokens"]) != tokens:
+            raise UserError(f"{self.url}: answered {len(answer['tokens'])} tokens, not {tokens}")
+        return answer["timings"]
