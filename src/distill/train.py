@@ -43,6 +43,7 @@ from distill.serving import engine_scores
 from distill.training import trainer_state
 from distill.training.attention import compiled_attention
 from distill.training.checkpointing import ScoreCheckpoint, TrainingBar
+from distill.training.early_end import EarlyEnd
 from distill.training.memory import MemoryWatch, Sizes, explain_out_of_memory
 from distill.training.module import DistillModule
 from distill.training.start import WarmStart, fit_counts
@@ -260,7 +261,9 @@ def _saver(
 def _watch(trainer: L.Trainer, options: TrainOptions, saver: ScoreCheckpoint) -> MemoryWatch:
     """Add the callbacks that measure and save; order matters."""
     meter = Throughput(memory := MemoryWatch(options.try_largest), saver.phases)
-    trainer.callbacks += [memory, meter, saver, meter.resume]  # pyright: ignore[reportAttributeAccessIssue]
+    early = [EarlyEnd(saver, options.score.patience)] if options.score.patience and saver.scorer else []
+    added = [memory, meter, saver, *early, meter.resume]
+    trainer.callbacks += added  # pyright: ignore[reportAttributeAccessIssue]
     return memory
 
 

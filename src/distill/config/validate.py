@@ -63,6 +63,7 @@ LEAST = {
     "score.audit_prompts": 1,
     "score.max_new_tokens": 1,
     "score.repeats": 1,
+    "score.patience": 1,
     "score.threads": 0,
     "score.engine_patience": 0,
     "score.judge_timeout": 0.001,

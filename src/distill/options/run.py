@@ -67,6 +67,7 @@ class ScoringOptions(TimedOptions):
     batch_sizes: tuple[int, ...]  # the first is the headline's
     plans: tuple[Mapping[str, Any], ...]  # keyword arguments of `Plan`, for more rows
     alternatives: tuple[Mapping[str, Any], ...]  # likewise, of which the fastest is named
+    patience: int | None  # save points in a row that are worse than the best, until the run ends
     early_prompts: int  # decoded at save points that are neither the best nor the last
     start: bool  # step 0 is a save point of training
     audit_prompts: int

@@ -128,7 +128,7 @@ class ScoreCheckpoint(L.Callback):
                 if self.scorer and self._due(trainer, int(path.name)):
                     _remove_damaged_score(path)
                 if self._score(trainer, path):
-                    self._rescore_best(trainer, path)
+                    self.rescore_best(trainer, path)
                     self._track(trainer, path)
         target.join()  # only rank 0 scores
         trainer.strategy.barrier()
@@ -200,7 +200,7 @@ class ScoreCheckpoint(L.Callback):
             _place(temporary, final)
             self._link(trainer)
             if self._score(trainer, final):
-                self._rescore_best(trainer, final)
+                self.rescore_best(trainer, final)
             if self._due(trainer, step):
                 self._track(trainer, final)
 
@@ -237,8 +237,8 @@ class ScoreCheckpoint(L.Callback):
             self._reported = time.monotonic()
         return True
 
-    def _rescore_best(self, trainer: L.Trainer, newest: Path) -> None:
-        """After the last checkpoint, score the best in full too, because it is reported."""
+    def rescore_best(self, trainer: L.Trainer, newest: Path) -> None:
+        """If `newest` is the last checkpoint, score the best in full too, because it is reported."""
         if self.scorer is None or int(newest.name) != trainer.max_steps or not (self.root / "best").exists():
             return
         best = self.root / (self.root / "best").readlink()

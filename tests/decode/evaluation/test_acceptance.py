@@ -118,7 +118,7 @@ def test_last_and_best_checkpoints_are_scored_on_all_prompts(tmp_path):
         saver.trained = float(step)
         trainer, folder = saved(saver, step)
         assert saver._score(trainer, folder)
-        saver._rescore_best(trainer, folder)
+        saver.rescore_best(trainer, folder)
     assert calls == [(10, True), (20, True), (30, False), (20, False)]
     assert (saver.root / "best").resolve().name == "20"
     best = read_scorecard(saver.root / "20" / "score.json")
