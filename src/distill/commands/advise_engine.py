@@ -13,6 +13,7 @@ import torch
 
 from decode.errors import UserError
 from decode.hardware import hardware
+from decode.model.target import Target
 from decode.sampling import Sampler
 from distill.config.build import PromptReader, TargetSource, build_drafter, quiet
 from distill.config.validate import refused
@@ -53,11 +54,11 @@ def advise(options: AdviseEngineOptions) -> float:
         raise UserError("traffic: needs the drafter's acceptance; give acceptance=0.7, or a checkpoint")
     chat, _, held = PromptReader(options.target, options.prompts, options.score).read()
     target = TargetSource(options.target).load(chat=chat)
+    prompts = [chat.encode(p.messages, p.tools) for p in held[: options.score.prompts]]
     if options.checkpoint:
         drafter = checkpoint_io.load(checkpoint_io.fetch(options.checkpoint), target)
     else:
-        drafter = _random(options, target)
-    prompts = [chat.encode(p.messages, p.tools) for p in held[: options.score.prompts]]
+        drafter = _random(options, target, prompts)
     root = Path(options.logs).expanduser()
     root.mkdir(parents=True, exist_ok=True)
     with threads(options.score.threads), tempfile.TemporaryDirectory(dir=root) as exported:
@@ -98,12 +99,14 @@ def advise(options: AdviseEngineOptions) -> float:
     return first["speedup"] if known else first["ceiling"]
 
 
-def _random(options: AdviseEngineOptions, target: Any) -> Drafter:
-    """The drafter of the options, with random weights."""
+def _random(options: AdviseEngineOptions, target: Target, prompts: Sequence[Sequence[int]]) -> Drafter:
+    """The drafter of the options, with random weights; counts and vocabularies are of the prompts."""
     assert options.drafter
     torch.manual_seed(options.seed)
     with refused():
         drafter = build_drafter(options.drafter, target)
+    if drafter.needs_fit:
+        drafter.fit([(prompt, [1] * len(prompt)) for prompt in prompts], target)
     return drafter.to(target.device, target.dtype).eval().requires_grad_(False)
 
 

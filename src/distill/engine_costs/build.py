@@ -12,9 +12,10 @@ from decode.model.load import source_of
 from decode.model.target import Target
 from decode.planning.round_timing import clock_of
 from decode.sampling import Sampler
+from distill.engine_costs import in_llama_cpp, in_vllm
 from distill.engine_costs.in_transformers import TransformersRounds
-from distill.engine_costs.in_vllm import Serving, VLLMRounds
 from distill.engine_costs.measure import TimedEngine
+from distill.engines.llama_cpp import LlamaCpp
 from distill.engines.vllm import VLLM
 from distill.options.commands import AdviseEngineOptions
 from distill.prompts.chat_template import Chat
@@ -23,9 +24,11 @@ from drafters.base import Drafter
 from drafters.checkpoint.io import as_saved
 from drafters.export import formats
 from drafters.export.layout import trained_depth
+from drafters.export.llama_cpp import file as gguf_file
 from drafters.registry import short_name
 
-ENGINES = ("vllm", "transformers")
+LLAMA_CPP, TRANSFORMERS = "llama.cpp", "transformers"
+ENGINES = {"vllm": VLLM, LLAMA_CPP: LlamaCpp, TRANSFORMERS: None}  # name -> installation
 OPTION = "engine_python"
 
 
@@ -44,7 +47,7 @@ def check(options: AdviseEngineOptions) -> None:
         UserError: an unknown engine, contradictory options, or no interpreter with the engine.
     """
     if options.engine not in ENGINES:
-        raise UserError(f"engine={options.engine}: choose {' or '.join(ENGINES)}")
+        raise UserError(f"engine={options.engine}: choose one of {', '.join(ENGINES)}")
     if (options.checkpoint is None) == (options.drafter is None):
         raise UserError(
             "advise engine=: give checkpoint=<folder or hub id>, or drafter=<kind> to time random weights"
@@ -52,7 +55,11 @@ def check(options: AdviseEngineOptions) -> None:
     counts = ("lengths", "passes", "batch_sizes")
     for name in [name for name in counts if min(getattr(options, name), default=0) < 1]:
         raise UserError(f"{name}: give numbers of 1 or more")
-    if options.engine == "transformers":
+    if options.engine != LLAMA_CPP:
+        for name in [name for name in ("target_gguf", "outtype") if getattr(options, name)]:
+            raise UserError(f"{name}: is of engine=llama.cpp; leave it out")
+    gguf_file.check_kind(options.outtype)
+    if not (installation := ENGINES[options.engine]):
         for name in [name for name in (OPTION, "engine_args") if getattr(options, name)]:
             raise UserError(f"{name}: transformers runs in this process; leave it out")
         if max(options.batch_sizes) > 1:
@@ -62,7 +69,7 @@ def check(options: AdviseEngineOptions) -> None:
             f"engine={options.engine}: give {OPTION}=/path/to/bin/python of an environment that has it"
         )
     else:
-        VLLM(options.engine_python, option=OPTION)
+        installation(options.engine_python, option=OPTION)
 
 
 def prepare(
@@ -90,41 +97,61 @@ def prepare(
     Raises:
         UserError: the engine cannot draft with it.
     """
-    kind, settings = short_name(drafter), drafter.settings
     if drafter.traits.tunes_target:
+        kind = short_name(drafter)
         raise UserError(f"drafter={kind}: tunes its target, so plain decoding of the target is no baseline")
-    to = "hf" if options.engine == "transformers" else format_for(drafter, target)
-    formats.check(kind, settings, target, to)
-    layout = formats.write_layout(as_saved(drafter), target, to)
-    layout.write(exported)
     filters = {"temperature": sampler.temperature, "top_k": sampler.top_k, "top_p": sampler.top_p}
-    source = source_of(str(target.model.name_or_path))
-    if options.engine == "transformers":
-        clock = clock_of(target)
-        engine: TimedEngine = TransformersRounds(
-            source, exported, {}, target.dtype, target.device, filters, clock
-        )
-        return Prepared(engine=engine, lengths=tuple(sorted(set(options.lengths))))
-    lengths = _lengths(options.lengths, kind, settings, to)
+    to = format_of(options.engine, drafter, target)
+    lengths = _lengths(options.lengths, drafter, to)
     room = max(map(len, prompts)) + options.score.max_new_tokens + max(*lengths, SPARE)
-    serving = Serving(
+    shared: dict[str, Any] = {
+        "context": min(room, target.max_positions or room),
+        "batch": max(options.batch_sizes),
+        "folder": logs,
+        "sampler": filters,
+        "threads": options.score.threads,
+    }
+    layout = formats.write_layout(as_saved(drafter), target, to)
+    source = source_of(str(target.model.name_or_path))
+    if options.engine == LLAMA_CPP:
+        file = gguf_file.target_file(options.target_gguf, target)
+        gguf_file.write_on(layout, file, options.outtype).write(exported)
+        command = layout.command(str(file), str(exported))
+        installed = LlamaCpp(str(options.engine_python), options.engine_args, options.engine_patience, OPTION)
+        llama = in_llama_cpp.Serving(installation=installed, target=file, command=command, **shared)
+        return Prepared(engine=in_llama_cpp.LlamaCppRounds(llama), lengths=lengths)
+    layout.write(exported)
+    if options.engine == TRANSFORMERS:
+        where = target.dtype, target.device
+        transformers = TransformersRounds(source, exported, {}, *where, filters, clock_of(target))
+        return Prepared(engine=transformers, lengths=lengths)
+    vllm = in_vllm.Serving(
         installation=VLLM(str(options.engine_python), options.engine_args, options.engine_patience, OPTION),
         command=layout.command(str(source[0]), str(exported)),
         dtype=str(target.dtype).removeprefix("torch."),
-        context=min(room, target.max_positions or room),
-        batch=max(options.batch_sizes),
         on_cpu=target.device.type == "cpu",
-        folder=logs,
         chat=chat,
-        sampler=filters,
-        threads=options.score.threads,
+        **shared,
     )
-    return Prepared(engine=VLLMRounds(serving), lengths=lengths)
+    return Prepared(engine=in_vllm.VLLMRounds(vllm), lengths=lengths)
 
 
-def _lengths(asked: Sequence[int], kind: str, settings: Any, to: str) -> tuple[int, ...]:
+def format_of(engine: str, drafter: Drafter, target: Target) -> str:
+    """Format in which an engine loads a drafter.
+
+    Raises:
+        UserError: there is none; see `formats.check`.
+    """
+    if engine == "vllm":
+        return format_for(drafter, target)
+    to = {LLAMA_CPP: formats.GGUF, TRANSFORMERS: "hf"}[engine]
+    formats.check(short_name(drafter), drafter.settings, target, to)
+    return to
+
+
+def _lengths(asked: Sequence[int], drafter: Drafter, to: str) -> tuple[int, ...]:
     """Draft lengths to time: those that are asked for, or the one length of heads and blocks."""
-    found = formats.FORMATS[to][kind]
-    if found.length is trained_depth:
+    kind, settings = formats.exported_part(short_name(drafter), drafter.settings)
+    if formats.FORMATS[to][kind].length is trained_depth:
         return (trained_depth(settings),)
     return tuple(sorted(set(asked)))

@@ -56,7 +56,7 @@ class LlamaCppRounds:
     """
 
     def __init__(self, serving: Serving) -> None:
-        self.serving, self.name = serving, f"llama.cpp of {serving.installation.version}"
+        self.serving, self.name = serving, f"llama.cpp {serving.installation.build()}"
 
     @contextmanager
     def plain(self) -> Iterator[LlamaCppDecoder]:
@@ -122,16 +122,24 @@ class LlamaCppDecoder:
         """Timings of one answer of exactly so many tokens."""
         asked = {"prompt": list(prompt), "n_predict": tokens, "ignore_eos": True, "cache_prompt": cached}
         asked |= {"return_tokens": True, "seed": 0, **self.sampler}
-        headers = {"Content-Type": "application/json"}
-        request = Request(f"{self.url}/completion", json.dumps(asked).encode(), headers)
-        try:
-            with build_opener(NO_PROXY).open(request, timeout=TIMEOUT) as response:
-                answer = json.load(response)
-        except HTTPError as error:
-            reason = error.read(500).decode("utf-8", "replace")
-            raise UserError(f"{self.url}/completion: {error.code}: {reason}") from None
-        except (HTTPException, OSError, ValueError) as error:
-            raise UserError(f"{self.url}/completion: {error}") from None
+        answer = self._ask(asked)
         if len(answer["tokens"]) != tokens:
             raise UserError(f"{self.url}: answered {len(answer['tokens'])} tokens, not {tokens}")
         return answer["timings"]
+
+    def _ask(self, content: dict[str, Any]) -> dict[str, Any]:
+        """The server's answer.
+
+        Raises:
+            UserError: the server fails or refuses.
+        """
+        where, headers = f"{self.url}/completion", {"Content-Type": "application/json"}
+        request = Request(where, json.dumps(content).encode(), headers)
+        try:
+            with build_opener(NO_PROXY).open(request, timeout=TIMEOUT) as response:
+                return json.load(response)
+        except HTTPError as error:
+            reason = error.read(500).decode("utf-8", "replace")
+            raise UserError(f"{where}: {error.code}: {reason}") from None
+        except (HTTPException, OSError, ValueError) as error:
+            raise UserError(f"{where}: {error}") from None

@@ -76,6 +76,20 @@ def interpreter(python: str, module: str, option: str) -> Path:
     return path.absolute()
 
 
+def version_of(python: Path, package: str) -> str:
+    """Version of a package in an interpreter's environment; empty if it has none.
+
+    Args:
+        python: from `interpreter`.
+        package: name of the distribution.
+    """
+    show = f"from importlib.metadata import version; print(version({package!r}))"
+    done = subprocess.run(
+        [python, "-c", show], env=environment({}), capture_output=True, text=True, timeout=60
+    )
+    return done.stdout.strip()
+
+
 def environment(more: Mapping[str, str]) -> dict[str, str]:
     """The environment without this interpreter's variables, plus `more` variables unless they are set."""
     ours = {*OURS, *chosen_here()}

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from distill.engines import inside
-from distill.engines.launch import interpreter, serve
+from distill.engines.launch import interpreter, serve, version_of
 
 PACKAGE, SERVER = "xllamacpp", "foredraft_llama_server"  # package, and module of `inside` that serves with it
 
@@ -34,6 +34,10 @@ class LlamaCpp:
     ) -> None:
         self.python = interpreter(python, PACKAGE, option)
         self.arguments, self.patience = list(map(str, arguments)), patience
+
+    def build(self) -> str:
+        """Build of llama.cpp, as in b11549: the last part of the package's version."""
+        return f"b{version_of(self.python, PACKAGE).rpartition('.')[2]}"
 
     def serve(self, model: Path, log: Path, *arguments: str) -> AbstractContextManager[str]:
         """Start a server of a GGUF file; yields its url, whose paths are those of `llama-server`.

@@ -119,6 +119,8 @@ class AdviseEngineOptions(HeldOutInputs, CommandOptions):
     engine_python: str | None
     engine_args: tuple[str, ...]
     engine_patience: float  # seconds
+    target_gguf: str | None  # of llama.cpp
+    outtype: str | None  # of llama.cpp: how matrices of the drafter are stored
     drafter: DrafterOptions | None = None
     checkpoint: str | None
     acceptance: Any  # a rate, shares by position, or a path
