@@ -7,7 +7,6 @@ drafters of each kind are accepted there exactly as often as in our own decoder.
 from __future__ import annotations
 
 import json
-import subprocess
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,11 +71,8 @@ def llama_cpp(llama_cpp_python) -> LlamaCpp:
 
 
 @pytest.fixture(scope="session")
-def build(llama_cpp_python) -> str:
-    """llama.cpp's build, the last part of the package's version."""
-    show = "from importlib.metadata import version; print(version('xllamacpp'))"
-    told = subprocess.run([llama_cpp_python, "-c", show], capture_output=True, text=True, check=True)
-    return f"llama.cpp b{told.stdout.strip().rpartition('.')[2]}"
+def build(llama_cpp) -> str:
+    return f"llama.cpp {llama_cpp.build()}"
 
 
 def ask(url: str, prompt: Sequence[int], tokens: int) -> Answer:

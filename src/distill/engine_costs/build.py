@@ -123,8 +123,9 @@ def prepare(
     layout.write(exported)
     if options.engine == TRANSFORMERS:
         where = target.dtype, target.device
-        transformers = TransformersRounds(source, exported, {}, *where, filters, clock_of(target))
-        return Prepared(engine=transformers, lengths=lengths)
+        kind, _ = formats.exported_part(short_name(drafter), drafter.settings)
+        rounds = TransformersRounds(source, exported, kind, *where, filters, clock_of(target))
+        return Prepared(engine=rounds, lengths=lengths)
     vllm = in_vllm.Serving(
         installation=VLLM(str(options.engine_python), options.engine_args, options.engine_patience, OPTION),
         command=layout.command(str(source[0]), str(exported)),
@@ -144,14 +145,15 @@ def format_of(engine: str, drafter: Drafter, target: Target) -> str:
     """
     if engine == "vllm":
         return format_for(drafter, target)
-    to = {LLAMA_CPP: formats.GGUF, TRANSFORMERS: "hf"}[engine]
+    to = formats.GGUF if engine == LLAMA_CPP else engine
     formats.check(short_name(drafter), drafter.settings, target, to)
     return to
 
 
 def _lengths(asked: Sequence[int], drafter: Drafter, to: str) -> tuple[int, ...]:
-    """Draft lengths to time: those that are asked for, or the one length of heads and blocks."""
+    """Draft lengths to time: those that are asked for, or the one length of heads and blocks there."""
     kind, settings = formats.exported_part(short_name(drafter), drafter.settings)
-    if formats.FORMATS[to][kind].length is trained_depth:
-        return (trained_depth(settings),)
+    length = formats.FORMATS[to][kind].length
+    if length is trained_depth or (to, kind) == (TRANSFORMERS, "mtp"):
+        return (length(settings),)
     return tuple(sorted(set(asked)))

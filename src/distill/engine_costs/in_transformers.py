@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
 
@@ -21,8 +21,8 @@ class TransformersRounds:
 
     Args:
         source: folder or hub id of the target, and its revision.
-        drafter: folder of the exported drafter.
-        options: arguments of `generate` that make it draft with this kind.
+        drafter: folder of the drafter, exported with `to=transformers`.
+        kind: lm | dflash | mtp.
         dtype: of the weights.
         device: where to compute.
         sampler: temperature and filters.
@@ -33,36 +33,49 @@ class TransformersRounds:
         self,
         source: tuple[str | Path, str | None],
         drafter: Path,
-        options: dict[str, Any],
+        kind: str,
         dtype: torch.dtype,
         device: torch.device,
         sampler: dict[str, float],
         clock: Callable[[], float],
     ) -> None:
         self.name = f"transformers {transformers.__version__}"
-        self.source, self.drafter, self.options = source, drafter, options
+        self.source, self.drafter, self.kind = source, drafter, kind
         self.dtype, self.device, self.sampler, self.clock = dtype, device, sampler, clock
 
     @contextmanager
     def plain(self) -> Iterator[TransformersDecoder]:
         """Load the target."""
         name, revision = self.source
-        self.target = self._load(name, revision)
+        self.target = self._ready(
+            AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=self.dtype)
+        )
         yield TransformersDecoder(self.target, {}, self.sampler, self.clock)
 
     @contextmanager
     def drafting(self, length: int) -> Iterator[TransformersDecoder]:
         """Load the drafter beside the target, which `plain` has loaded."""
-        drafter = self._load(self.drafter)
-        drafter.generation_config.num_assistant_tokens = length
-        drafter.generation_config.num_assistant_tokens_schedule = "constant"
-        drafter.generation_config.assistant_confidence_threshold = 0.0
-        options = {"assistant_model": drafter, **self.options}
-        yield TransformersDecoder(self.target, options, self.sampler, self.clock)
+        target, options = self.target, {}
+        if self.kind == "mtp":  # a head of the target's own class
+            name, revision = self.source
+            config = AutoConfig.from_pretrained(self.drafter)
+            target = self._ready(
+                AutoModelForCausalLM.from_pretrained(name, revision=revision, config=config, dtype=self.dtype)
+            )
+            target.config.name_or_path = str(self.drafter)
+            options = {"use_mtp": True}
+        elif self.kind == "dflash":
+            drafter = self._ready(AutoModel.from_pretrained(self.drafter, dtype=self.dtype))
+            options = {"assistant_model": drafter, "speculation_type": "dflash"}
+        else:
+            drafter = self._ready(AutoModelForCausalLM.from_pretrained(self.drafter, dtype=self.dtype))
+            drafter.generation_config.num_assistant_tokens = length
+            options = {"assistant_model": drafter}
+        yield TransformersDecoder(target, options, self.sampler, self.clock)
 
-    def _load(self, name: str | Path, revision: str | None = None) -> Any:
-        model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=self.dtype)
-        model.generation_config.eos_token_id = None  # answers of a fixed length
+    def _ready(self, model: Any) -> Any:
+        if model.can_generate():
+            model.generation_config.eos_token_id = None  # answers of a fixed length
         return model.eval().to(self.device)
 
 
