@@ -113,10 +113,15 @@ def main() -> None:
         raise SystemExit(2)
 
 
+def command_of(word: str, arguments: Sequence[str]) -> Command:
+    """The command of a word of COMMANDS, which may depend on its options."""
+    in_engine = any(argument.startswith("engine=") for argument in arguments)
+    return IN_ENGINES[word] if in_engine and word in IN_ENGINES else COMMANDS[word]
+
+
 def run(word: str, arguments: Sequence[str]) -> None:
     """Run one of COMMANDS with these arguments."""
-    in_engine = any(argument.startswith("engine=") for argument in arguments)
-    command = IN_ENGINES[word] if in_engine and word in IN_ENGINES else COMMANDS[word]
+    command = command_of(word, arguments)
     sys.argv = [sys.argv[0], *arguments]
 
     def call(*args: Any) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from workbench import CONF, ROOT, foredraft, make_target, write_prompts
 
-from foredraft.cli import COMMANDS
+from foredraft.cli import COMMANDS, command_of
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -24,6 +24,13 @@ def test_every_command_has_a_function_a_configuration_and_help(name):
     assert done.code == 0
     assert done.out.startswith(f"usage: foredraft {name} ")
     assert f"  {name} " in foredraft("--help").out
+
+
+def test_advise_has_other_options_in_an_engine():
+    assert command_of("advise", ["engine=vllm"]).config == "advise_engine"
+    done = foredraft("advise", "engine=vllm", "--help")
+    assert done.code == 0
+    assert "engine_python" in done.out
 
 
 def test_unknown_command_is_refused_with_the_nearest():

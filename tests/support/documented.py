@@ -22,7 +22,7 @@ import yaml
 from omegaconf import OmegaConf
 from workbench import CONF, ROOT, Outcome, command, foredraft, fork, make_target, write_prompts
 
-from foredraft.cli import COMMANDS
+from foredraft.cli import command_of
 
 # Programs that a document may call, whether this machine has them or not.
 PROGRAMS = {"foredraft", "python", "python3", "pip", "pytest", "ray", "make", "git", "docker"}
@@ -254,7 +254,7 @@ def configuration(argv: list[str]) -> tuple[str, list[str]]:
     """Name of a command's configuration, "" where it has none, and the overrides among its arguments."""
     script, *given = argv
     if script == "foredraft":
-        return COMMANDS[given[0]].config, given[1:]
+        return command_of(given[0], given[1:]).config, given[1:]
     if script == "train.py":
         return "config", given
     if script == "scripts/lab/benchmark.py":

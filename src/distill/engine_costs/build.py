@@ -30,6 +30,7 @@ from drafters.registry import short_name
 LLAMA_CPP, TRANSFORMERS = "llama.cpp", "transformers"
 ENGINES = {"vllm": VLLM, LLAMA_CPP: LlamaCpp, TRANSFORMERS: None}  # name -> installation
 OPTION = "engine_python"
+ROUNDS = 4  # least number of whole rounds in an answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,17 @@ def check(options: AdviseEngineOptions) -> None:
     counts = ("lengths", "passes", "batch_sizes")
     for name in [name for name in counts if min(getattr(options, name), default=0) < 1]:
         raise UserError(f"{name}: give numbers of 1 or more")
+    least = ROUNDS * (max(options.lengths) + 1)
+    if options.score.max_new_tokens < least:
+        raise UserError(
+            f"score.max_new_tokens={options.score.max_new_tokens}: too few to time rounds of "
+            f"{max(options.lengths)} drafted tokens; give {least} or more, or shorter lengths"
+        )
+    _check_engine(options)
+
+
+def _check_engine(options: AdviseEngineOptions) -> None:
+    """Check the options that some engines have and others lack."""
     if options.engine != LLAMA_CPP:
         for name in [name for name in ("target_gguf", "outtype") if getattr(options, name)]:
             raise UserError(f"{name}: is of engine=llama.cpp; leave it out")

@@ -100,6 +100,7 @@ def test_a_scorecard_gives_the_acceptance(target, tmp_path, capsys):
         (["lengths=[]"], "lengths: give numbers"),
         (["lengths=[0,2]"], "lengths: give numbers"),
         (["passes=[0]"], "passes: give numbers"),
+        (["lengths=[8]"], "score.max_new_tokens=24: too few .* give 36 or more"),
         (["checkpoint=x", "drafter=lm_given"], "give checkpoint="),
         (["traffic=none.jsonl"], "No such file"),
         (["acceptance=2.0"], "acceptance="),
