@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from distill.prompts.chat_template import Chat
 from distill.scoring.served import figures
 from drafters.base import Batch, Drafter
 from drafters.checkpoint import io as checkpoint_io
+from drafters.checkpoint import unread
+from drafters.export import formats
 from drafters.hf.mtp_weights import Arrangement
 from drafters.models.mtp import Mtp
 
@@ -307,3 +310,20 @@ def test_vllm_accepts_of_an_mtp_head_what_replay_says(vllm_python, vllm_version,
     assert there[0] > 0.2  # else there is nothing to compare
     # vLLM's first pair has no token, so a few rounds may differ.
     assert there == pytest.approx(ours.survival, abs=0.05)
+
+
+# -- drafters that are not read --------------------------------------------------------------------
+
+
+def test_every_drafter_of_vllm_is_read_or_refused_by_name(vllm_python):
+    code = "from vllm.model_executor.models import registry; print(*registry._SPECULATIVE_DECODING_MODELS)"
+    done = subprocess.run([vllm_python, "-c", code], capture_output=True, text=True, check=True)
+    names = done.stdout.split()
+    assert "Eagle3LlamaForCausalLM" in names
+    unknown = []
+    for name in names:
+        config = {"architectures": [name], "model_type": "medusa" if name == "MedusaModel" else "llama"}
+        config |= {"dflash_config": {}} if "DFlash" in name else {}
+        if "vLLM" not in unread.refusal(config) and formats.find_reader(config) is None:
+            unknown.append(name)
+    assert unknown == []

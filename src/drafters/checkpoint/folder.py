@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from decode.errors import UserError
 from decode.model.target import Target
 from drafters.base import Origin
-from drafters.checkpoint import validate
+from drafters.checkpoint import unread, validate
 from drafters.export import formats, layout, weight_files
 from drafters.export.layout import Layout, Saved
 from drafters.hf import lora_files
@@ -76,8 +76,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         broken = ["its keys"]
     except (ValueError, TypeError) as error:
         broken = [first_line(error)]
-    if isinstance(config, dict) and not is_native(config) and formats.find_reader(config):
-        return config
+    if isinstance(config, dict) and not is_native(config):
+        if line := unread.refusal(config):
+            raise UserError(f"{path}: {line}")
+        if formats.find_reader(config):
+            return config
     if broken:
         whole = isinstance(config, dict) and "model_type" in config
         more = "; to draft with a whole model set drafter=lm_given drafter.path=<it>" if whole else ""

@@ -205,7 +205,7 @@ def _is_eagle(config: Mapping[str, Any]) -> bool:
         return False
     # The authors' files have the config of a Llama with one layer.
     plain = name == "LlamaForCausalLM" and config.get("num_hidden_layers") == 1
-    return plain or name in ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
+    return plain or name in ("LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle", "EagleLlamaForCausalLM")
 
 
 def _read(layout: Layout, target: Target) -> Saved:

@@ -182,7 +182,7 @@ def join_projections(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def engine_biases(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Add zeros for the biases that an engine builds beside the drafter's own, and leaves uninitialised.
+    """Add zeros for biases that an engine builds and a drafter does not have: they stay uninitialised there.
 
     `attention_bias` gives biases to q, k, v and o in a Llama, and to q, k and v in vLLM's Qwen3.
 

@@ -190,7 +190,7 @@ def check_plain_attention(settings: Mapping[str, Any], program: str) -> Iterator
 
 
 def check_qwen3_bias(settings: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Refuse a bias of attention's output beside norms of queries and keys, for vLLM."""
+    """Refuse a bias of attention's output in layers with norms of queries and keys, for vLLM."""
     if settings.get("qk_norm") and settings.get("o_bias"):
         yield Refusal("in vLLM a layer with norms of queries and keys has no o_bias", {"o_bias": False})
 

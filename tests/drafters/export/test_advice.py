@@ -72,7 +72,7 @@ REFUSED = {
     "biases": case(
         "eagle3", EAGLE3 | {"qkv_bias": True}, sglang="no biases", authors="no biases", gguf="no biases"
     ),
-    "a bias of the output beside norms": case(
+    "a bias of the output, and norms": case(
         "eagle3", EAGLE3 | {"qk_norm": True, "o_bias": True}, vllm="no o_bias", speculators="no o_bias"
     ),
     "a bias of the output": case("eagle", {"o_bias": True}, authors="no bias of attention's output"),

@@ -298,6 +298,16 @@ def test_a_head_that_is_not_there_is_the_targets(made, tmp_path):
     assert comes_back(layout, tmp_path / "x", drafter, target, **none)
 
 
+def test_sglangs_eagle_of_qwen2_is_read(made, tmp_path):
+    """It has biases of queries, keys and values without a word in its config, and none of the output."""
+    target, drafter = made("eagle of Qwen2's layers")
+    layout = written(drafter, target, "sglang")
+    config = layout.config | {"architectures": ["Qwen2ForCausalLMEagle"], "model_type": "qwen2"}
+    del config["attention_bias"], layout.tensors["layers.0.self_attn.o_proj.bias"]
+    back = checkpoint_io.load(folder_of(layout._replace(config=config), tmp_path / "x"), target)
+    assert_read_back(drafter, back)
+
+
 def test_draft_ids_in_any_order_are_sorted_with_the_head(made, tmp_path):
     target, drafter = made("eagle3")
     layout = written(drafter, target, "vllm")
