@@ -210,7 +210,7 @@ def dspark_tensors(saved: Saved, target: Target) -> dict[str, Tensor]:
 def with_rows_as_head(tensors: dict[str, Tensor], target: Target) -> dict[str, Tensor]:
     """Tensors with the maps of a reduced draft vocabulary `d2t`, if there is one, and the target's rows."""
     ids = tensors.pop("d2t", None)
-    if maps := vocab_maps(ids, target.vocab_size):
+    if ids is not None and (maps := vocab_maps(ids, target.vocab_size)):
         head = target.head.weight.detach()[ids.to(target.head.weight.device)]
         tensors |= maps | {"lm_head.weight": head.to(tensors["fc.weight"])}
     return tensors

@@ -196,9 +196,9 @@ class Eagle3(RecurrentDrafter):
     @override
     def pair_by_lookup(self, target: Target) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
         first = self.stack[0]
-        product, rows = first.qkv_proj, len(first.qkv_proj.weight)
-        sources = (product.weight, product.bias, first.input_layernorm.weight)
-        weights = [weight for weight in sources if weight is not None]
+        product, norm, rows = first.qkv_proj, first.input_layernorm, len(first.qkv_proj.weight)
+        assert isinstance(norm, RMSNorm)
+        weights = [w for w in (product.weight, product.bias, norm.weight) if w is not None]
         shares = self._shares.of(
             target, weights, rows, lambda embedded: (self.token_projection(embedded), self.first_weight())
         )

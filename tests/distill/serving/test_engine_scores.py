@@ -21,9 +21,10 @@ from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.scoring import tables
 from distill.serving import engine_scores, traffic
-from distill.serving.broken_exports import CHANCE, Seen
+from distill.serving.broken_exports import CHANCE, Seen, rotate_queries
 from distill.serving.engine_settings import ServedChain, lines, schedule, speculative_config
 from distill.serving.served_texts import compare_texts
+from drafters.layers.decoder_layer import DecoderLayer, LayerShape, Rotary
 
 COMMAND = {"cls": ScoreCommandOptions, "name": "score_checkpoint"}
 
@@ -153,6 +154,25 @@ def test_mistake_whose_rounds_are_nearer_is_likely():
         found = Seen([0.5], [0.1], [25] * 12).chance(*replays)
         assert found == pytest.approx(chance)
         assert (found < CHANCE) == (chance == 2**-12), "a dozen answers are enough"
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_queries_are_rotated_with_their_biases(biased):
+    sizes = {"hidden_size": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 16}
+    layer = DecoderLayer(LayerShape(**sizes, eps=1e-6, rope_theta=1e4), qkv_bias=biased).double()
+    if biased:
+        torch.nn.init.normal_(layer.qkv_proj.bias)
+    rotary, x = Rotary(8, 1e4), torch.randn(3, 16, dtype=torch.float64)
+    angles = rotary.table(8, x)
+    with torch.no_grad():
+        q, k, v = layer.split(layer.qkv_proj(x), angles[4:7])
+        _, same_k, _ = layer.split(layer.qkv_proj(x), angles[3:6])
+        rotate_queries(layer, rotary, 1)
+        turned_q, turned_k, turned_v = layer.split(layer.qkv_proj(x), angles[3:6])
+    torch.testing.assert_close(turned_q, q)
+    assert turned_k.equal(same_k)
+    assert turned_v.equal(v)
+    assert not turned_k.allclose(k)
 
 
 def test_schedule_begins_at_1_and_has_no_gap():
