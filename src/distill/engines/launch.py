@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from urllib.error import HTTPError, URLError
-from urllib.request import ProxyHandler, build_opener
+from urllib.error import HTTPError
+from urllib.request import OpenerDirector, ProxyHandler, build_opener
 
 from decode.errors import UserError
 from distill.engines.http import within
@@ -158,8 +158,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path, patience: float
     opener, begun = build_opener(NO_PROXY), time.monotonic()
     announced = begun
     while True:
-        with suppress(URLError, HTTPError, OSError, http.client.HTTPException):
-            within(10.0, lambda: opener.open(f"{url}/health", timeout=10).close())
+        if _answers(opener, url):
             return
         now = time.monotonic()
         if (code := process.poll()) is not None:
@@ -174,6 +173,18 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path, patience: float
             say(f"waiting for {module}: {now - begun:.0f} s")
             announced = now
         time.sleep(POLL)
+
+
+def _answers(opener: OpenerDirector, url: str) -> bool:
+    """Whether a server is ready."""
+    try:
+        within(10.0, lambda: opener.open(f"{url}/health", timeout=10).close())
+    except HTTPError as error:  # llama.cpp's 503 while it loads
+        error.close()
+        return False
+    except (OSError, http.client.HTTPException):
+        return False
+    return True
 
 
 def _lines(log: Path) -> list[str]:

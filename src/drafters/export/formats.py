@@ -64,6 +64,7 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
         "dspark": llama_cpp.DSPARK,
         "eagle3": llama_cpp.EAGLE3,
         "lm": llama_cpp.LM,
+        "mtp": llama_cpp.MTP,
     },
     "transformers": {
         "dflash": dflash.TRANSFORMERS,
@@ -130,10 +131,6 @@ ALTERNATIVES: Mapping[tuple[str, str], Alternative] = {
     ("sglang", "ngram"): Alternative("it has n-grams of its own: --speculative-algorithm NGRAM"),
     ("authors", "medusa2"): Alternative(
         "its heads need the tuned target, which to=hf writes, and the files would name the original one"
-    ),
-    ("gguf", "mtp"): Alternative(
-        "llama.cpp drafts with heads of its own classes, for targets of classes that hand out their last "
-        "state (Qwen3.5, GLM 4.5), and has none for a head of MiMo's form"
     ),
     ("transformers", "ngram"): Alternative(
         "it has prompt lookup of its own: generate(prompt_lookup_num_tokens=5)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ggufs import F32, tiny_llama, words, write_gguf
+from ggufs import F16, F32, QWEN35, QWEN35_KEYS, random_model, tiny_llama, words, write_gguf
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 from workbench import enlarge
 
@@ -19,6 +19,7 @@ from decode.model.load import load_model, load_target
 from drafters.checkpoint import io as checkpoint_io
 from drafters.export import formats
 from drafters.export.llama_cpp import file as gguf_file
+from drafters.hf.mtp_weights import KNOWN
 from drafters.layers.rope import frequencies
 
 TAKEN = {
@@ -84,6 +85,33 @@ def test_file_has_the_drafters_tensors_and_the_targets_tokenizer(
         if key.startswith("tokenizer.") and key != "tokenizer.ggml.mask_token_id":
             assert np.array_equal(value, theirs[key])
     assert sum(key.startswith("tokenizer.") for key in theirs) <= len(header.keys)
+
+
+def test_mtp_layer_is_one_more_layer_beside_the_targets_tables(make_drafter, tmp_path, own_cache):
+    model = random_model("qwen3_5_text", **QWEN35, tie_word_embeddings=False)
+    file = write_gguf(tmp_path / "target.gguf", model, F16, architecture="qwen35", keys=QWEN35_KEYS)
+    target, theirs = load_target(str(file), "float32", decodes=False), read_header(file)
+    form = {"gate": True, "qk_norm": True, "zero_centred": True} | KNOWN["qwen3_5_text"]._asdict()
+    head = make_drafter("mtp", target, family="qwen", **form)
+    header = exported(head, target, tmp_path / "out", "f16")
+    parts = BLOCK - {"ffn_norm"} | {"post_attention_norm"}
+    parts |= {f"nextn.{part}" for part in ("eh_proj", "enorm", "hnorm", "shared_head_norm")}
+    tables = {"token_embd.weight", "output_norm.weight", "output.weight"}
+    assert set(header.tensors) == {f"blk.4.{part}.weight" for part in parts} | tables
+    for name in tables:
+        assert header.tensors[name]._replace(blocks=None) == theirs.tensors[name]._replace(blocks=None)
+        assert np.array_equal(header.tensors[name].blocks, theirs.tensors[name].blocks)
+    added = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+    assert {key: header.keys[key] for key in added} == added
+    for key, value in theirs.keys.items():
+        assert key in added or np.array_equal(header.keys[key], value)
+    gate = head.layer.gate_proj.weight.unflatten(0, (4, 32))
+    rows = torch.from_numpy(header.tensors["blk.4.attn_q.weight"].values()).unflatten(0, (4, 2, 32))
+    torch.testing.assert_close(rows[:, 1], gate.detach(), rtol=1e-3, atol=1e-3)  # queries, gate of a head
+    for options, said in (({"family": ""}, "a new head"), ({"norm_output": False}, "norm_output=false")):
+        other = make_drafter("mtp", target, **{"family": "qwen"} | form | options)
+        with pytest.raises(UserError, match=said):
+            formats.check("mtp", other.settings, target, "gguf")
 
 
 def test_reduced_vocabulary_has_a_table_of_target_ids(target, make_drafter, tmp_path):

@@ -1,9 +1,10 @@
-"""Drafters in llama.cpp's terms: EAGLE-3, DFlash, DSpark and draft models.
+"""Drafters in llama.cpp's terms: EAGLE-3, DFlash, DSpark, MTP and draft models.
 
 Follows llama.cpp b11549 (`src/models/eagle3.cpp`, `dflash.cpp`, `llama.cpp`, and `conversion/` for names). An
 EAGLE-3 is one layer that reads three layers of the target; ids of layers in `target_layers` number inputs, as
 ours do. A DSpark is a DFlash with a Markov head. Embedding, and the head of a full vocabulary, are the
 target's for blocks. Classes with rotation "norm" (Llama, EAGLE-3) rotate dimensions 2i and 2i + 1 together.
+An MTP layer is one more layer of the target's own class (`qwen35.cpp`), in a file with the target's keys.
 """
 
 from __future__ import annotations
@@ -20,16 +21,27 @@ from decode.model.files.gguf.rope import Rope
 from decode.model.target import Target
 from drafters.export import dflash, dspark, eagle3, hf_model
 from drafters.export.eagle import draft_length
-from drafters.export.layout import Format, Layout, Refusal, Saved, trained_depth
-from drafters.export.llama_config import SLIDING, check_embedding, check_no_window, check_plain_attention
-from drafters.export.llama_cpp.file import DRAFTER
+from drafters.export.layout import Format, Layout, Refusal, Saved, trained_depth, without_confidence
+from drafters.export.llama_config import (
+    SLIDING,
+    check_embedding,
+    check_head,
+    check_no_window,
+    check_plain_attention,
+)
+from drafters.export.llama_cpp.file import DRAFTER, NEXTN
 from drafters.export.shapes import check_taps, sort_taps
+from drafters.hf.mtp_weights import FAMILIES, arrangement_of, native
+from drafters.layers.decoder_layer import LayerShape
 from drafters.layers.rope import frequencies, rope_settings
 
 TAPS = 3  # of an EAGLE-3 in llama.cpp
 EAGLE3_CLASS, BLOCK_CLASS = "eagle3", "dflash"
 NORM = (EAGLE3_CLASS, "llama")  # classes that rotate neighbours
 LANGUAGE_MODELS = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # model_type
+MTP_TARGETS = {"qwen3_5": "qwen35", "qwen3_5_text": "qwen35"}  # model_type, of dense layers
+MTP_FAMILY = "qwen"  # whose form these layers have
+MTP_SIZES = ("heads", "kv_heads", "head_dim", "intermediate_size")
 NOTE = "TARGET.gguf is the target's GGUF file, whose tokenizer this one has."
 PARTS = {
     "self_attn.q_proj": "attn_q",
@@ -55,6 +67,14 @@ OTHERS = {
     "markov_head.markov_w1": "markov_w1",
     "markov_head.markov_w2": "markov_w2",
     "confidence_head.proj": "conf_proj",
+}
+MTP_PARTS = {
+    "fc": "nextn.eh_proj",
+    "pre_fc_norm_embedding": "nextn.enorm",
+    "pre_fc_norm_hidden": "nextn.hnorm",
+    "norm": "nextn.shared_head_norm",
+    **{f"layers.0.{name}": part for name, part in PARTS.items()},
+    "layers.0.post_attention_layernorm": "post_attention_norm",
 }
 
 
@@ -102,6 +122,31 @@ def _check_lm(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     if (act := config.get("hidden_act", "silu")) != "silu":
         yield Refusal(f"its hidden_act is {act}, and llama.cpp's {kind} has silu")
     yield from _check_positions(_lm_shape(config), LANGUAGE_MODELS[kind])
+
+
+def _check_mtp(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    if target.config.model_type not in MTP_TARGETS:
+        yield Refusal(
+            "llama.cpp hands the last state of few classes to an MTP layer, and each has a form of its own; "
+            f"of these Qwen3.5's is written here, and the target is {target.config.model_type!r}"
+        )
+        return
+    yield from check_embedding(target)
+    yield from check_head(target)
+    if settings["family"] != MTP_FAMILY:
+        yield Refusal("a new head, and llama.cpp's MTP of Qwen3.5 has the form of Qwen3.5's own")
+        return
+    expected = {"gate": True, "qk_norm": True, "zero_centred": True, "qkv_bias": False}
+    shape = LayerShape.of(target)
+    expected |= {name: getattr(shape, name) for name in MTP_SIZES}
+    if different := [name for name, value in expected.items() if settings[name] != value]:
+        yield Refusal(f"its {different[0]} differs from that of the target's layers")
+    arrangement = arrangement_of(target)
+    assert arrangement is not None
+    for name, value in arrangement._asdict().items():
+        if settings[name] != value:
+            reason = f"drafter.{name}={str(settings[name]).lower()}, which differs from Qwen3.5's"
+            yield Refusal(reason, {name: value})
 
 
 def _check_positions(shape: Mapping[str, Any], what: str) -> Iterator[Refusal]:
@@ -155,6 +200,19 @@ def _block(saved: Saved, layout: Layout, outputs: list[int], more: Mapping[str, 
     settings = saved.settings
     made = _layout(BLOCK_CLASS, settings, settings["layers"], keys, layout.tensors, kind, settings["depth"])
     return made._replace(config=made.config | {"tokenizer.ggml.mask_token_id": saved.settings["mask_id"]})
+
+
+def _mtp(saved: Saved, target: Target) -> Layout:
+    """One more layer of the target, behind its own."""
+    kind, number = MTP_TARGETS[target.config.model_type], len(target.layers)
+    keys = {f"{kind}.block_count": number + 1, f"{kind}.{NEXTN}": 1}
+    found = {}
+    for name, value in native(without_confidence(saved), saved.settings, number).items():
+        stem, _, end = name.removeprefix(FAMILIES[MTP_FAMILY].prefix).rpartition(".")
+        centred = value.dim() == 1  # these norms multiply by 1 + weight, llama.cpp's by the weight
+        found[f"blk.{number}.{MTP_PARTS[stem]}.{end}"] = value.float() + 1 if centred else value
+    keys = {"general.architecture": kind, **keys}
+    return Layout(keys, found, _command("draft-mtp", draft_length(saved.settings)), NOTE)
 
 
 def _lm(saved: Saved, target: Target) -> Layout:
@@ -230,9 +288,15 @@ def _layout(
         if architecture in NORM and part in ("attn_q", "attn_k"):
             value = _neighbours(value, shape["heads" if part == "attn_q" else "kv_heads"])
         found[new] = value
-    serve = f"llama-server -m TARGET.gguf -md {{drafter}}/{DRAFTER} --spec-type {kind} "
-    serve += f"--spec-draft-n-max {tokens}"
-    return Layout({"general.architecture": architecture} | named, found, serve, NOTE)
+    return Layout({"general.architecture": architecture} | named, found, _command(kind, tokens), NOTE)
+
+
+def _command(kind: str, tokens: int) -> str:
+    """The server's command, for drafts of a kind and length."""
+    return (
+        f"llama-server -m TARGET.gguf -md {{drafter}}/{DRAFTER} --spec-type {kind} "
+        f"--spec-draft-n-max {tokens}"
+    )
 
 
 def _name(name: str) -> tuple[str, str]:
@@ -268,4 +332,5 @@ def _positions(architecture: str, shape: Mapping[str, Any]) -> tuple[dict[str, A
 EAGLE3 = Format(_eagle3, _check_eagle3, draft_length)
 DFLASH = Format(_dflash, _check_block, trained_depth)
 DSPARK = Format(_dspark, _check_block, trained_depth)
+MTP = Format(_mtp, _check_mtp, draft_length)
 LM = Format(_lm, _check_lm, lambda _: hf_model.TOKENS)

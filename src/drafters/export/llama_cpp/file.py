@@ -29,6 +29,8 @@ OF_DTYPE = {torch.float16: "f16", torch.bfloat16: "bf16"}  # the kind of a file 
 TOKENIZER = ("tokenizer.ggml.", "tokenizer.chat_template")
 BLOCK = 32  # values of a row that are quantised together
 CONTEXT = "context_length"
+NEXTN = "nextn_predict_layers"  # number of MTP layers in a file
+TABLES = ("token_embd.weight", "output_norm.weight", "output.weight")  # of the target, beside an MTP layer
 
 
 def target_file(named: str | None, target: Target) -> Path:
@@ -104,7 +106,8 @@ def _check_target(header: Header, target: Target, path: Path) -> None:
     table = header.tensors.get("token_embd.weight")
     tokens = header.keys.get("tokenizer.ggml.tokens", ())
     found = {"hidden_size": table.shape[1], "vocab_size": table.shape[0]} if table else {}
-    found |= {"number of layers": header.keys.get(f"{header.architecture}.block_count")}
+    layers, more = (header.keys.get(f"{header.architecture}.{key}", 0) for key in ("block_count", NEXTN))
+    found |= {"number of layers": layers - more}
     found |= {"number of tokens": len(tokens)}
     expected = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
     expected |= {"number of layers": len(target.layers), "number of tokens": target.vocab_size}
@@ -114,26 +117,31 @@ def _check_target(header: Header, target: Target, path: Path) -> None:
 
 
 def _write(layout: Layout, file: Path, kind: str | None, folder: Path) -> None:
-    """Write `drafter.gguf`: vectors in float32, matrices of this kind."""
+    """Write `drafter.gguf`: vectors in float32, matrices of this kind.
+
+    A file of an MTP layer also has the target's settings, embedding and head, as its class needs them.
+    """
     from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, quants  # optional dependency
 
     header = _header(file)
     architecture = layout.config["general.architecture"]
     writer = GGUFWriter(folder / DRAFTER, architecture)
-    keys = {f"{architecture}.{CONTEXT}": header.keys.get(f"{header.architecture}.{CONTEXT}")} | layout.config
-    keys |= {name: value for name, value in header.keys.items() if name.startswith(TOKENIZER)}
-    # A mask id of the target would hide the drafter's.
-    keys |= {name: value for name, value in layout.config.items() if name.startswith(TOKENIZER)}
-    for name, value in keys.items():
+    layer = f"{architecture}.{NEXTN}" in layout.config
+    copied = (*TOKENIZER, f"{architecture}.") if layer else TOKENIZER
+    keys = {f"{architecture}.{CONTEXT}": header.keys.get(f"{header.architecture}.{CONTEXT}")}
+    keys |= {name: value for name, value in header.keys.items() if name.startswith(copied)}
+    for name, value in (keys | layout.config).items():
         if name != "general.architecture" and value is not None:
             _add(writer, name, value)
     writer.add_quantization_version(GGML_QUANT_VERSION)
+    for stored in (header.tensors[name] for name in TABLES if layer and name in header.tensors):
+        blocks = stored.blocks.reshape(*stored.shape[:-1], -1)
+        writer.add_tensor(stored.name, blocks, raw_dtype=GGMLQuantizationType[stored.kind])
     for name, tensor in layout.tensors.items():
         own = "i64" if not tensor.is_floating_point() else kind_of(tensor, kind)
-        stored = GGMLQuantizationType[own.upper()]
-        value = tensor.detach().cpu()
-        values = value.numpy() if own == "i64" else quants.quantize(value.float().numpy(), stored)
-        writer.add_tensor(name, np.ascontiguousarray(values), raw_dtype=stored)
+        raw, value = GGMLQuantizationType[own.upper()], tensor.detach().cpu()
+        values = value.numpy() if own == "i64" else quants.quantize(value.float().numpy(), raw)
+        writer.add_tensor(name, np.ascontiguousarray(values), raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

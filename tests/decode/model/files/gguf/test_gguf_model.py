@@ -11,9 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ggufs import F32, converter_factors, pieces, settings, tiny_llama, vocabulary, weights, words, write_gguf
+from ggufs import (
+    F32,
+    PLAIN,
+    QWEN35,
+    QWEN35_KEYS,
+    converter_factors,
+    pieces,
+    random_model,
+    settings,
+    tiny_llama,
+    under,
+    vocabulary,
+    weights,
+    words,
+    write_gguf,
+)
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from decode.errors import UserError
 from decode.model import gguf
@@ -22,31 +36,18 @@ from decode.model.load import load_config, load_model, load_target, load_tokeniz
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def under(name: str, **keys: Any) -> dict[str, Any]:
-    """Keys with a prefix; dots are written as __."""
-    return {f"{name}.{key.replace('__', '.')}": value for key, value in keys.items()}
-
-
 TOKENS = {"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3, "padding_token_id": 0}
 GEMMA = pieces(("<pad>", "<eos>", "<bos>", "<unk>", "<mask>"))
 GEMMA |= under("tokenizer.ggml", **TOKENS, add_space_prefix=False)
 CAPS = {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0}
 GEMMA2_KEYS = GEMMA | under("gemma2", attention__sliding_window=16, **CAPS)
 WINDOWS = {"query_pre_attn_scalar": 32, "sliding_window": 16, "head_dim": 32}
-PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 SCALED = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
 ROPES = {"sliding_attention": PLAIN, "full_attention": SCALED}
 GEMMA3 = WINDOWS | {"num_hidden_layers": 7, "rope_parameters": ROPES}
 GEMMA3_KEYS = {"attention__sliding_window": 16, "rope__freq_base": 1e6, "rope__scaling__type": "linear"}
 GEMMA3_KEYS = GEMMA | under("gemma3", **GEMMA3_KEYS, rope__scaling__factor=8.0)
 SHORT, LONG = [1 + 0.1 * at for at in range(8)], [2 + 0.3 * at for at in range(8)]
-QWEN35 = {"num_hidden_layers": 4, "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 8}
-QWEN35 |= {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
-SECTIONS = {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-QWEN35 |= {"rope_parameters": PLAIN | SECTIONS}
-STATE = {"conv_kernel": 4, "state_size": 16, "group_count": 2, "time_step_rank": 6, "inner_size": 48}
-QWEN35_KEYS = under("qwen35.rope", dimension_count=8, dimension_sections=[2, 1, 1, 0])
-QWEN35_KEYS |= under("qwen35.ssm", **STATE) | under("qwen35", full_attention_interval=4)
 DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"]
 
 
@@ -54,18 +55,6 @@ def check_refused(path: Path, reason: str) -> None:
     with pytest.raises(UserError, match=reason) as error:
         load_config(str(path))
     assert "\n" not in str(error.value)
-
-
-def random_model(kind: str, **more: Any) -> Any:
-    """A random model of a class, in fp32, whose norms are not all 1."""
-    torch.manual_seed(0)
-    shape = {"vocab_size": len(words()), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    config = AutoConfig.for_model(kind, **(shape | {"pad_token_id": None} | more))
-    model = AutoModelForCausalLM.from_config(config)
-    for weight in model.float().parameters():
-        weight.data.mul_(6) if weight.dim() > 1 else weight.data.add_(torch.randn(weight.shape) * 0.2)
-    return model.eval()
 
 
 def check_logits(path: Path, model: Any, rows: int = 2, length: int = 120) -> None:
