@@ -36,15 +36,8 @@ proofs:  ## Run slow tests of up to five minutes each (45 minutes); a green run 
 long-proofs:  ## Test mutants of whole modules and restarts of 32 processes (20 minutes); writes docs/proofs.md too
 	python scripts/proofs.py --long
 
-# A starting engine imports thousands of modules. Python may write their bytecode, so they are compiled once.
-engines:  ## Serve exports in vLLM, llama.cpp and the authors' loops, in their own environments; writes docs/engines.md
-	vllm=$$(bash scripts/engines/install.sh .engines/vllm) && \
-	  authors=$$(bash scripts/engines/install.sh .engines/authors) && \
-	  llama_cpp=$$(bash scripts/engines/install.sh .engines/llama_cpp) || exit; \
-	export FOREDRAFT_VLLM_PYTHON=$$vllm FOREDRAFT_AUTHORS_PYTHON=$$authors FOREDRAFT_LLAMA_CPP_PYTHON=$$llama_cpp; \
-	unset PYTHONDONTWRITEBYTECODE; \
-	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal -m engine --junitxml=outputs/engines/tests.xml \
-	  tests/engines; tests=$$?; python scripts/engines/table.py && exit $$tests
+engines:  ## Serve exports in vLLM, llama.cpp, transformers, authors' loops, or in ENGINES="vllm==0.31.0 ..."; writes docs/engines.md
+	python scripts/engines/run.py $(ENGINES)
 
 newest:  ## Run a quarter of the tests with the newest releases, in another environment; writes docs/newest.json
 	python scripts/newest.py
