@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_tests import ask_script, exported, fit, greedy_texts, random_target
-from transformers import AutoTokenizer, LlamaConfig, MellumConfig
+from transformers import AutoTokenizer, MellumConfig
 from workbench import ROOT
 
 from decode.generation.generate import generate
@@ -27,58 +28,58 @@ from drafters.models.mtp import Mtp
 
 RUN = ROOT / "tests" / "support" / "transformers_drafts.py"
 TOKENS = 48
-QUESTIONS = [
-    "Where can six of us eat on a Sunday?",
-    "Write a function that adds two numbers.",
-    "What is 3 + 4?",
-]
 MELLUM: dict[str, Any] = {"mlp_layer_types": ["dense"] * 3, "layer_types": ["full_attention"] * 3}
 Case = tuple[Target, Drafter, list[list[int]], int]
 pytestmark = pytest.mark.engine
 
 
-def of_pocket(folder: Path) -> Case:
-    """The bundled models."""
-    target = load_target(str(ROOT / "data" / "pocket"), "float32")
-    drafter = DraftLM.for_target(target, path=str(ROOT / "data" / "pocket-draft"), train=False).float().eval()
+def pocket() -> Target:
+    return load_target(str(ROOT / "data" / "pocket"), "float32")
+
+
+def questions(width: int) -> torch.Tensor:
+    """(8, width) first tokens of questions to the bundled target."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "data" / "pocket")
-    prompts = [tokenizer(question).input_ids for question in QUESTIONS]
-    return target, drafter, prompts, 5
+    lines = (ROOT / "data" / "prompts" / "heldout.jsonl").read_text().splitlines()
+    rows = [tokenizer(json.loads(line)["messages"][0]["content"]).input_ids for line in lines]
+    rows = [row[:width] for row in rows if len(row) >= width]
+    return torch.tensor(rows[:: len(rows) // 8][:8])
 
 
-def of_texts(target: Target, drafter: Drafter, rate: float) -> Drafter:
-    """A drafter that knows six of eight texts."""
+def fitted(target: Target, drafter: Drafter, prompts: torch.Tensor, steps: int) -> Drafter:
+    """A drafter that is trained on the answers to six of eight prompts."""
     target.tap(drafter.taps)
-    texts = greedy_texts(target, prompts_of(target), TOKENS)[:6]
+    texts = greedy_texts(target, prompts[:6], TOKENS)
     read = target.read(texts)
     batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), read.taps, read.last)
-    return fit(drafter.train(), target, batch, rate, 120)
+    return fit(drafter.train(), target, batch, 3e-3, steps)
 
 
-def prompts_of(target: Target) -> torch.Tensor:
-    return torch.randint(target.vocab_size, (8, 12), generator=torch.Generator().manual_seed(1))
+def draft_model(folder: Path) -> Case:
+    target = pocket()
+    drafter = DraftLM.for_target(target, path=str(ROOT / "data" / "pocket-draft"), train=False)
+    return target, drafter.float().eval(), questions(8).tolist(), 5
 
 
-def of_llama(folder: Path) -> Case:
-    """A DFlash of two layers beside a random Llama."""
-    target = random_target(LlamaConfig, folder)
-    options = {"taps": [1, 2], "layers": 2, "depth": 4, "anchors": 0, "mask_id": 255}
-    drafter = of_texts(target, DFlash.for_target(target, **options), 3e-3)
-    return target, drafter, prompts_of(target).tolist(), 4
+def dflash(folder: Path) -> Case:
+    target, prompts = pocket(), questions(8)
+    options = {"taps": [2, 5, 9], "layers": 2, "depth": 4, "anchors": 0, "mask_id": None}
+    drafter = fitted(target, DFlash.for_target(target, **options), prompts, 240)
+    return target, drafter, prompts.tolist(), 4
 
 
-def of_mellum(folder: Path) -> Case:
-    """A new MTP head beside a random Mellum of dense layers."""
+def mtp(folder: Path) -> Case:
     target = random_target(MellumConfig, folder, **MELLUM)
+    prompts = torch.randint(target.vocab_size, (8, 12), generator=torch.Generator().manual_seed(1))
     options = {"path": None, "draft_vocab_size": None, "qk_norm": True} | dict.fromkeys(Arrangement._fields)
-    drafter = of_texts(target, Mtp.for_target(target, depth=1, **options), 3e-3)
-    return target, drafter, prompts_of(target).tolist(), 1
+    drafter = fitted(target, Mtp.for_target(target, depth=1, **options), prompts, 120)
+    return target, drafter, prompts.tolist(), 1
 
 
 CASES = {
-    "lm": ("draft model, bundled", of_pocket),
-    "dflash": ("DFlash, two layers, beside a random Llama", of_llama),
-    "mtp": ("MTP, beside a random Mellum", of_mellum),
+    "lm": ("draft model, bundled", draft_model),
+    "dflash": ("DFlash, two layers", dflash),
+    "mtp": ("MTP, beside a random Mellum", mtp),
 }
 
 
