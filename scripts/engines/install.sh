@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make an environment in the folder that is given, unless it is there; prints its interpreter. The folder's
-# name says what is in it: vllm, llama_cpp, authors or transformers, as <program>.txt pins it, or another version of the
-# list's first package, as in vllm-0.31.0.
+# name says what is in it: vllm, llama_cpp, authors or transformers, as <program>.txt pins it, or another
+# version of the list's first package, as in vllm-0.31.0.
 set -euo pipefail
 folder=$1
 name=$(basename "$folder")
