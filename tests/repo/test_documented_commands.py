@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shlex
 import subprocess
 import tomllib
 from collections.abc import Iterator
@@ -161,7 +162,7 @@ def test_what_is_installed_and_made_exists():
     asked = [name for text in LISTED for name in re.findall(r"pip install.*(?:\.|foredraft)\[(\w+)\]", text)]
     assert set(asked) >= {"dev"}
     assert set(asked) <= set(extras)
-    wanted = [text.split()[1:] for text in LISTED if text.startswith("make ")]
+    wanted = [shlex.split(text)[1:] for text in LISTED if text.startswith("make ")]
     assert wanted
     for targets in wanted:
         made = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True)
