@@ -28,7 +28,7 @@ STEPS = "trainer.max_steps=30"  # on the answers that are then served, so that m
 LONGER = "trainer.max_steps=100"
 OTHERS = {  # overrides of train.py, and the format
     "EAGLE-3, `fc_norm=false`": (["drafter=eagle3", "drafter.fc_norm=false", LONGER], "vllm"),
-    "P-EAGLE": (["drafter=p_eagle", "trainer.max_steps=100"], "speculators"),
+    "P-EAGLE": (["drafter=p_eagle", LONGER], "vllm"),
     "Medusa": (["drafter=medusa"], "vllm"),
     "Medusa-2, tuned target": (["drafter=medusa2"], "vllm"),
     "DFlash, one layer": (["drafter=dflash", "drafter.layers=1", "drafter.depth=7"], "vllm"),

@@ -77,7 +77,7 @@ def _places(config: Mapping[str, Any], ids: list[int], anchor: bool) -> dict[str
 
 def parallel_config(config: Mapping[str, Any], command: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """Of a P-EAGLE for `parallel_drafting`, whose command says how many tokens are drafted."""
-    if command["method"] != "eagle3" or command["parallel_drafting"] is not True:
+    if command.get("method") != "eagle3" or command.get("parallel_drafting") is not True:
         raise BrokenError("its mask_hidden is passed over")
     kind = {"LlamaForCausalLMEagle3": "llama", "Eagle3Qwen3ForCausalLM": "qwen3"}
     if kind.get(config["architectures"][0]) != config["model_type"]:
@@ -167,14 +167,16 @@ def _layer_shapes(config: Mapping[str, Any], stem: str, wide: int) -> dict[str, 
     return found
 
 
-def load(config: Mapping[str, Any], tensors: Mapping[str, Tensor], command: Mapping[str, Any]) -> Served:
+def load(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], command: Mapping[str, Any] | None = None
+) -> Served:
     """By vLLM's rules; and nothing may be missing, which it does not look for.
 
-    `command`: its `--speculative-config`, empty for speculators' layout.
+    `command`: its `--speculative-config`, which a P-EAGLE needs.
     """
     kind = config.get("speculators_model_type")
     if "mask_hidden" in tensors and not kind:
-        passed, tokens = parallel_config(config, command)
+        passed, tokens = parallel_config(config, command or {})
     else:
         passed, tokens = vllm_config(config) if kind else flat_config(config)
     weights = {}

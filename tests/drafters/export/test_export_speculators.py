@@ -225,7 +225,7 @@ def train_embedding(config, tensors):
 IDS = "eagle_aux_hidden_state_layer_ids"
 TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
 REFUSED = {
-    "an unknown kind": ("eagle3", put(speculators_model_type="xpress"), "'xpress' has no drafter"),
+    "an unknown kind": ("eagle3", put(speculators_model_type="xyz"), "'xyz' has no drafter"),
     "another width": ("eagle3", layers(hidden_size=32), "hidden_size is 32, the target's 16"),
     "another vocabulary": ("dflash", layers(vocab_size=41), "vocab_size is 41, the target's 40"),
     "layers that are not there": ("eagle3", put(**{IDS: [2, 4, 8]}), r"layers \[2, 4, 8\]"),
