@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from decode.errors import UserError
@@ -27,7 +28,7 @@ from distill.scoring.scorer import threads
 from distill.scoring.tables import grid
 from distill.utils.atomic_files import write_json
 from distill.utils.provenance import commit
-from drafters.base import Drafter
+from drafters.base import Drafter, Text
 from drafters.checkpoint import io as checkpoint_io
 from drafters.registry import short_name
 
@@ -56,9 +57,11 @@ def advise(options: AdviseEngineOptions) -> float:
     target = TargetSource(options.target).load(chat=chat)
     prompts = [chat.encode(p.messages, p.tools) for p in held[: options.score.prompts]]
     if options.checkpoint:
-        drafter = checkpoint_io.load(checkpoint_io.fetch(options.checkpoint), target)
+        drafter, weights = checkpoint_io.load(checkpoint_io.fetch(options.checkpoint), target), "trained"
     else:
-        drafter = _random(options, target, prompts)
+        drafter = _untrained(options, target, prompts)
+        weights = "random" if drafter.trains else "given"
+        drafter = drafter.requires_grad_(False)
     root = Path(options.logs).expanduser()
     root.mkdir(parents=True, exist_ok=True)
     with threads(options.score.threads), tempfile.TemporaryDirectory(dir=root) as exported:
@@ -78,7 +81,7 @@ def advise(options: AdviseEngineOptions) -> float:
         "target": options.target.path,
         "drafter": short_name(drafter),
         "checkpoint": options.checkpoint,
-        "weights": "trained" if options.checkpoint else "random" if drafter.trains else "given",
+        "weights": weights,
         "settings": _size(drafter),
         "temperature": options.temperature,
         "prompts": len(prompts),
@@ -99,15 +102,15 @@ def advise(options: AdviseEngineOptions) -> float:
     return first["speedup"] if known else first["ceiling"]
 
 
-def _random(options: AdviseEngineOptions, target: Target, prompts: Sequence[Sequence[int]]) -> Drafter:
+def _untrained(options: AdviseEngineOptions, target: Target, prompts: Sequence[Sequence[int]]) -> Drafter:
     """The drafter of the options, with random weights; counts and vocabularies are of the prompts."""
     assert options.drafter
     torch.manual_seed(options.seed)
     with refused():
         drafter = build_drafter(options.drafter, target)
     if drafter.needs_fit:
-        drafter.fit([(prompt, [1] * len(prompt)) for prompt in prompts], target)
-    return drafter.to(target.device, target.dtype).eval().requires_grad_(False)
+        drafter.fit([Text(np.array(prompt), np.ones(len(prompt), bool)) for prompt in prompts], target)
+    return drafter.to(target.device, target.dtype).eval()
 
 
 def _size(drafter: Drafter) -> dict[str, Any]:

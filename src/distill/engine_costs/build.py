@@ -165,7 +165,8 @@ def format_of(engine: str, drafter: Drafter, target: Target) -> str:
 def _lengths(asked: Sequence[int], drafter: Drafter, to: str) -> tuple[int, ...]:
     """Draft lengths to time: those that are asked for, or the one length of heads and blocks there."""
     kind, settings = formats.exported_part(short_name(drafter), drafter.settings)
-    length = formats.FORMATS[to][kind].length
-    if length is trained_depth or (to, kind) == (TRANSFORMERS, "mtp"):
-        return (length(settings),)
+    if (to, kind) == (TRANSFORMERS, "mtp"):
+        return (1,)
+    if formats.FORMATS[to][kind].length is trained_depth:
+        return (trained_depth(settings),)
     return tuple(sorted(set(asked)))
