@@ -7,7 +7,7 @@ layers from `num_nextn_predict_layers` there, which `--hf-overrides` adds. `MiMo
 layer with biases of q, k, v (`mimo_mtp.py`). It reads the hidden state that the target's class returns: after
 the final norm, except in MiMo. So a new head serves a target of any class.
 
-transformers 5.23 (`MtpModel`, `generate(use_mtp=True)`) builds a head of the target's own layers, one for
+transformers 5.24 (`MtpModel`, `generate(use_mtp=True)`) builds a head of the target's own layers, one for
 each drafted token. Our head is one layer, so a draft there has one token. Of the classes that name tensors of
 a head, only Mellum's layers may be dense while their cache can be rolled back.
 """
@@ -126,7 +126,7 @@ def _to_vllm(saved: Saved, target: Target) -> Layout:
 def _check_transformers(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     if (kind := target.config.model_type) != MELLUM:
         yield Refusal(
-            f"transformers drafts with a dense MTP layer only beside a Mellum, and the target is a {kind!r}; "
+            f"transformers 5.24 drafts with a dense MTP layer only beside a Mellum, and the target is a {kind!r}; "
             "layers of other heads that it reads have experts, or no cache that is rolled back"
         )
         return
