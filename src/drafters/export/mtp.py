@@ -8,8 +8,8 @@ layer with biases of q, k, v (`mimo_mtp.py`). It reads the hidden state that the
 the final norm, except in MiMo. So a new head serves a target of any class.
 
 transformers 5.24 (`MtpModel`, `generate(use_mtp=True)`) builds a head of the target's own layers, one for
-each drafted token. Our head is one layer, so a draft there has one token. Of the classes that name tensors of
-a head, only Mellum's layers may be dense while their cache can be rolled back.
+each drafted token, if the target's class names tensors of a head. Our head is one dense layer, so a draft
+there has one token. Mellum's class names them, and its layers can be dense and rolled back.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _to_vllm(saved: Saved, target: Target) -> Layout:
 def _check_transformers(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     if (kind := target.config.model_type) != MELLUM:
         yield Refusal(
-            f"transformers 5.24 drafts with a dense MTP layer only beside a Mellum, and the target is a {kind!r}; "
-            "layers of other heads that it reads have experts, or no cache that is rolled back"
+            "transformers 5.24 builds an MTP head of the target's own layers, where its class names a head's "
+            f"tensors; ours is known to be the same only beside a Mellum, and the target is a {kind!r}"
         )
         return
     if settings["family"] not in ("", "qwen"):
