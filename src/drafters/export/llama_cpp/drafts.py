@@ -104,7 +104,7 @@ def _check_block(settings: Mapping[str, Any], target: Target) -> Iterator[Refusa
         reason = "a window or a causal block, untested with llama.cpp's DFlash"
         yield Refusal(reason, {"window": None, "sinks": 0, "causal": False})
     if (settings.get("rope") or {}).get("rope_type") == "llama3":
-        yield Refusal("llama.cpp's DFlash has no llama3 scaling of positions")
+        yield Refusal("llama3 scaling of positions, untested with llama.cpp's DFlash")
     yield from _check_positions(settings, "DFlash")
 
 

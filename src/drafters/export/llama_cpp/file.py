@@ -43,8 +43,8 @@ def target_file(named: str | None, target: Target) -> Path:
     Raises:
         UserError: no file, or one of another model.
     """
-    note = Path(target.model.name_or_path) / gguf.NOTE
-    if named is None and note.is_file():
+    folder = target.model.name_or_path
+    if named is None and folder and (note := Path(folder) / gguf.NOTE).is_file():
         named = json.loads(note.read_text())["file"]
     if named is None:
         raise UserError(
