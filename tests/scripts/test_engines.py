@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from workbench import ROOT
 
-from engines import run, table
+from engines import gains, run, table
 
 ROW = {"drafter": "EAGLE", "to": "vllm", "texts": "8 of 8 equal", "here": "0.50", "there": "0.50"}
 TEST = '<testcase name="{}"><properties><property name="engine_row" value=\'{}\'/></properties>{}</testcase>'
@@ -78,3 +78,46 @@ def test_an_environments_name_chooses_the_version(tmp_path, monkeypatch, name, w
 def test_an_unknown_program_is_refused(capsys):
     assert run.main(["vlm==1.0"]) == 2
     assert "vlm==1.0: known are authors, " in capsys.readouterr().out
+
+
+def timed(weights: str, tau: float, acceptance: bool = True) -> dict:
+    """A file of `foredraft advise engine=...` with drafts of 1 and 3 tokens, at 1.5 and 2 plain rounds."""
+    lengths = [
+        {"length": k, "drafted": k, "seconds": s, "tau": tau, "measured": tau / s}
+        for k, s in ((1, 1.5), (3, 2.0))
+    ]
+    rows = [{"length": 1, "tau": 1.8, "speedup": 1.2}, {"length": 3, "tau": 2.4, "speedup": 1.2}]
+    costs = {"batch_size": 1, "plain": 1.0, "lengths": lengths, "prefill": 0.1, "drafted_prefill": 0.1}
+    found = {"batch_size": 1, "needed": {"1.05": 0.42}, "lengths": rows if acceptance else []}
+    measured = {"engine": "vllm 0.32.0", "passes": {"1": 1.0, "4": 1.25}, "costs": [costs]}
+    return {
+        "target": "pocket",
+        "drafter": "eagle",
+        "weights": weights,
+        "measured": measured,
+        "results": [found],
+        "commit": "abc",
+        "hardware": "a machine",
+    }
+
+
+def test_gains_pair_random_weights_with_trained_ones(tmp_path, monkeypatch):
+    page = tmp_path / "engines.md"
+    page.write_text(f"before\n{gains.BEGIN}old\n{gains.END}after\n")
+    monkeypatch.setattr(gains, "PAGE", page)
+    monkeypatch.setattr(gains, "RESULTS", tmp_path)
+    (tmp_path / "a.json").write_text(json.dumps(timed("random", 1.0)))
+    (tmp_path / "b.json").write_text(json.dumps(timed("trained", 2.5)))
+    gains.main()
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| pocket")]
+    short, long = ([cell.strip("| ") for cell in row] for row in rows)
+    assert short[3:] == ["1", "", "1.50", "1.33x", "0.42", "1.80", "1.20x", "2.50", "1.67x"]
+    assert long[3:] == ["3", "1.25", "2.00", "2.00x", "0.42", "2.40", "1.20x", "2.50", "1.25x"]
+
+
+def test_gains_of_stated_acceptance_predict_nothing(tmp_path):
+    (line, _) = gains.lines([timed("random", 1.0)])
+    assert line[-4:] == ["", "", "", ""]
