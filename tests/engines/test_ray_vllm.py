@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from engine_tests import MARK, own_engines
 from stores import rows_of
 from workbench import ROOT, options_of
 
@@ -31,16 +32,16 @@ pytestmark = pytest.mark.engine
 @pytest.fixture
 def options(bench, vllm_python: Path, monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    arguments = ["--enforce-eager", "--max-model-len=256", "--max-num-seqs=8"]
+    arguments = ["--enforce-eager", "--max-model-len=256", "--max-num-seqs=8", MARK]
     given = ["rollout=ray", f"rollout.engine_python={vllm_python}", "rollout.temperature=0.0"]
     given += [f"target={ROOT / 'data' / 'pocket'}", "target.dtype=float32", "rollout.shard_size=3"]
     given += ["rollout.max_new_tokens=48"]
     return options_of(*bench.command, *given, rollout__engine_arguments=arguments)
 
 
-def pgrep(*words: str) -> set[int]:
-    """Processes of this machine."""
-    found = subprocess.run(["pgrep", *words], capture_output=True, text=True, check=False).stdout
+def children(process: int) -> set[int]:
+    words = ["pgrep", "-P", str(process)]
+    found = subprocess.run(words, capture_output=True, text=True, check=False).stdout
     return {int(pid) for pid in found.split()}
 
 
@@ -76,17 +77,13 @@ def test_killed_worker_loses_no_row_and_ends_its_engine(bench, options, fleet, t
     prompts = read_prompts(bench.prompts)
     plan = rollout_plan(options, target, chat, prompts)
     assert plan.server.startswith(options.target.name)  # rows of their own: another program draws them
-    before, away, log = pgrep("-f", "vllm.entrypoints"), portable(options), tmp_path / "log"
-
-    def new_engines() -> set[int]:
-        return pgrep("-f", "vllm.entrypoints") - before
-
+    away, log = portable(options), tmp_path / "log"
     one = RolloutStore(tmp_path / "one", plan, prompts)
     one.open()
     single = EngineWriter(away, plan)
     one.fill(single, lambda missing: None)
     del single
-    assert not remaining(new_engines)
+    assert not remaining(own_engines)
 
     def load():
         writer = EngineWriter(away, plan)
@@ -107,7 +104,7 @@ def test_killed_worker_loses_no_row_and_ends_its_engine(bench, options, fleet, t
             if len(lines) > 4:  # the third shard, while its answers are written
                 time.sleep(0.2)
                 worker = int(lines[4])
-                engines.append(alive(pgrep("-P", str(worker))))
+                engines.append(alive(children(worker)))
                 os.kill(worker, signal.SIGKILL)
                 engines.append(remaining(lambda: alive(engines[0])))
                 killed.append(lines[5])
@@ -125,7 +122,7 @@ def test_killed_worker_loses_no_row_and_ends_its_engine(bench, options, fleet, t
     of_worker, left = engines
     assert of_worker, "the worker had an engine"
     assert not left, "which ends with it"
-    assert not remaining(new_engines), "as do the others at the end"
+    assert not remaining(own_engines), "as do the others at the end"
 
 
 def test_an_engine_that_cannot_start_says_why(bench, options):

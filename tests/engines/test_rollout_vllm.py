@@ -1,25 +1,17 @@
 """`rollout=vllm` with vLLM: two processes of a run share one, and it ends with the answers."""
 
-import subprocess
-
 import pytest
+from engine_tests import MARK, own_engines
 from workbench import ROOT, Ranks
 
 from distill.rollouts.store import find
 
 pytestmark = pytest.mark.engine
-ENGINE = '["--enforce-eager","--max-model-len=256","--max-num-seqs=8"]'
-
-
-def engines() -> set[str]:
-    """Processes that serve."""
-    found = subprocess.run(["pgrep", "-f", "vllm.entrypoints"], capture_output=True, text=True, check=False)
-    return set(found.stdout.split())
+ENGINE = f'["--enforce-eager","--max-model-len=256","--max-num-seqs=8","{MARK}"]'
 
 
 def test_two_ranks_train_on_the_answers_of_one_vllm(bench, vllm_python, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    before = engines()
     given = [f"target={ROOT / 'data' / 'pocket'}", "rollout=vllm", f"rollout.engine_python={vllm_python}"]
     given += [
         f"rollout.engine_arguments={ENGINE}",
@@ -34,4 +26,4 @@ def test_two_ranks_train_on_the_answers_of_one_vllm(bench, vllm_python, monkeypa
     store = find(None, str(tmp_path / "rollouts"))
     assert len(list(store.glob("shard-*.parquet"))) == 4
     assert len(list(store.glob("vllm-*.log"))) == 1
-    assert engines() <= before
+    assert not own_engines()

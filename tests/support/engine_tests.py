@@ -20,6 +20,8 @@ from drafters.checkpoint import io as checkpoint_io
 from drafters.export import formats
 from drafters.export.layout import Layout
 
+# An argument of this process's engines: other tests' engines run on the machine at the same time.
+MARK = f"--seed={os.getpid()}"
 ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 
 
@@ -43,6 +45,13 @@ def ask_script(python: Path, script: Path, *words: Any, variables: Mapping[str, 
     )
     assert not done.returncode, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def own_engines() -> set[int]:
+    """Processes that serve with `MARK` among their arguments."""
+    words = ["pgrep", "-f", f"vllm.entrypoints.*{MARK}"]
+    found = subprocess.run(words, capture_output=True, text=True, check=False).stdout
+    return {int(pid) for pid in found.split()}
 
 
 def fit(drafter: Drafter, target: Target, batch: Batch, rate: float, steps: int) -> Drafter:
