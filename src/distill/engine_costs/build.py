@@ -115,7 +115,8 @@ def prepare(
     filters = {"temperature": sampler.temperature, "top_k": sampler.top_k, "top_p": sampler.top_p}
     to = format_of(options.engine, drafter, target)
     lengths = _lengths(options.lengths, drafter, to)
-    room = max(map(len, prompts)) + options.score.max_new_tokens + max(*lengths, SPARE)
+    longest = max(*map(len, prompts), *options.passes)
+    room = longest + max(options.score.max_new_tokens + max(lengths), *options.passes) + SPARE
     shared: dict[str, Any] = {
         "context": min(room, target.max_positions or room),
         "batch": max(options.batch_sizes),

@@ -144,6 +144,7 @@ def _pair(
 
 
 def _pass(plain: Decoder, prompt: Sequence[int], tokens: int) -> float:
+    prompt = list(prompt) * -(-tokens // len(prompt))  # at least as long
     return float(np.median([plain.pass_seconds(prompt, tokens) for _ in range(REPEATS)]))
 
 

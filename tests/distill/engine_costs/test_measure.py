@@ -52,6 +52,7 @@ class Answers:
         )
 
     def pass_seconds(self, prompt, tokens):
+        assert len(prompt) >= tokens
         return PLAIN + tokens / 1e4
 
 
