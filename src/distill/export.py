@@ -82,11 +82,16 @@ def check_options(options: ExportOptions) -> None:
     Raises:
         UserError: an unknown or impossible name, or no token for an upload.
     """
-    programs, to = [NATIVE, *formats.FORMATS], options.to or NATIVE
-    if to not in programs:
-        raise UserError(f"to={to}: choose {', '.join(programs[:-1])} or {programs[-1]}")
+    known = [NATIVE, *formats.FORMATS]
+    for to in options.programs:
+        if to not in known:
+            raise UserError(f"to={to}: choose {', '.join(known[:-1])} or {known[-1]}")
+    if options.to is not None and len(set(options.programs)) != max(len(options.programs), 1):
+        raise UserError(f"to=[{','.join(options.programs)}]: name at least one program, each once")
+    if options.push_to and len(options.programs) > 1:
+        raise UserError("push_to: a repository holds one format; push each by foredraft export")
     gguf_file.check_kind(options.outtype)
-    if to == GGUF and options.target_gguf:
+    if GGUF in options.programs and options.target_gguf:
         gguf_file.check_named(options.target_gguf)
     if options.push_to:
         upload.check_repo(options.push_to)
@@ -181,8 +186,9 @@ class RunExport:
             UserError: see `check_options` and `formats.check_format`.
         """
         check_options(self.options)
-        if (to := self.options.to or NATIVE) != NATIVE:
-            formats.check_format(class_name(resolve_name(factory.rpartition(".")[0])), to)
+        for to in _formats(self.options):
+            if to != NATIVE:
+                formats.check_format(class_name(resolve_name(factory.rpartition(".")[0])), to)
 
     def check(self, drafter: Drafter, target: Target) -> None:
         """Check that the export will succeed, before the run's work starts; after `check_kind`.
@@ -194,11 +200,11 @@ class RunExport:
         Raises:
             UserError: see `formats.check` and `gguf_file.target_file`.
         """
-        options, to, kind = self.options, self.options.to or NATIVE, short_name(drafter)
-        if to != NATIVE:
-            formats.check(kind, drafter.settings, target, to)
-        if to == GGUF:
-            gguf_file.target_file(options.target_gguf, target)
+        for to in _formats(self.options):
+            if to != NATIVE:
+                formats.check(short_name(drafter), drafter.settings, target, to)
+            if to == GGUF:
+                gguf_file.target_file(self.options.target_gguf, target)
 
     def write(self, folder: Path, target: Target) -> None:
         """Export the best checkpoint of a run that has ended.
@@ -210,31 +216,36 @@ class RunExport:
         Raises:
             FollowUpError: it failed; the run is whole, and the message says how to export again.
         """
-        options = self.options
-        if not (options.to or options.push_to) or not first_rank():
+        if not _formats(self.options) or not first_rank():
             return
-        to = options.to or NATIVE
         # Without scores there is no best.
         links = [folder / "checkpoints" / name for name in ("best", "last")]
         checkpoint = next((link for link in links if link.exists()), None)
         if checkpoint is None:
             return
-        out = _export_folder(checkpoint.resolve(), to)
+        failed = [self._write(checkpoint.resolve(), target, to) for to in _formats(self.options)]
+        if any(failed):
+            raise FollowUpError("; ".join(filter(None, failed)))
+
+    def _write(self, checkpoint: Path, target: Target, to: str) -> str:
+        """Export to one program; returns why it failed and how to export again, or ""."""
+        options, out = self.options, _export_folder(checkpoint, to)
         try:
             if not out.is_dir():
                 write(checkpoint, target, to, out, options.push_to, options)
             if options.push_to:
                 push(out, options.push_to, options.private, options.dry_run)
         except (UserError, RemoteError, OSError) as error:
-            words = ["foredraft", "export", f"checkpoint={checkpoint.resolve()}", f"to={to}"]
+            words = ["foredraft", "export", f"checkpoint={checkpoint}", f"to={to}"]
             words += [f"target_gguf={options.target_gguf}"] if to == GGUF and options.target_gguf else []
             words += [f"outtype={options.outtype}"] if options.outtype else []
             if options.push_to:
                 words += [f"push_to={options.push_to}", f"private={str(options.private).lower()}"]
             reason = " ".join(str(error).split())
-            raise FollowUpError(
+            return (
                 f"export: {reason}; the run itself is whole, and this exports it again: {shlex.join(words)}"
-            ) from error
+            )
+        return ""
 
 
 def _served(theirs: Layout | None, drafter: Drafter, target: Target, out: Path) -> str:
@@ -249,6 +260,11 @@ def _served(theirs: Layout | None, drafter: Drafter, target: Target, out: Path) 
     name = str(served.absolute()) if served.exists() else drafter.origin.name
     command = found.command(name, str(out.absolute()))
     return "\n".join(part for part in (found.note, command and f"serve it: {command}") if part)
+
+
+def _formats(options: ExportOptions) -> tuple[str, ...]:
+    """Formats to write at the end of a run: those that are named, or with only `push_to` the native one."""
+    return options.programs or (NATIVE,) * bool(options.push_to)
 
 
 def _export_folder(checkpoint: Path, to: str) -> Path:

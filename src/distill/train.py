@@ -272,7 +272,9 @@ def _scorer(
 ) -> Scorer:
     """Build the checkpoint scorer; check that the drafter supports its plans."""
     answers = Path(options.output_dir) / "heldout"
-    score, served_plan = engine_scores.as_served(options.score, options.export.to, drafter, target)
+    score, served_plan = engine_scores.as_served(
+        options.score, next(iter(options.export.programs), None), drafter, target
+    )
     scorer = Scorer(
         score,
         options.decode,

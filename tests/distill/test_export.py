@@ -38,6 +38,10 @@ def test_export_that_cannot_succeed_is_refused_before_any_work(bench, said):
     [
         ("export.to=nonsense", "to=nonsense: choose native, vllm"),
         ("export.push_to=bad", "push_to=bad: give owner/name"),
+        ("export.to=[native,nonsense]", "to=nonsense: choose native, vllm"),
+        ("export.to=[native,native]", "to=[native,native]: name at least one program, each once"),
+        ("export.to=[]", "to=[]: name at least one program"),
+        ("export.to=[native,sglang]", "sglang has no format for drafter 'lstm'"),
         ("export.outtype=q2_k", "outtype=q2_k: choose"),
         ("export.to=sglang", "sglang has no format for drafter 'lstm'"),
     ],
@@ -112,6 +116,31 @@ def test_failing_export_leaves_a_whole_run_and_exit_code_1(bench, monkeypatch):
     assert next((folder / "export").iterdir()).name.endswith("-native")
     # The run has ended: the same command is a new one.
     assert bench.train("seed=5", "export.to=native", *SHORT).succeeded().folder != folder
+
+
+def test_run_is_exported_to_several_programs(bench):
+    done = bench.train("seed=6", "drafter.bias=false", "export.to=[vllm,native,sglang]", *SHORT).succeeded()
+    written = {path.name.partition("-")[2] for path in (done.folder / "export").iterdir()}
+    assert written == {"vllm", "native", "sglang"}
+    assert done.out.count("serve it: ") == 3
+    score = json.loads((done.folder / "checkpoints" / "best" / "score.json").read_text())
+    assert score["served_plan"] == "chain-3", "scored as the first of them drafts"
+
+
+def test_one_failing_export_of_several_leaves_the_others(bench, monkeypatch):
+    write = export.write
+
+    def fails(checkpoint, target, to, *more):
+        if to == "vllm":
+            raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+        write(checkpoint, target, to, *more)
+
+    monkeypatch.setattr(export, "write", fails)
+    done = bench.train("seed=7", "drafter.bias=false", "export.to=[vllm,native]", *SHORT)
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert done.err.rstrip().endswith("to=vllm")
+    written = [path.name.partition("-")[2] for path in (bench.runs()[-1] / "export").iterdir()]
+    assert written == ["native"]
 
 
 def test_run_on_a_gguf_file_ends_with_a_file_for_llama_cpp(bench, tmp_path, own_cache):

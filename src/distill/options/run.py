@@ -99,12 +99,17 @@ class OnPolicyOptions:
 class ExportOptions:
     """What becomes of the best checkpoint at the end of a run."""
 
-    to: str | None  # format
+    to: str | tuple[str, ...] | None  # format, or several; the first is the one that scores are for
     push_to: str | None  # owner/name on the Hub
     private: bool
     dry_run: bool
     target_gguf: str | None  # of to=gguf: the GGUF file that is served as the target
     outtype: str | None  # of to=gguf: how matrices are stored
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """Formats that `to` names."""
+        return (self.to,) if isinstance(self.to, str) else self.to or ()
 
 
 @dataclass(frozen=True, kw_only=True)
