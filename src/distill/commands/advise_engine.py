@@ -204,7 +204,7 @@ def _advice(
 
 def _traffic(traffic: TrafficForecast, costs: Sequence[EngineCosts]) -> str:
     beyond = (
-        f"; {traffic.beyond} ran beside more than {max(one.batch_size for one in costs)}, the largest batch "
+        f"; {traffic.beyond} ran with more than {max(one.batch_size for one in costs)}, the largest batch "
         "that was timed"
         if traffic.beyond
         else ""

@@ -15,7 +15,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, build_opener
 
 from decode.errors import UserError
-from distill.engine_costs.measure import Counted
+from distill.engine_costs.measure import Counted, ServerOptions
 from distill.engines.launch import NO_PROXY
 from distill.engines.llama_cpp import LlamaCpp
 
@@ -24,32 +24,20 @@ TARGET, LENGTH = "-m", "--spec-draft-n-max"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
+class Serving(ServerOptions):
     """How llama.cpp's server is started.
 
     Attributes:
         installation: the installation.
         target: its GGUF file.
-        command: `llama-server -m TARGET.gguf -md ... --spec-type ...`, as an export prints it.
-        context: most tokens of prompt, answer and draft.
-        batch: most requests side by side.
-        folder: of the logs.
-        sampler: temperature and filters.
-        threads: of the CPU; 0: all.
     """
 
     installation: LlamaCpp
     target: Path
-    command: str
-    context: int
-    batch: int
-    folder: Path
-    sampler: dict[str, float]
-    threads: int
 
 
 class LlamaCppRounds:
-    """A `TimedEngine`: one server of the target alone, and one for each draft length.
+    """A `TimedEngine`: one server of the target without a drafter, and one for each draft length.
 
     Args:
         serving: how to start them.

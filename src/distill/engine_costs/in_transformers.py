@@ -54,7 +54,7 @@ class TransformersRounds:
 
     @contextmanager
     def drafting(self, length: int) -> Iterator[TransformersDecoder]:
-        """Load the drafter beside the target, which `plain` has loaded."""
+        """Load the drafter; `plain` has loaded the target."""
         target, options = self.target, {}
         if self.kind == "mtp":  # a head of the target's own class
             name, revision = self.source

@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from decode.errors import UserError
-from distill.engine_costs.measure import Counted
+from distill.engine_costs.measure import Counted, ServerOptions
 from distill.engines.base import Request, SamplingParams
 from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
@@ -26,36 +25,24 @@ POLL, LAG = 0.02, 10.0  # seconds between reads of counters that lag behind the 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
+class Serving(ServerOptions):
     """How vLLM is started.
 
     Attributes:
         installation: the installation.
-        command: `vllm serve TARGET --speculative-config ...`, as an export prints it.
         dtype: of the target's weights.
-        context: most tokens of prompt, answer and draft.
-        batch: most requests side by side.
         on_cpu: do not compile, which takes minutes on a CPU.
-        folder: of the logs.
         chat: tokenizer of the requests.
-        sampler: temperature and filters.
-        threads: of the CPU; 0: as many as it takes.
     """
 
     installation: VLLM
-    command: str
     dtype: str
-    context: int
-    batch: int
     on_cpu: bool
-    folder: Path
     chat: Chat
-    sampler: dict[str, float]
-    threads: int
 
 
 class VLLMRounds:
-    """A `TimedEngine`: one server of the target alone, and one for each draft length.
+    """A `TimedEngine`: one server of the target without a drafter, and one for each draft length.
 
     Args:
         serving: how to start them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +37,27 @@ class Counted:
     seconds: float
     prompt_tokens: float
     prompt_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """What every started server is told.
+
+    Attributes:
+        command: serves target and drafter, as an export prints it.
+        context: most tokens of prompt, answer and draft.
+        batch: most requests at the same time.
+        folder: of the logs.
+        sampler: temperature and filters.
+        threads: of the CPU; 0: as many as it takes.
+    """
+
+    command: str
+    context: int
+    batch: int
+    folder: Path
+    sampler: dict[str, float]
+    threads: int
 
 
 class Decoder(Protocol):

@@ -5,7 +5,7 @@ Each line of the log is a JSON object:
     {"prompt_tokens": 812, "completion_tokens": 96, "start": 1764430000.2, "end": 1764430004.9}
 
 `usage` of OpenAI's protocol may hold both counts. `start` and `end` (seconds, or ISO 8601) give the number of
-requests that ran beside each; `concurrency` states it. Without either, requests run alone.
+requests that ran at the same time; `concurrency` states it. Without either, it is 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distill.engine_costs.costs import PAYS, EngineCosts
 
 
 class LoggedRequest(NamedTuple):
-    """Lengths in tokens of a request, and how many ran beside it and with it, in the mean."""
+    """Lengths in tokens of a request, and how many ran at the same time, itself included, in the mean."""
 
     prompt: int
     answer: int
@@ -42,7 +42,7 @@ class TrafficForecast:
         gaining: share of requests whose time falls by a factor of `PAYS` or more.
         losing: share of requests whose time grows.
         speedup: time of all requests, plain over drafted, prompts included.
-        beyond: requests that ran beside more than the largest timed batch, and are taken for it.
+        beyond: requests whose concurrency exceeds the largest timed batch; they cost as much as it.
     """
 
     length: int
@@ -71,8 +71,8 @@ def read_log(path: Path) -> list[LoggedRequest]:
         raise UserError(
             f"traffic={path}: {len(found) - len(timed)} of {len(found)} lines have no start and end"
         )
-    beside = _concurrency([one[3] for one in found if one[3]]) if timed else [one[2] for one in found]
-    return [LoggedRequest(one[0], one[1], count) for one, count in zip(found, beside, strict=True)]
+    running = _concurrency([one[3] for one in found if one[3]]) if timed else [one[2] for one in found]
+    return [LoggedRequest(one[0], one[1], count) for one, count in zip(found, running, strict=True)]
 
 
 Line = tuple[int, int, float, tuple[float, float] | None]  # prompt, answer, concurrency, start and end
@@ -130,15 +130,15 @@ def forecast(
     """
     costs = sorted(costs, key=lambda one: one.batch_size)
     sizes = [one.batch_size for one in costs]
-    prompts, answers, beside = (np.array(column, float) for column in zip(*log, strict=True))
-    plain = prompts * np.interp(beside, sizes, [one.prefill for one in costs])
-    plain += (answers - 1) * np.interp(beside, sizes, [one.plain for one in costs])
+    prompts, answers, running = (np.array(column, float) for column in zip(*log, strict=True))
+    plain = prompts * np.interp(running, sizes, [one.prefill for one in costs])
+    plain += (answers - 1) * np.interp(running, sizes, [one.plain for one in costs])
 
     def drafted(length: int) -> np.ndarray:
         if not length:
             return plain
-        seconds = prompts * np.interp(beside, sizes, [one.drafted_prefill for one in costs])
-        rounds = np.interp(beside, sizes, [one.round_seconds(length) for one in costs])
+        seconds = prompts * np.interp(running, sizes, [one.drafted_prefill for one in costs])
+        rounds = np.interp(running, sizes, [one.round_seconds(length) for one in costs])
         return seconds + (answers - 1) / (1 + sum(survival[:length])) * rounds
 
     length = min(costs[0].choices(survival), key=lambda k: (drafted(k).sum(), k))
@@ -149,5 +149,5 @@ def forecast(
         gaining=float((gain >= PAYS).mean()),
         losing=float((gain < 1).mean()),
         speedup=float(plain.sum() / drafted(length).sum()),
-        beyond=int((beside > sizes[-1]).sum()),
+        beyond=int((running > sizes[-1]).sum()),
     )

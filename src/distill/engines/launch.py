@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import ClassVar
 from urllib.error import HTTPError
 from urllib.request import OpenerDirector, ProxyHandler, build_opener
 
@@ -74,6 +75,32 @@ def interpreter(python: str, module: str, option: str) -> Path:
     if code:
         raise UserError(f"{option}={python}: has no package {module}; install it there, or give another")
     return path.absolute()
+
+
+class Installation:
+    """An environment that has an engine; subclasses name its package.
+
+    Args:
+        python: its interpreter.
+        arguments: arguments of every server.
+        patience: seconds until a server must be ready.
+        option: option that names the interpreter, for messages.
+
+    Raises:
+        UserError: no interpreter, or one without the package.
+    """
+
+    package: ClassVar[str]
+
+    def __init__(
+        self,
+        python: str,
+        arguments: Sequence[str] = (),
+        patience: float = 900.0,
+        option: str = "score.engine_python",
+    ) -> None:
+        self.python = interpreter(python, self.package, option)
+        self.arguments, self.patience = list(map(str, arguments)), patience
 
 
 def version_of(python: Path, package: str) -> str:

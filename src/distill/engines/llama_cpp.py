@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from distill.engines import inside
-from distill.engines.launch import interpreter, serve, version_of
+from distill.engines.launch import Installation, serve, version_of
 
 PACKAGE, SERVER = "xllamacpp", "foredraft_llama_server"  # package, and module of `inside` that serves with it
 
 
-class LlamaCpp:
-    """An environment that has xllamacpp.
+class LlamaCpp(Installation):
+    """An environment that has xllamacpp; its arguments are those of `llama-server`; see `Installation`."""
 
-    Args:
-        python: its interpreter.
-        arguments: arguments of every server, as of `llama-server` (see `inside/foredraft_llama_server.py`).
-        patience: seconds until a server must be ready.
-        option: option that names the interpreter, for messages.
-
-    Raises:
-        UserError: no interpreter, or one without xllamacpp.
-    """
-
-    def __init__(
-        self,
-        python: str,
-        arguments: Sequence[str] = (),
-        patience: float = 300.0,
-        option: str = "engine_python",
-    ) -> None:
-        self.python = interpreter(python, PACKAGE, option)
-        self.arguments, self.patience = list(map(str, arguments)), patience
+    package = PACKAGE
 
     def build(self) -> str:
         """Build of llama.cpp, as in b11549: the last part of the package's version."""

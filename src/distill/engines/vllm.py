@@ -8,35 +8,17 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from decode.model.load import source_of
-from distill.engines.launch import VLLM_VARIABLES, interpreter, serve
+from distill.engines.launch import VLLM_VARIABLES, Installation, serve
 from distill.options.answers import TargetOptions
 from distill.utils.paths import bundled
 
 PACKAGE, SERVER = "vllm", "vllm.entrypoints.openai.api_server"  # what `vllm serve` runs
 
 
-class VLLM:
-    """An installation of vLLM.
+class VLLM(Installation):
+    """An installation of vLLM; see `Installation`."""
 
-    Args:
-        python: interpreter with vLLM.
-        arguments: arguments of every server.
-        patience: seconds until a server must be ready.
-        option: option that names the interpreter, for messages.
-
-    Raises:
-        UserError: no interpreter, or one without vLLM.
-    """
-
-    def __init__(
-        self,
-        python: str,
-        arguments: Sequence[str] = (),
-        patience: float = 900.0,
-        option: str = "score.engine_python",
-    ) -> None:
-        self.python = interpreter(python, PACKAGE, option)
-        self.arguments, self.patience = list(map(str, arguments)), patience
+    package = PACKAGE
 
     def serve(
         self, command: str, log: Path, *arguments: str, variables: Mapping[str, str] | None = None

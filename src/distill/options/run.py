@@ -164,7 +164,7 @@ class OptimizerOptions:
 
     Attributes:
         build: makes the optimizer from groups of weights; imports it when it is called.
-        fuses: whether it takes `fused=True`: torch's AdamW, alone or beside Muon.
+        fuses: whether it takes `fused=True`: torch's AdamW, also within Muon.
         warmup: share of the steps.
         final_lr: share of the learning rate.
     """

@@ -1,6 +1,6 @@
 """Export and import of DFlash in its authors' format, for vLLM and SGLang (z-lab/dflash, SpecForge).
 
-Also export to transformers: 5.24 has one class of DFlash, Muse Glimmer's assistant, and drafts with it beside
+Also export to transformers: 5.24 has one class of DFlash, Muse Glimmer's assistant, and drafts with it for
 any target.
 """
 

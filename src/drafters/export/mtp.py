@@ -146,7 +146,7 @@ def _check_transformers(settings: Mapping[str, Any], target: Target) -> Iterator
 
 
 def _to_transformers(saved: Saved, target: Target) -> Layout:
-    """The target's configuration with one dense MTP layer, and the tensors of the head alone."""
+    """The target's configuration with one dense MTP layer, and only the tensors of the head."""
     names = dict(saved.settings) | {"family": "qwen"}  # Mellum's are the same
     tensors = native(without_confidence(saved), names, len(target.layers))
     config = portable_config(json.loads(target.model.config.to_json_string()))

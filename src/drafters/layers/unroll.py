@@ -28,7 +28,7 @@ class FirstLayerInput(NamedTuple):
     Attributes:
         residual: (n, D) residual stream, which the layer adds its output to.
         x: (n, D) input of the q, k, v projection.
-        rest: (n, P) precomputed summand of the projection, which includes its bias; None: the bias alone.
+        rest: (n, P) precomputed summand of the projection, which includes its bias; None: only the bias.
     """
 
     residual: Tensor

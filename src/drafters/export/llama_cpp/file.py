@@ -1,6 +1,6 @@
 """The GGUF file of a drafter: its keys and tensors, and the tokenizer of the target's own file.
 
-A draft for llama.cpp is served beside a GGUF file of its target, which has the tokenizer in llama.cpp's own
+A draft for llama.cpp is served with a GGUF file of its target, which has the tokenizer in llama.cpp's own
 terms. It is copied, so the two always agree, and no list of known tokenizers is needed.
 """
 
