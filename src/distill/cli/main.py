@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,8 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
     if flags:
         hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(job)()
     else:  # skips hydra.main's extra composition, which detects sweeps
-        said = closing_line(run.path) if run else nullcontext()
-        with said, configurations(config_dir) as reader:
+        said, held = (closing_line(run.path), closing(run)) if run else (nullcontext(), nullcontext())
+        with held, said, configurations(config_dir) as reader:
             reader.run(config_name, job, argv)
     if run:
         print(run.path, flush=True)

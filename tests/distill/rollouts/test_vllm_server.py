@@ -10,7 +10,7 @@ from fake_server import FakeServer
 from workbench import make_tokenizer, ranks
 
 from decode.errors import UserError
-from distill.engines import vllm
+from distill.engines import launch, vllm
 from distill.engines.gpus import Gpu, spread, visible_gpus
 from distill.prompts.chat_template import Chat
 from distill.rollouts import vllm_server
@@ -91,7 +91,7 @@ def shared(bench, tmp_path):
                 yield serve(place)
 
             patch = pytest.MonkeyPatch()  # of a process that ends
-            patch.setattr(vllm, "interpreter", lambda python, *_: Path(python))
+            patch.setattr(launch, "interpreter", lambda python, *_: Path(python))
             patch.setattr(vllm.VLLM, "serve_target", started)
             patch.setattr(vllm_server, "visible_gpus", lambda python: [H100] * 2)
 
