@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from decode.errors import UserError
 from distill.prompts.prompt import Prompt
@@ -77,12 +78,24 @@ class Source:
         """Name in messages."""
         if self.path:
             return str(self.path)
-        return "/".join(filter(None, (self.dataset, self.name, self.split)))
+        return "/".join(filter(None, (self.dataset, self.name or self._file, self.split)))
 
     @property
     def short(self) -> str:
         """Name in prompt ids of a mixture."""
-        return Path(self.path).stem if self.path else str(self.name or self.dataset).rpartition("/")[2]
+        if file := self.path or self._file:
+            return Path(file).stem
+        return str(self.name or self.dataset).rpartition("/")[2]
+
+    @property
+    def _file(self) -> str:
+        """Name of the one file or URL that a format (`dataset=json`) reads; "" if there is another name.
+
+        Without folders and query, which may have a key.
+        """
+        if self.name or "/" in str(self.dataset) or not isinstance(self.files, str):
+            return ""
+        return urlsplit(self.files).path.rpartition("/")[2]
 
     def read(self, strict: bool) -> Reading:
         """Read all prompts.

@@ -5,7 +5,11 @@ import gzip
 import json
 import lzma
 import tracemalloc
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import datasets
 import pyarrow as pa
@@ -13,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from workbench import CONF, ROOT
 
 from decode.errors import UserError
@@ -55,6 +60,39 @@ def test_dataset_is_read_by_its_columns(local_dataset):
     files = {"dataset": "json", "files": f"{local_dataset}/test.jsonl"}
     for place in ({"dataset": local_dataset, "split": "test"}, files):
         assert texts(Source(**place, columns=columns).read(True).prompts) == ["test 0", "test 1"]
+
+
+@pytest.fixture
+def address(tmp_path) -> Iterator[str]:
+    """Address of a server that has the folder's files."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_entries_of_a_mixture_read_urls(tmp_path, address, monkeypatch):
+    """They are told apart in ids and messages, where no key of an address appears."""
+    config = {"HF_DATASETS_CACHE": tmp_path / "cache", "DOWNLOADED_DATASETS_PATH": tmp_path / "downloads"}
+    for name, value in (config | {"HF_HUB_OFFLINE": False, "HF_UPDATE_DOWNLOAD_COUNTS": False}).items():
+        monkeypatch.setattr(datasets.config, name, value)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    code = [{"instruction": f"write {i}", "input": "", "response": "def"} for i in range(8)]
+    (tmp_path / "code.json").write_text(json.dumps(code, indent=4))
+    write(tmp_path / "sums.jsonl", *({"wish": f"add {i}"} for i in range(2)))
+    words = [
+        f"{{dataset: json, files: '{address}/code.json?key=secret', answers: drop, weight: 4}}",
+        f"{{dataset: json, files: '{address}/sums.jsonl', columns: {{prompt: wish}}}}",
+    ]
+    options = compose(["prompts=mix", f"prompts.sources=[{', '.join(words)}]"], CONF).prompts
+    sources = to_sources(json.loads(json.dumps(OmegaConf.to_container(options))))
+    mixed = mix([one.read(strict=True) for one in sources], 10)
+    assert sorted(texts(mixed)) == [*(f"add {i}" for i in range(2)), *(f"write {i}" for i in range(8))]
+    assert all(len(prompt.messages) == 1 for prompt in mixed), "answers are to be dropped"
+    assert [one.label for one in sources] == ["json/code.json/train", "json/sums.jsonl/train"]
+    assert {prompt.id.partition("/")[0] for prompt in mixed} == {"code", "sums"}
+    assert Source(dataset="owner/name", files="a.json").label == "owner/name/train"
 
 
 def test_wrong_dataset_is_one_line(local_dataset):
