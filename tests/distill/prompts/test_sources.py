@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import re
 import tracemalloc
 from collections.abc import Iterator
 from functools import partial
@@ -215,6 +216,25 @@ def test_yaml_of_a_dataset_reads_its_rows(name, monkeypatch):
     ((names, options),) = asked
     assert names[0] in ("json", source(name).dataset)
     assert options.keys() == {"data_files", "split", "revision"}, "no code of a dataset is trusted"
+
+
+def test_code_experiment_asks_for_code_and_sums_and_drops_answers(monkeypatch):
+    records = {
+        "json": {"instruction": "write", "input": "", "response": "def"},
+        "openai/gsm8k": {"question": "add", "answer": "2"},
+    }
+    loaded = {name: datasets.Dataset.from_list([record]) for name, record in records.items()}
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *_, **options: loaded[name])
+    options = compose(["experiment=qwen_coder"], CONF).prompts
+    code, sums = sources = to_sources(json.loads(json.dumps(OmegaConf.to_container(options))))
+    assert [source.label for source in sources] == [
+        "json/codegen-instruct.json/train",
+        "openai/gsm8k/main/train",
+    ]
+    assert (code.weight, sums.weight) == (4, 1)
+    assert re.search("/[0-9a-f]{40}/", str(code.files)), "a branch would move"
+    read = [source.read(strict=True).prompts[0].messages for source in sources]
+    assert [[m["content"] for m in messages] for messages in read] == [["write"], ["add"]]
 
 
 RECORDS = [{"question": f'q{i}, "so"\n{i}', "answer": f"a{i}", "weight": i} for i in range(4)]

@@ -56,7 +56,7 @@ def test_experiment_names_its_target_and_vllm(experiment):
     assert (cfg.drafter.depth, cfg.drafter.anchors, cfg.taps) == (7, 0, "online")
 
 
-@pytest.mark.parametrize("experiment", [*CLASSES, "llama_cpp"])
+@pytest.mark.parametrize("experiment", [*CLASSES, "llama_cpp", "qwen_coder"])
 def test_experiment_scores_the_chain_that_is_served(experiment):
     """The printed command drafts as many tokens as were trained, and these engines draft no trees."""
     cfg = compose([f"experiment={experiment}"], CONF)
