@@ -63,6 +63,9 @@ UNRUN = {
     r"prompts=gsm8k score\.judge": "a dataset of the Hub; tests/distill/scoring/test_script_judge.py",
     r"objective=focal|drafter=tiny": "a package of one's own; tests/foredraft/test_installed.py",
     r"smollm2": "a model of the Hub, or of a package of 98 MB",
+    r"qwen_coder": "models of the Hub, of 1 GB and more",
+    r"scripts/targets/fetch\.py": "parts of 0.5 GB from a package index; tests/scripts/test_fetch.py",
+    r"prompts=humaneval": "a dataset of the Hub; tests/distill/prompts/test_sources.py",
     r"llama_cpp|to=gguf": "a GGUF file of the target; tests/engines/test_llama_cpp.py",
     r"speculators=|check_speculators\.py": "an environment with the package speculators",
 }
