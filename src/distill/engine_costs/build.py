@@ -13,6 +13,7 @@ from decode.model.target import Target
 from decode.planning.round_timing import clock_of
 from decode.sampling import Sampler
 from distill.engine_costs import in_llama_cpp, in_vllm
+from distill.engine_costs.in_foredraft import ForedraftRounds
 from distill.engine_costs.in_transformers import TransformersRounds
 from distill.engine_costs.measure import TimedEngine
 from distill.engines.llama_cpp import LlamaCpp
@@ -27,8 +28,9 @@ from drafters.export.layout import trained_depth
 from drafters.export.llama_cpp import file as gguf_file
 from drafters.registry import short_name
 
-LLAMA_CPP, TRANSFORMERS = "llama.cpp", "transformers"
-ENGINES = {"vllm": VLLM, LLAMA_CPP: LlamaCpp, TRANSFORMERS: None}  # name -> installation
+LLAMA_CPP, TRANSFORMERS, OURS = "llama.cpp", "transformers", "foredraft"
+# name -> installation; None: runs in this process
+ENGINES = {"vllm": VLLM, LLAMA_CPP: LlamaCpp, TRANSFORMERS: None, OURS: None}
 OPTION = "engine_python"
 ROUNDS = 4  # least number of whole rounds in an answer
 
@@ -73,8 +75,8 @@ def _check_engine(options: AdviseEngineOptions) -> None:
     gguf_file.check_kind(options.outtype)
     if not (installation := ENGINES[options.engine]):
         for name in [name for name in (OPTION, "engine_args") if getattr(options, name)]:
-            raise UserError(f"{name}: transformers runs in this process; leave it out")
-        if max(options.batch_sizes) > 1:
+            raise UserError(f"{name}: {options.engine} runs in this process; leave it out")
+        if options.engine == TRANSFORMERS and max(options.batch_sizes) > 1:
             raise UserError("batch_sizes: transformers drafts for one request at a time; give [1]")
     elif not options.engine_python:
         raise UserError(
@@ -112,6 +114,9 @@ def prepare(
     if drafter.traits.tunes_target:
         kind = short_name(drafter)
         raise UserError(f"drafter={kind}: tunes its target, so plain decoding of the target is no baseline")
+    if options.engine == OURS:
+        lengths = _possible(options.lengths, drafter)
+        return Prepared(engine=ForedraftRounds(target, drafter, sampler), lengths=lengths)
     filters = {"temperature": sampler.temperature, "top_k": sampler.top_k, "top_p": sampler.top_p}
     to = format_of(options.engine, drafter, target)
     lengths = _lengths(options.lengths, drafter, to)
@@ -161,6 +166,12 @@ def format_of(engine: str, drafter: Drafter, target: Target) -> str:
     to = formats.GGUF if engine == LLAMA_CPP else engine
     formats.check(short_name(drafter), drafter.settings, target, to)
     return to
+
+
+def _possible(asked: Sequence[int], drafter: Drafter) -> tuple[int, ...]:
+    """Draft lengths to time in our decoder: those asked for that the drafter can draft, or its longest."""
+    deepest = drafter.max_depth or max(asked)
+    return tuple(sorted({min(length, deepest) for length in asked}))
 
 
 def _lengths(asked: Sequence[int], drafter: Drafter, to: str) -> tuple[int, ...]:

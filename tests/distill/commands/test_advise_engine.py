@@ -37,15 +37,16 @@ def options(target, *more):
     return options_of(*words(target, *named, *more), cls=AdviseEngineOptions, name="advise_engine")
 
 
-def test_command_prints_and_writes_what_a_draft_model_gains(target, tmp_path):
+@pytest.mark.parametrize("engine", ["transformers", "foredraft"])
+def test_command_prints_and_writes_what_a_draft_model_gains(target, tmp_path, engine):
     log = tmp_path / "log.jsonl"
     log.write_text('{"prompt_tokens": 4, "completion_tokens": 400}\n')
     out = tmp_path / "out.json"
-    more = ["engine=transformers", "acceptance=1.0", f"traffic={log}", f"out={out}"]
+    more = [f"engine={engine}", "acceptance=1.0", f"traffic={log}", f"out={out}"]
     said = foredraft("advise", *words(target, *more)).succeeded().out
     card = json.loads(out.read_text())
     costs = card["measured"]["costs"][0]
-    assert card["measured"]["engine"].startswith("transformers ")
+    assert card["measured"]["engine"].startswith(engine)
     assert set(card["measured"]["passes"]) == {"1", "4"}
     assert [one["length"] for one in costs["lengths"]] == [1, 3]
     for one in costs["lengths"]:
@@ -58,6 +59,16 @@ def test_command_prints_and_writes_what_a_draft_model_gains(target, tmp_path):
     assert card["traffic"]["requests"] == 1
     assert "traffic, 1 requests" in said
     assert not list((target.parent / "logs").iterdir()), "the exported drafter is removed"
+
+
+def test_own_decoder_times_drafters_of_every_kind_and_batch(target, tmp_path):
+    """A drafter of fixed depth is timed at that depth, and a batch takes a row's share of its seconds."""
+    out = tmp_path / "out.json"
+    more = ["engine=foredraft", "drafter=medusa", "drafter.depth=2", "batch_sizes=[1,3]", f"out={out}"]
+    advise(options(target, *more))
+    costs = json.loads(out.read_text())["measured"]["costs"]
+    assert [one["batch_size"] for one in costs] == [1, 3]
+    assert [one["length"] for one in costs[0]["lengths"]] == [1, 2]
 
 
 def test_without_an_acceptance_the_ceiling_is_the_result(target, tmp_path, capsys):
