@@ -109,7 +109,7 @@ def write(
     out: Path,
     repo: str | None = None,
     options: ExportOptions | None = None,
-) -> None:
+) -> str:
     """Write a checkpoint in a program's format, with model card, scorecard and recipe.
 
     Args:
@@ -119,6 +119,9 @@ def write(
         out: a new folder.
         repo: hub repository, for the model card.
         options: those of `to=gguf`.
+
+    Returns:
+        The command that serves it; "" if none does.
 
     Raises:
         UserError: see `checkpoint_io.load`, `formats.write_layout`, `gguf_file.target_file` and
@@ -134,7 +137,9 @@ def write(
             f"{card.fastest.decode}, {card.fastest.speed:.2f}x); the command still drafts as deep as it "
             "was trained: measure on the serving machine with foredraft advise"
         )
-    say(_served(theirs, drafter, target, out))
+    note, command = _served(theirs, drafter, target, out)
+    say("\n".join(part for part in (note, command and f"serve it: {command}") if part))
+    return command
 
 
 def _write(
@@ -248,18 +253,17 @@ class RunExport:
         return ""
 
 
-def _served(theirs: Layout | None, drafter: Drafter, target: Target, out: Path) -> str:
-    """The files' note, and the command that serves the drafter in a last line of its own."""
+def _served(theirs: Layout | None, drafter: Drafter, target: Target, out: Path) -> tuple[str, str]:
+    """The files' note, and the command that serves the drafter."""
     assert drafter.origin is not None
     if theirs is None and target.abilities.decode:
-        return "serve it: its target is decoded by an engine; export it for one, as in to=vllm"
+        return "serve it: its target is decoded by an engine; export it for one, as in to=vllm", ""
     native = Layout({}, {}, "foredraft generate checkpoint={drafter} target={target} prompt=...")
     found = theirs or native
     served = Path(bundled(drafter.origin.name)).expanduser()
     # The command may be run elsewhere.
     name = str(served.absolute()) if served.exists() else drafter.origin.name
-    command = found.command(name, str(out.absolute()))
-    return "\n".join(part for part in (found.note, command and f"serve it: {command}") if part)
+    return found.note, found.command(name, str(out.absolute()))
 
 
 def _formats(options: ExportOptions) -> tuple[str, ...]:

@@ -23,10 +23,10 @@ class Command(NamedTuple):
 
     Attributes:
         about: one line of help.
-        function: "module:function" in distill; called with its options, or by `train` with the composed
-            configuration and the run's folder.
+        function: "module:function" in distill.
         config: name of its configuration in conf/; empty: the function reads sys.argv itself.
-        options: class in distill.options.commands that the configuration becomes.
+        options: class in distill.options.commands that the configuration becomes; empty: the function is
+            called with the configuration and a run's folder.
     """
 
     about: str
@@ -37,6 +37,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("train and score a drafter", "main:run", "config"),
+    "make": Command(
+        "time, train, export: a drafter with a serving command", "commands.making.make:make", "make"
+    ),
     "generate": Command(
         "answer a prompt with a drafter", "commands.generate:answer", "generate", "GenerateOptions"
     ),
@@ -135,7 +138,7 @@ def run(word: str, arguments: Sequence[str]) -> None:
         return call(read.checked_options(getattr(options, command.options), cfg))
 
     if command.config:
-        configured(call if word == "train" else without_folder, CONF, command.config)
+        configured(without_folder if command.options else call, CONF, command.config)
     else:
         with one_line_errors():
             call()

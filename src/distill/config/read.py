@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import partial
 from types import NoneType, UnionType
@@ -35,10 +35,13 @@ FUSES = ("torch.optim.AdamW", "distill.training.optim.muon")  # take `fused`; no
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list"}
 
 
-def checked_options(cls: type[Options], cfg: DictConfig, announce: bool = True) -> Options:
+def checked_options(
+    cls: type[Options], cfg: DictConfig, announce: bool = True, ignored: Sequence[str] = ()
+) -> Options:
     """Read a command's options and check the ranges that no constructor checks.
 
-    Fills in settings that depend on the target's size or the machine, and prints them if `announce`.
+    Fills in settings that depend on the target's size or the machine, and prints them if `announce`. Keys in
+    `ignored` may be there too.
 
     Raises:
         UserError: a value out of range, a divergence that fails, and see `read_options`.
@@ -47,20 +50,21 @@ def checked_options(cls: type[Options], cfg: DictConfig, announce: bool = True) 
     if issubclass(cls, HeldOutInputs):
         check_out(cfg)
     chosen = fill_size_settings(cfg, announce) | fill_precision(cfg, announce)
-    made = read_options(cls, cfg)
+    made = read_options(cls, cfg, ignored=ignored)
     if isinstance(made, RunOptions):
         check_divergence(made.objective)
         return replace(made, config=ResolvedOptions.of(made.config.values, chosen))
     return made
 
 
-def read_options(cls: type[Options], cfg: DictConfig, name: str = "") -> Options:
+def read_options(cls: type[Options], cfg: DictConfig, name: str = "", ignored: Sequence[str] = ()) -> Options:
     """Build a dataclass of `distill.options` from a configuration.
 
     Args:
         cls: dataclass with the configuration's keys as fields.
         cfg: composed configuration.
         name: dotted prefix of `cfg`, for messages.
+        ignored: keys that need not be fields.
 
     Raises:
         UserError: an unknown or missing key, a value of another type, or one that a constructor rejects.
@@ -69,7 +73,7 @@ def read_options(cls: type[Options], cfg: DictConfig, name: str = "") -> Options
         return cast(Options, reader(cfg))
     if cls is RolloutOptions:
         cls = cast(type[Options], _rollout(cfg))
-    _check_names(cls, {str(key) for key in cfg}, name)
+    _check_names(cls, {str(key) for key in cfg} - set(ignored), name)
     return _fill(cls, cfg, name)
 
 

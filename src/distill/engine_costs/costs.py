@@ -7,8 +7,9 @@ arXiv:2211.17192, section 3.3, with measured costs).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -105,6 +106,12 @@ class EngineCosts:
             else:
                 high = middle
         return high
+
+
+def read_costs(values: Mapping[str, Any]) -> EngineCosts:
+    """Costs from the JSON that `asdict` made of them."""
+    lengths = tuple(TimedLength(**one) for one in values["lengths"])
+    return EngineCosts(**{**values, "lengths": lengths})
 
 
 def constant(rate: float, length: int) -> list[float]:

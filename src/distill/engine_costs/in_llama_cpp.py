@@ -36,6 +36,13 @@ class Serving(ServerOptions):
     target: Path
 
 
+def with_length(command: str, length: int) -> str:
+    """A `llama-server` command whose drafts have `length` tokens."""
+    words = shlex.split(command)
+    words[words.index(LENGTH) + 1] = str(length)
+    return shlex.join(words)
+
+
 class LlamaCppRounds:
     """A `TimedEngine`: one server of the target without a drafter, and one for each draft length.
 
@@ -55,8 +62,7 @@ class LlamaCppRounds:
     @contextmanager
     def drafting(self, length: int) -> Iterator[LlamaCppDecoder]:
         """Start the target with drafts of `length` tokens, however unsure the drafter is."""
-        _, *words = shlex.split(self.serving.command)
-        words[words.index(LENGTH) + 1] = str(length)
+        _, *words = shlex.split(with_length(self.serving.command, length))
         at = words.index(TARGET)
         threads = ["-td", str(self.serving.threads)] if self.serving.threads else []
         words = [*words[:at], *words[at + 2 :], "--spec-draft-p-min", "0", *threads]

@@ -54,18 +54,14 @@ class VLLMRounds:
     @contextmanager
     def plain(self) -> Iterator[VLLMDecoder]:
         """Start the target without a drafter."""
-        words = shlex.split(self.serving.command)
-        with self._serve(shlex.join(words[: words.index(FLAG)]), "plain") as decoder:
+        with self._serve(with_length(self.serving.command, 0), "plain") as decoder:
             self.name = f"vllm {decoder.endpoint.version()}".strip()
             yield decoder
 
     @contextmanager
     def drafting(self, length: int) -> Iterator[VLLMDecoder]:
         """Start the target with drafts of `length` tokens."""
-        words = shlex.split(self.serving.command)
-        at = words.index(FLAG) + 1
-        words[at] = json.dumps(json.loads(words[at]) | {"num_speculative_tokens": length})
-        with self._serve(shlex.join(words), f"draft-{length}") as decoder:
+        with self._serve(with_length(self.serving.command, length), f"draft-{length}") as decoder:
             yield decoder
 
     @contextmanager
@@ -80,6 +76,15 @@ class VLLMRounds:
         threads = {"OMP_NUM_THREADS": str(serving.threads)} if serving.threads else {}
         with serving.installation.serve(command, log, *arguments, variables=threads) as url:
             yield VLLMDecoder(url, serving)
+
+
+def with_length(command: str, length: int) -> str:
+    """A `vllm serve` command whose drafts have `length` tokens; 0: the same without a drafter."""
+    words = shlex.split(command)
+    at = words.index(FLAG)
+    config = json.loads(words[at + 1]) | {"num_speculative_tokens": length}
+    words[at : at + 2] = [FLAG, json.dumps(config)] if length else []
+    return shlex.join(words)
 
 
 def _unseen(done: float) -> None:

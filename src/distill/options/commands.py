@@ -115,7 +115,7 @@ class AdviseEngineOptions(HeldOutInputs, CommandOptions):
     """conf/advise_engine.yaml."""
 
     score: TimedOptions
-    engine: str  # vllm | llama.cpp | transformers
+    engine: str  # vllm | llama.cpp | transformers | foredraft
     engine_python: str | None
     engine_args: tuple[str, ...]
     engine_patience: float  # seconds
@@ -133,6 +133,19 @@ class AdviseEngineOptions(HeldOutInputs, CommandOptions):
     traffic: str | None  # file
     logs: str  # folder
     out: str | None  # file
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakeOptions:
+    """conf/make.yaml, without the options of training."""
+
+    budget: str  # see `seconds_of`
+    ship: tuple[str, ...]  # formats
+    candidates: tuple[str, ...]  # kinds of drafters
+    vllm_python: str | None
+    llama_cpp_python: str | None
+    lengths: tuple[int, ...]  # tokens of a draft
+    answers_share: float  # of the budget
 
 
 @dataclass(frozen=True, kw_only=True)

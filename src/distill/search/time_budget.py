@@ -21,6 +21,7 @@ from distill.utils.run_folder import checkpoints
 MAX_STEPS = 10**7  # of a run with a time budget, before its steps have been timed
 RECENT = 20  # steps whose times predict the next ones'
 MIN_WARMUP = 10  # steps
+FIRST = 8  # steps after which the number between save points is chosen
 SAVE_EVERY = 60.0  # seconds of training that a killed process may lose
 
 
@@ -108,8 +109,7 @@ class Budget(L.Callback):
             self._set(trainer, self._step + self.remaining_steps())
             if now - self._saved >= SAVE_EVERY:
                 self._saved = now
-                saver = next(c for c in _callbacks(trainer) if isinstance(c, ScoreCheckpoint))
-                saver.save_early = True
+                _saver(trainer).save_early = True
 
     def remaining_steps(self) -> int:
         """Estimated number of steps in the remaining seconds."""
@@ -138,6 +138,60 @@ class Budget(L.Callback):
             return lambda step: rate(step) * factor(min(1.0, step / self.steps))
 
         return torch.optim.lr_scheduler.LambdaLR(optimizer, [scaled(f) for f in factors])
+
+
+class Deadline(Budget):
+    """A `Budget` that ends at a time of the clock, with about so many scored save points before it.
+
+    The steps between save points follow from the first timed ones; a resumed run keeps their number. What a
+    stopped process had trained is taken from the time until the end.
+
+    Args:
+        end: time of the clock at which training ends.
+        points: number of save points, if scores took no time.
+        cooldown: see `Budget`.
+        clock: see `Budget`.
+    """
+
+    def __init__(
+        self,
+        end: float,
+        points: int,
+        cooldown: float = 0.3,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(max(0.0, end - clock()), 0, cooldown, clock)
+        self.end, self.points = end, points
+        self.every = 0  # steps between save points; 0: not known yet
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"every": self.every}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.every = state_dict["every"]
+
+    @override
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.seconds = max(self.before, self.end - self.clock())
+        if self.every:
+            _saver(trainer).every = self.every
+        super().on_fit_start(trainer, pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if not self.every and len(self._step_seconds) >= FIRST:
+            self.every = max(1, round(self.steps / self.points))
+            _saver(trainer).every = self.every
+
+
+def _saver(trainer: L.Trainer) -> ScoreCheckpoint:
+    return next(callback for callback in _callbacks(trainer) if isinstance(callback, ScoreCheckpoint))
 
 
 def _callbacks(trainer: L.Trainer) -> list[L.Callback]:

@@ -80,6 +80,11 @@ class JobContext(NamedTuple):
         return cls(Path(conf), name, overrides, [] if in_sweep else launcher, folder.absolute(), in_sweep)
 
 
+def task_overrides() -> list[str]:
+    """Overrides of the current Hydra job, without Hydra's own."""
+    return list(HydraConfig.get().overrides.task)
+
+
 def override_key(override: str) -> str:
     """The key of an override, without its value."""
     return override.lstrip("+~").partition("=")[0]

@@ -29,7 +29,8 @@ Recorded = Callable[[Path], dict[str, Any] | None]  # folder of a run -> its con
 
 _unnamed: dict[Path, Path] = {}  # new folders of this process that no line has named yet, as they were given
 
-AFTERWARDS = ("resume", "export", "timeout_minutes")  # settings that do not affect the steps of a run
+# Settings that a continued run may change: they do not affect its steps, or only their number.
+AFTERWARDS = ("resume", "export", "timeout_minutes", "budget")
 
 
 def config_hash(config: dict[str, Any]) -> str:

@@ -212,18 +212,34 @@ def _refusals(drafter: str, settings: Mapping[str, Any], target: Target, to: str
     return list(FORMATS[to][drafter].check(settings, target))
 
 
-def _trained_otherwise(drafter: str, settings: Mapping[str, Any], target: Target, to: str) -> list[str]:
-    """Advice to train with other settings; empty if no change of settings passes the check."""
+def other_settings(
+    drafter: str, settings: Mapping[str, Any], target: Target, programs: Sequence[str]
+) -> dict[str, Any] | None:
+    """Settings to train with instead, so that all of these programs can serve it; None: no change does.
+
+    Args:
+        drafter: short name of the drafter, which every program has a format for.
+        settings: of the drafter.
+        target: of the drafter.
+        programs: names of `FORMATS`.
+    """
     changes: dict[str, Any] = {}
     for _ in range(ROUNDS):
-        refusals = _refusals(drafter, {**settings, **changes}, target, to)
+        now = {**settings, **changes}
+        refusals = [refusal for to in programs for refusal in _refusals(drafter, now, target, to)]
         if not refusals:
-            break
+            return changes
         if not all(refusal.train for refusal in refusals):
-            return []
+            return None
         for refusal in refusals:
             changes |= refusal.train
-    else:
+    return None
+
+
+def _trained_otherwise(drafter: str, settings: Mapping[str, Any], target: Target, to: str) -> list[str]:
+    """Advice to train with other settings; empty if no change of settings passes the check."""
+    changes = other_settings(drafter, settings, target, [to])
+    if changes is None:
         return []
     return [f"train with {' '.join(f'drafter.{name}={_text(value)}' for name, value in changes.items())}"]
 

@@ -21,7 +21,7 @@ from distill.options.run import SearchOptions
 from distill.search import halving, trials
 from distill.search.halving import LAST, SCORE, Row, Verdict
 from distill.search.search import Search
-from distill.search.time_budget import MAX_STEPS, Budget
+from distill.search.time_budget import MAX_STEPS, Budget, Deadline
 from distill.search.trials import JobContext
 from distill.training.checkpointing import ScoreCheckpoint
 from distill.training.module import DistillModule
@@ -162,6 +162,20 @@ def test_save_is_asked_for_once_a_minute(tmp_path):
         asked += [second] * saver.save_early
         saver.save_early = False
     assert asked == [60, 120]
+
+
+def test_deadline_counts_what_comes_before_training_and_spreads_save_points(tmp_path):
+    clock, run = Clock(), trainer(tmp_path)
+    deadline, saver = Deadline(clock.now + 130.0, 10, 0.3, clock), run.callbacks[0]
+    clock.now += 30.0  # loading
+    fit(deadline, clock, run, [1.0])
+    assert clock.now == 230.0, "the end that was given"
+    assert saver.every == 10, "of 100 steps"
+    again, other = Deadline(clock.now + 150.0, 10, 0.3, clock), trainer(tmp_path)
+    again.load_state_dict(deadline.state_dict())
+    begin(again, other)
+    assert other.callbacks[0].every == 10, "a resumed run keeps its save points"
+    assert again.left == 50.0, "100 of the 150 were used before"
 
 
 # -- a search whose outcome is known -------------------------------------------------------------

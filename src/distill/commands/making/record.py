@@ -1,0 +1,110 @@
+"""What `foredraft make` measured and decided: make.json in the run's folder."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from decode.errors import UserError
+from distill.utils.atomic_files import read_json, write_json
+
+RECORD = "make.json"
+ADVICE = "resume=never starts again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Something that was left open.
+
+    Attributes:
+        what: an option, or a question.
+        chosen: its value.
+        because: what decided it.
+    """
+
+    what: str
+    chosen: Any
+    because: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineResult:
+    """The trained drafter in an engine.
+
+    Attributes:
+        engine: name and version.
+        ceiling: speedup if every token of a draft were accepted.
+        predicted: speedup of the chosen length, from the scored acceptance and timed rounds.
+        length: drafted tokens of a round; 0: plain decoding is as fast.
+        measured: speedup that was timed, at the timed length nearest to the chosen one.
+        measured_length: that length.
+        tau: tokens of a round, counted there.
+        plain_seconds: of a plain round.
+    """
+
+    engine: str
+    ceiling: float
+    predicted: float
+    length: int
+    measured: float
+    measured_length: int
+    tau: float
+    plain_seconds: float
+
+
+@dataclass
+class MakeRecord:
+    """State of a run. It is written after every stage, so a run that was ended continues.
+
+    Attributes:
+        path: of the file.
+        spent: seconds of the budget.
+        took: seconds of each stage.
+        decisions: in the order in which they were made.
+        words: overrides of the chosen drafter; empty: none is chosen yet.
+        answers: whether the drafter needs answers of the target.
+        moment: date for chat templates that write it.
+        limit: prompts.limit of the run; None: all prompts.
+        draft: whether a draft pays somewhere; None: not known yet.
+        engines: results by format.
+        commands: what serves each format that was written.
+    """
+
+    path: Path
+    spent: float = 0.0
+    took: dict[str, float] = field(default_factory=dict)
+    decisions: list[Decision] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    answers: bool = True
+    moment: str = ""
+    limit: int | None = None
+    draft: bool | None = None
+    engines: dict[str, EngineResult] = field(default_factory=dict)
+    commands: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, folder: Path) -> MakeRecord:
+        """Read the record of a run, or start one.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        path = folder / RECORD
+        values = read_json(path, ADVICE) or {}
+        try:
+            decisions = [Decision(**one) for one in values.pop("decisions", [])]
+            engines = {to: EngineResult(**one) for to, one in values.pop("engines", {}).items()}
+            return cls(path, decisions=decisions, engines=engines, **values)
+        except (AttributeError, TypeError):
+            raise UserError(f"{path}: damaged; {ADVICE}") from None
+
+    def decide(self, what: str, chosen: Any, because: str) -> None:
+        """Record a decision."""
+        self.decisions.append(Decision(what=what, chosen=chosen, because=because))
+
+    def write(self) -> None:
+        """Write the file."""
+        values = asdict(self)
+        del values["path"]
+        write_json(self.path, values)

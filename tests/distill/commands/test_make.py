@@ -1,0 +1,277 @@
+"""foredraft make: from a target to a served drafter, within a budget."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from workbench import Bench, foredraft, make_target, options_of
+
+from decode.errors import UserError
+from distill.commands.making import answers, candidates, engines, make, serve
+from distill.commands.making.record import EngineResult, MakeRecord
+from distill.commands.making.options import seconds_of
+from distill.engine_costs.costs import EngineCosts, TimedLength
+from distill.utils.run_folder import checkpoints
+
+SMALL = [
+    *("budget=5m", "lengths=[1,2]", "batch_size=2", "logger=csv", "rollout.max_new_tokens=16"),
+    *("rollout.samples=1", "max_tokens=64", "target.dtype=float32", "trainer.precision=32-true"),
+    *("score.prompts=2", "score.max_new_tokens=8", "score.replay_prompts=3", "score.early_prompts=1"),
+]
+
+
+def words(bench, *more: str) -> list[str]:
+    prompts = [f"prompts={bench.prompts}", f"prompts.heldout={bench.heldout}"]
+    return [f"target={bench.target}", *prompts, f"output_dir={bench.root / 'outputs'}", *SMALL, *more]
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """A target with as many layers as EAGLE-3 reads."""
+    return make_target(tmp_path_factory.mktemp("deep") / "target", layers=8)
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """Each test has its own outputs."""
+    return Bench(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch):
+    """The budget begins with the command, as in a process of its own."""
+    monkeypatch.setattr(make, "process_age", lambda: 0.0)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Few timed prompts, and four seconds of training."""
+    monkeypatch.setattr(engines, "PROMPTS", 1)
+    monkeypatch.setattr(engines, "UNTRAINED_PROMPTS", 1)
+    monkeypatch.setattr(engines, "TOKENS", 8)
+    monkeypatch.setattr(make.Making, "_check_time", lambda self, options, after: 4.0)
+
+
+@pytest.fixture
+def costs(monkeypatch):
+    """Costs that tests decide: by kind, plain rounds that a round with 2 drafted tokens takes."""
+
+    def choose(**seconds: float) -> None:
+        def candidate(self, name: str, run, to: str) -> EngineCosts:
+            del self, run, to
+            length = TimedLength(length=2, drafted=2, seconds=seconds[name], tau=1.0, measured=1.0)
+            return EngineCosts(batch_size=1, plain=1.0, lengths=(length,), prefill=0.0, drafted_prefill=0.0)
+
+        monkeypatch.setattr(engines.Timing, "candidate", candidate)
+        monkeypatch.setattr(candidates, "LONGEST", 2)
+
+    return choose
+
+
+def record_of(bench) -> dict:
+    (folder,) = bench.runs()
+    return json.loads((folder / "make.json").read_text())
+
+
+def decided(record: dict) -> dict:
+    return {one["what"]: one["chosen"] for one in record["decisions"]}
+
+
+def test_command_ends_with_formats_commands_and_a_record(bench, quick, costs):
+    costs(eagle=1.2, medusa=1.5)
+    more = ["ship=[native,vllm]", "candidates=[eagle,medusa]"]
+    done = foredraft("make", *words(bench, *more)).succeeded()
+    (folder,) = bench.runs()
+    record = record_of(bench)
+    assert decided(record)["drafter"] == "eagle"
+    assert record["words"] == ["drafter=eagle"]
+    assert record["limit"] is None  # all of 12 prompts fit
+    steps = [int(path.name) for path in checkpoints(folder)]
+    assert len(steps) > 2, "save points before the end"
+    scored = [step for step in steps if (folder / "checkpoints" / str(step) / "score.json").exists()]
+    assert len(scored) > 2, "and they are scored"
+    best = folder / "checkpoints" / "best"
+    assert (best / "passport.json").exists()
+    for to in ("native", "vllm"):
+        assert (folder / "export" / f"{best.resolve().name}-{to}" / "README.md").exists()
+    assert "vllm: written, and not timed; give vllm_python=" in done.out
+    found = record["engines"]["native"]
+    assert found["engine"] == "foredraft"
+    length = found["length"]
+    assert f"decode.depth={length}" in record["commands"]["native"] or not length
+    assert record["took"]["train"] < 60, "which ends when its time does"
+    assert "of 5 min; decisions: " in done.out
+    again = ["score.prompts=1", "score.replay_prompts=1", "score.max_new_tokens=8", "score.audit_prompts=1"]
+    foredraft("score", f"checkpoint={best}", *again).succeeded()  # with the run's target and prompts
+
+
+def test_given_drafter_without_training_takes_no_answers(bench, quick, costs):
+    costs(lm_given=1.2)
+    more = ["drafter=lm_given", f"drafter.path={bench.target}", "ship=[native]"]
+    foredraft("make", *words(bench, *more)).succeeded()
+    record = record_of(bench)
+    assert record["answers"] is False
+    assert "answers" not in record["took"]
+    assert not list((bench.root / "outputs").glob("rollouts/*"))
+    assert record["engines"]["native"]["tau"] > 1.9, "the target drafts for itself"
+
+
+def test_nothing_is_made_where_no_draft_can_pay(bench, costs):
+    costs(medusa=3.0, eagle=2.9)
+    done = foredraft("make", *words(bench, "candidates=[eagle,medusa]")).succeeded()
+    assert "=> do not draft: no shipped engine gains from it" in done.out
+    record = record_of(bench)
+    assert record["draft"] is False
+    assert decided(record)["draft"] is False
+    assert "the largest ceiling is 1.03x" in next(
+        one["because"] for one in record["decisions"] if one["what"] == "draft"
+    )
+    assert not checkpoints(bench.runs()[0])
+    assert not list((bench.root / "outputs").glob("rollouts/*"))
+
+
+def test_candidate_with_the_best_forecast_is_chosen(bench, costs, monkeypatch):
+    costs(eagle=2.0, medusa=1.2)  # 1.85 and 1.75 tokens of a round
+    chosen = []
+    monkeypatch.setattr(make.Making, "_train", lambda self, options: chosen.append(self.record) or options)
+    monkeypatch.setattr(make.Making, "_end", lambda self, options: None)
+    foredraft("make", *words(bench, "candidates=[eagle,medusa]")).succeeded()
+    assert chosen[0].words == ["drafter=medusa"]
+    assert "eagle 1.00x, medusa 1.46x" in next(
+        one.because for one in chosen[0].decisions if one.what == "drafter"
+    )
+
+
+def test_settings_follow_from_the_formats(bench, deep, costs, monkeypatch):
+    costs(eagle3=1.2)
+    monkeypatch.setattr(make.Making, "_train", lambda self, options: options)
+    monkeypatch.setattr(make.Making, "_end", lambda self, options: None)
+    more = ["ship=[gguf,native]", "candidates=[eagle3,medusa]", f"target={deep}"]
+    foredraft("make", *words(bench, *more)).succeeded()
+    record = record_of(bench)
+    assert {"drafter.fc_norm=false", "drafter.norm_before_fc=true"} < set(record["words"])
+    assert decided(record)["drafter=medusa"] is False  # llama.cpp has none
+
+
+def test_stopped_run_goes_on_where_it_was(bench, quick, costs, monkeypatch):
+    costs(eagle=1.2)
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(make, "train", stop)
+        assert foredraft("make", *words(bench, "candidates=[eagle]")).code == 130
+    before = record_of(bench)
+    assert before["took"]["answers"] > 0
+    monkeypatch.setattr(make.Making, "_choose", stop)
+    monkeypatch.setattr(answers, "fit_prompts", stop)
+    more = ["candidates=[eagle]", "budget=6m"]  # a larger budget is the same run
+    done = foredraft("make", *words(bench, *more)).succeeded()
+    assert done.out.startswith("resuming: ")
+    after = record_of(bench)
+    assert after["took"]["answers"] == before["took"]["answers"]
+    assert after["spent"] > before["spent"]
+
+
+def test_budget_that_is_too_small_is_refused_before_the_answers(bench, costs):
+    costs(eagle=1.2)
+    more = ["candidates=[eagle]", "budget=10s"]
+    foredraft("make", *words(bench, *more)).refused("budget=10s: after choosing the drafter", "larger")
+    assert not list((bench.root / "outputs").glob("rollouts/*"))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("budget=25", "budget=25: give a time above 0"),
+        ("budget=0m", "budget=0m: give a time above 0"),
+        ("ship=[]", "ship: name at least one format"),
+        ("ship=[native,native]", "each once"),
+        ("ship=[onnx]", "to=onnx: choose"),
+        ("trainer.max_steps=3", "trainer.max_steps: foredraft make decides it"),
+        ("score.every=3", "score.every: foredraft make decides it"),
+        ("trainer.devices=2", "foredraft make: trains in one process"),
+        ("lengths=[0]", "lengths: give numbers of 1 or more"),
+        ("answers_share=1.0", "answers_share=1.0: must be between 0 and 1"),
+        ("candidates=[]", "candidates: name at least one drafter"),
+        ("candidates=[eagel]", "drafter=eagel: did you mean eagle"),
+        ("budgte=3m", "did you mean budget"),
+    ],
+)
+def test_wrong_options_are_refused(bench, more, said):
+    foredraft("make", *words(bench, more)).refused(said)
+    assert not bench.runs()
+
+
+def test_prompts_are_as_many_as_the_time_allows(bench, monkeypatch, tmp_path):
+    now = [0.0]
+
+    def roll_out(options) -> None:
+        now[0] += 3.0 * 12
+
+    monkeypatch.setattr(answers, "roll_out", roll_out)
+    command = [word for word in words(bench, "drafter=eagle") if not word.startswith(("budget", "lengths"))]
+    options = options_of(*command)
+    few = answers.fit_prompts(options, 15.0, tmp_path, lambda: now[0])
+    assert (few.limit, few.answers, few.each) == (5, 5, 3.0)
+    enough = answers.fit_prompts(options, 36.0, tmp_path, lambda: now[0])
+    assert (enough.limit, enough.answers) == (None, 12)
+    none = answers.fit_prompts(options, 1.0, tmp_path, lambda: now[0])
+    assert none.limit == 1
+    shared = replace(options, prompts=replace(options.prompts, heldout=None, heldout_share=0.5))
+    assert answers._with_held_out(shared, 5) == 10
+
+
+def test_slow_draft_is_not_served(tmp_path):
+    found = EngineResult(
+        engine="vllm 1",
+        ceiling=2.0,
+        predicted=1.2,
+        length=3,
+        measured=0.9,
+        measured_length=3,
+        tau=2.0,
+        plain_seconds=0.01,
+    )
+    making = object.__new__(make.Making)
+    making.record, making.total = MakeRecord.open(tmp_path), 60.0
+    making.record.engines["vllm"], making.record.commands["vllm"] = found, "vllm serve x"
+    making._decide_length("vllm", found)
+    assert making.record.engines["vllm"].length == 0
+    assert "0.90x measured, slower than plain decoding" in making.record.decisions[-1].because
+    assert "do not draft" in making._summary()
+    assert "serve it" not in making._summary()
+
+
+def test_record_is_read_back_and_damage_is_named(tmp_path):
+    record = MakeRecord.open(tmp_path)
+    record.decide("drafter", "eagle", "it is the fastest")
+    record.spent, record.words = 3.0, ["drafter=eagle"]
+    record.write()
+    assert MakeRecord.open(tmp_path) == record
+    (tmp_path / "make.json").write_text('{"decisions": [{"what": 1}]}')
+    with pytest.raises(UserError, match="damaged; resume=never starts again"):
+        MakeRecord.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90.0), ("25m", 1500.0), ("1.5h", 5400.0), (" 2m ", 120.0)]
+)
+def test_times(text, seconds):
+    assert seconds_of(text) == seconds
+
+
+def test_commands_draft_as_many_tokens_as_pay():
+    vllm = """vllm serve T --speculative-config '{"method": "eagle", "num_speculative_tokens": 3}' --port 1"""
+    assert '"num_speculative_tokens": 5' in serve.with_length("vllm", vllm, 5)
+    assert serve.with_length("vllm", vllm, 0) == vllm
+    llama = "llama-server -m T.gguf -md d --spec-type draft-eagle3 --spec-draft-n-max 3"
+    assert serve.with_length("gguf", llama, 2).endswith("--spec-draft-n-max 2")
+    assert (
+        serve.with_length("native", "foredraft generate", 4)
+        == "foredraft generate decode=chain decode.depth=4"
+    )
+    assert serve.with_length("hf", "python x", 4) == "python x"
