@@ -75,7 +75,7 @@ def test_printed_command_names_local_folders_by_absolute_paths(tmp_path, monkeyp
     ):
         drafter: Any = SimpleNamespace(origin=SimpleNamespace(name=name))
         said = export._served(layout, drafter, None, Path("out"))
-        assert said == f"serve it: vllm serve {written} --draft {tmp_path / 'out'}"
+        assert said == ("", f"vllm serve {written} --draft {tmp_path / 'out'}")
 
 
 def test_run_for_which_plain_decoding_is_chosen_says_do_not_draft(bench, monkeypatch):

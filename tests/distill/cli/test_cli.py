@@ -117,9 +117,11 @@ def test_names_and_paths_are_told_apart(argv, found, monkeypatch):
 def test_every_group_option_composes():
     groups = {p.name: options(CONF, p.name) for p in sorted(CONF.iterdir()) if p.is_dir() and p.name != "lab"}
     groups["decode"].remove("fastest")  # of foredraft generate
+    named = [[f"experiment={name}"] for name in groups.pop("experiment")]  # of their own choices
     sizes = ["optimizer.optimizer.lr=1e-3", "rollout.max_new_tokens=8", "max_tokens=9"]  # reads no target
-    for turn in range(max(map(len, groups.values()))):
-        chosen = [f"{name}={found[turn % len(found)]}" for name, found in groups.items() if found]
+    turns = range(max(map(len, groups.values())))
+    mixed = [[f"{name}={found[i % len(found)]}" for name, found in groups.items() if found] for i in turns]
+    for chosen in [*mixed, *named]:
         more = ["rollout.url=http://a/v1"] * ("rollout=openai" in chosen)
         more += ["drafter.first=eagle"] * ("drafter=boosted" in chosen)
         kind = SearchOptions if "drafter=auto" in chosen else TrainOptions

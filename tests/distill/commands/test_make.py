@@ -10,8 +10,8 @@ from workbench import Bench, foredraft, make_target, options_of
 
 from decode.errors import UserError
 from distill.commands.making import answers, candidates, engines, make, serve
-from distill.commands.making.record import EngineResult, MakeRecord
 from distill.commands.making.options import seconds_of
+from distill.commands.making.record import EngineResult, MakeRecord
 from distill.engine_costs.costs import EngineCosts, TimedLength
 from distill.utils.run_folder import checkpoints
 
@@ -194,6 +194,8 @@ def test_budget_that_is_too_small_is_refused_before_the_answers(bench, costs):
         ("trainer.max_steps=3", "trainer.max_steps: foredraft make decides it"),
         ("score.every=3", "score.every: foredraft make decides it"),
         ("trainer.devices=2", "foredraft make: trains in one process"),
+        ("decode=dynamic", "decode: foredraft make drafts chains"),
+        ("decode.depth=3", "decode.depth: foredraft make drafts chains"),
         ("lengths=[0]", "lengths: give numbers of 1 or more"),
         ("answers_share=1.0", "answers_share=1.0: must be between 0 and 1"),
         ("candidates=[]", "candidates: name at least one drafter"),

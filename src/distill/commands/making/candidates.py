@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from decode.errors import UserError
 from decode.model.target import Target
 from distill.commands.making.engines import Timing
-from distill.config.build import build_drafter
 from distill.commands.making.options import training_options
+from distill.config.build import build_drafter
 from distill.config.validate import refused
 from distill.engine_costs.costs import PAYS, EngineCosts, constant
 from distill.options.run import TrainOptions

@@ -12,9 +12,9 @@ from typing import Any
 from decode.errors import UserError
 from distill.commands.making import answers, candidates, serve
 from distill.commands.making.engines import Timing
+from distill.commands.making.options import make_options, seconds_of, training_options
 from distill.commands.making.record import EngineResult, MakeRecord
 from distill.config.build import TargetSource, quiet
-from distill.commands.making.options import make_options, seconds_of, training_options
 from distill.config.validate import processes
 from distill.engine_costs.costs import PAYS
 from distill.export import check_options
@@ -87,12 +87,13 @@ class Making:
 
     def _fixed(self, words: Sequence[str]) -> list[str]:
         """Overrides with those that the command sets by itself."""
-        for name in ("trainer.max_steps", "score.every", "score.enabled"):
-            if any(override_key(word) == name for word in words):
-                raise UserError(f"{name}: foredraft make decides it by its budget; leave it out")
         keys = {override_key(word) for word in words}
-        fixed = [f"score.every={NEVER}"]
-        fixed += [f"decode.depth={max(self.options.lengths)}"] * ("decode.depth" not in keys)
+        for name in keys & {"trainer.max_steps", "score.every", "score.enabled"}:
+            raise UserError(f"{name}: foredraft make decides it by its budget; leave it out")
+        for name in [key for key in keys if key.partition(".")[0] == "decode"]:
+            raise UserError(f"{name}: foredraft make drafts chains, and chooses their length; leave it out")
+        longest = max(self.options.lengths)
+        fixed = [f"score.every={NEVER}", "decode=chain", f"decode.depth={longest}", "decode.proposal=auto"]
         if "prompts.moment" not in keys:  # a run that goes on past midnight keeps its prompts
             self.record.moment = self.record.moment or date.today().isoformat()
             fixed.append(f"prompts.moment={self.record.moment}")
