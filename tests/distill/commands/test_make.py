@@ -100,6 +100,10 @@ def test_command_ends_with_formats_commands_and_a_record(bench, quick, costs):
     found = record["engines"]["native"]
     assert found["engine"] == "foredraft"
     length = found["length"]
+    assert found["predicted"] > 0
+    if found["measured"]:
+        timed = json.loads((folder / "costs" / "native.json").read_text())["measured"]["costs"][0]["lengths"]
+        assert [one["measured"] for one in timed] == [found["measured"]]
     assert f"decode.depth={length}" in record["commands"]["native"] or not length
     assert record["took"]["train"] < 60, "which ends when its time does"
     assert "of 5 min; decisions: " in done.out
@@ -115,7 +119,10 @@ def test_given_drafter_without_training_takes_no_answers(bench, quick, costs):
     assert record["answers"] is False
     assert "answers" not in record["took"]
     assert not list((bench.root / "outputs").glob("rollouts/*"))
-    assert record["engines"]["native"]["tau"] > 1.9, "the target drafts for itself"
+    found = record["engines"]["native"]
+    assert found["tau"] == 3, "the target drafts for itself"
+    assert found["predicted"] == pytest.approx(3 / 1.2)
+    assert found["length"] == (2 if found["measured"] >= 1 else 0)
 
 
 def test_nothing_is_made_where_no_draft_can_pay(bench, costs):
@@ -228,23 +235,14 @@ def test_prompts_are_as_many_as_the_time_allows(bench, monkeypatch, tmp_path):
 
 
 def test_slow_draft_is_not_served(tmp_path):
-    found = EngineResult(
-        engine="vllm 1",
-        ceiling=2.0,
-        predicted=1.2,
-        length=3,
-        measured=0.9,
-        measured_length=3,
-        tau=2.0,
-        plain_seconds=0.01,
-    )
+    found = EngineResult(engine="vllm 1", ceiling=2.0, predicted=1.2, length=3, measured=0.9, tau=2.0)
     making = object.__new__(make.Making)
     making.record, making.total = MakeRecord.open(tmp_path), 60.0
-    making.record.engines["vllm"], making.record.commands["vllm"] = found, "vllm serve x"
+    making.record.commands["vllm"] = "vllm serve x"
     making._decide_length("vllm", found)
     assert making.record.engines["vllm"].length == 0
-    assert "0.90x measured, slower than plain decoding" in making.record.decisions[-1].because
-    assert "do not draft" in making._summary()
+    assert "1.20x predicted from the scored acceptance, 0.90x measured" in making.record.decisions[-1].because
+    assert "do not draft: 0.90x measured" in making._summary()
     assert "serve it" not in making._summary()
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from distill.commands.advise_engine import advise
 from distill.commands.making.record import EngineResult
 from distill.engine_costs import build
-from distill.engine_costs.costs import EngineCosts, read_costs
+from distill.engine_costs.acceptance import known_acceptance
+from distill.engine_costs.costs import PAYS, EngineCosts, read_costs
 from distill.options.commands import AcceleratorOptions, AdviseEngineOptions, MakeOptions
 from distill.options.run import TimedOptions, TrainOptions
 from drafters.export.formats import GGUF, NATIVE
@@ -53,7 +54,7 @@ class Timing:
         return lines
 
     def candidate(self, name: str, run: TrainOptions, to: str) -> EngineCosts:
-        """Costs of rounds with random weights.
+        """Costs of rounds with random weights; read from the folder if they were timed before.
 
         Args:
             name: of the drafter, for the file.
@@ -63,44 +64,50 @@ class Timing:
         Raises:
             UserError: see `advise`.
         """
-        card = self._timed(f"{name}-{to}", run, to, UNTRAINED_PROMPTS, drafter=run.drafter)
+        lengths = _sorted(self.options.lengths)
+        card = self._timed(f"{name}-{to}", run, to, lengths, UNTRAINED_PROMPTS, drafter=run.drafter)
         return read_costs(card["measured"]["costs"][0])
 
-    def trained(self, checkpoint: Path, run: TrainOptions, to: str) -> EngineResult:
-        """The gain of a scored checkpoint.
+    def trained(self, checkpoint: Path, run: TrainOptions, to: str, costs: EngineCosts) -> EngineResult:
+        """The draft length that pays most with a scored checkpoint, and what it gains when it is timed.
+
+        Args:
+            checkpoint: folder with a scorecard of a chain.
+            run: options of the training run.
+            to: format.
+            costs: of `candidate`: rounds take as long whatever the weights are.
 
         Raises:
             UserError: see `advise`.
         """
-        card = self._timed(to, run, to, PROMPTS, checkpoint=str(checkpoint))
-        found, costs = card["results"][0], card["measured"]["costs"][0]
-        length = found["length"] if found["draft"] else 0
-        near = min(costs["lengths"], key=lambda one: abs(one["length"] - found["length"]))
-        return EngineResult(
-            engine=card["measured"]["engine"],
-            ceiling=found["ceiling"],
-            predicted=found["speedup"] if length else 1.0,
-            length=length,
-            measured=near["measured"],
-            measured_length=near["length"],
-            tau=near["tau"],
-            plain_seconds=costs["plain"],
+        known = known_acceptance(None, str(checkpoint), run.score.temperatures[0], max(self.options.lengths))
+        assert known
+        length, predicted = costs.best(known.survival)
+        found = EngineResult(
+            engine=ENGINES[to], ceiling=costs.ceiling()[1], predicted=predicted, length=length
         )
+        if predicted < PAYS:
+            return replace(found, length=0)
+        card = self._timed(to, run, to, (length,), PROMPTS, checkpoint=str(checkpoint))
+        timed = card["measured"]["costs"][0]["lengths"][0]
+        return replace(found, engine=card["measured"]["engine"], measured=timed["measured"], tau=timed["tau"])
 
     def _python(self, engine: str) -> str | None:
         return getattr(self.options, PYTHONS[engine])
 
-    def _timed(self, name: str, run: TrainOptions, to: str, prompts: int, **what: Any) -> dict[str, Any]:
+    def _timed(
+        self, name: str, run: TrainOptions, to: str, lengths: tuple[int, ...], prompts: int, **what: Any
+    ) -> dict[str, Any]:
         out = self.folder / f"{name}.json"
         if not out.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            advise(self._options(run, to, prompts, out, **what))
+            advise(self._options(run, to, lengths, prompts, out, **what))
         return json.loads(out.read_text())
 
     def _options(
-        self, run: TrainOptions, to: str, prompts: int, out: Path, **what: Any
+        self, run: TrainOptions, to: str, lengths: tuple[int, ...], prompts: int, out: Path, **what: Any
     ) -> AdviseEngineOptions:
-        engine, lengths, score = ENGINES[to], self.options.lengths, run.score
+        engine, score = ENGINES[to], run.score
         tokens = max(TOKENS, build.ROUNDS * (max(lengths) + 1))
         return AdviseEngineOptions(
             target=run.target,
@@ -123,7 +130,7 @@ class Timing:
             temperature=score.temperatures[0],
             top_k=score.top_k,
             top_p=score.top_p,
-            lengths=_sorted(lengths),
+            lengths=lengths,
             passes=PASSES,
             batch_sizes=(1,),
             traffic=None,

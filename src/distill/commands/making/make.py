@@ -107,7 +107,7 @@ class Making:
     def run(self) -> float:
         """Run all stages; see `make`."""
         record = self.record
-        if not record.words:
+        if not record.drafter:
             self._choose()
         if record.draft is False:
             say("=> do not draft: no shipped engine gains from it, whatever is accepted")
@@ -116,7 +116,7 @@ class Making:
         if not checkpoints(self.folder) or "train" not in record.took:
             options = self._train(options)
         self._end(options)
-        return max((one.measured for one in record.engines.values()), default=0.0)
+        return max((one.measured or 1.0 for one in record.engines.values()), default=0.0)
 
     def _stage(self, name: str, since: float) -> None:
         self.record.took[name] = self.record.took.get(name, 0.0) + self.clock() - since
@@ -149,7 +149,8 @@ class Making:
             chosen = found[0]
             record.decide("drafter", chosen.name, "the first candidate; no engine is here to time them")
         if chosen:
-            record.words, record.answers = chosen.words, chosen.needs_answers
+            record.drafter, record.words = chosen.name, chosen.words
+            record.answers = chosen.needs_answers
         self._stage("choice of the drafter", before)
 
     def _by_times(self, found: Sequence[candidates.Candidate]) -> candidates.Candidate | None:
@@ -162,7 +163,7 @@ class Making:
         if not paying:
             ceiling = max(costs.ceiling()[1] for one in timed for costs in one.costs.values())
             record.decide("draft", False, f"the largest ceiling is {ceiling:.2f}x, and {PAYS}x pays")
-            record.words = timed[0].candidate.words
+            record.drafter = timed[0].candidate.name
             return None
         best = candidates.best(paying)
         forecasts = ", ".join(f"{one.candidate.name} {one.forecast():.2f}x" for one in timed)
@@ -223,11 +224,12 @@ class Making:
 
     def _kept(self, options: TrainOptions) -> float:
         """Seconds that the end of the run needs: two scorecards, the engines again, and files."""
-        timings = [s for name, s in self.record.took.items() if name.startswith("timing ")]
+        timings = sum(s for name, s in self.record.took.items() if name.startswith("timing "))
+        starts = 2 / (1 + len(self.options.lengths))  # of an engine: plain and one length, in place of all
         score, plain = options.score, self._plain_seconds()
         cards = 2 * score.prompts * score.max_new_tokens * score.repeats * 2 * plain
         replays = 2 * score.replay_prompts * plain
-        return SAFETY * (cards + replays + sum(timings)) + FILES * len(self.options.ship)
+        return SAFETY * (cards + replays + starts * timings) + FILES * len(self.options.ship)
 
     def _plain_seconds(self) -> float:
         """Seconds of a plain round, in the slowest of the timed engines."""
@@ -243,8 +245,8 @@ class Making:
         for to in self.timing.engines():
             if to not in record.engines:
                 say(f"\nstep {best.name}, to={to}:")
-                record.engines[to] = self.timing.trained(best, options, to)
-                self._decide_length(to, record.engines[to])
+                costs = self.timing.candidate(record.drafter, options, to)
+                self._decide_length(to, self.timing.trained(best, options, to, costs))
                 self._stage("engines", before)
                 before = self.clock()
         serve.ship(best, self._training(), record, self.folder)
@@ -252,33 +254,28 @@ class Making:
         say(self._summary())
 
     def _decide_length(self, to: str, found: EngineResult) -> None:
-        slow = found.length and found.measured < 1 and found.measured_length == found.length
-        if slow:
-            found = self.record.engines[to] = replace(found, length=0, predicted=1.0)
-        why = (
-            f"{found.engine}: {found.predicted:.2f}x predicted from the scored acceptance"
-            if found.length
-            else f"{found.engine}: no length reaches {PAYS}x with the scored acceptance"
-        )
-        if slow:
-            why = f"{found.engine}: {found.measured:.2f}x measured, slower than plain decoding"
-        self.record.decide(f"draft length, to={to}", found.length, why)
+        why = f"{found.predicted:.2f}x predicted from the scored acceptance"
+        if found.measured is not None:
+            why += f", {found.measured:.2f}x measured"
+            if found.measured < 1:
+                found = replace(found, length=0)
+        self.record.engines[to] = found
+        self.record.decide(f"draft length, to={to}", found.length, f"{found.engine}: {why}")
 
     def _summary(self) -> str:
         record, lines = self.record, []
         for to, command in record.commands.items():
             found = record.engines.get(to)
-            if not found:
-                lines.append(f"{to}: not timed")
-            elif found.length:
-                lines.append(
-                    f"{to}: {found.engine}: {found.predicted:.2f}x predicted with drafts of {found.length}, "
-                    f"{found.measured:.2f}x measured with {found.measured_length} "
-                    f"(ceiling {found.ceiling:.2f}x)"
-                )
-            else:
-                lines.append(f"{to}: {found.engine}: do not draft; plain decoding is as fast or faster")
-            if command and not (found and not found.length):
+            lines.append(f"{to}: {_said(found) if found else 'not timed'}")
+            if command and (found is None or found.length):
                 lines.append(f"  serve it: {command}")
         lines.append(f"{record.spent / 60:.1f} of {self.total / 60:g} min; decisions: {record.path}")
         return "\n".join(["", *lines])
+
+
+def _said(found: EngineResult) -> str:
+    measured = "" if found.measured is None else f"{found.measured:.2f}x measured, "
+    gain = f"{measured}{found.predicted:.2f}x predicted (ceiling {found.ceiling:.2f}x)"
+    if not found.length:
+        return f"{found.engine}: do not draft: {gain}"
+    return f"{found.engine}: {gain}, with drafts of {found.length}"

@@ -33,24 +33,20 @@ class EngineResult:
     """The trained drafter in an engine.
 
     Attributes:
-        engine: name and version.
+        engine: name, and version if the drafter was timed there.
         ceiling: speedup if every token of a draft were accepted.
-        predicted: speedup of the chosen length, from the scored acceptance and timed rounds.
-        length: drafted tokens of a round; 0: plain decoding is as fast.
-        measured: speedup that was timed, at the timed length nearest to the chosen one.
-        measured_length: that length.
+        predicted: speedup of the best length, from the scored acceptance and rounds with random weights.
+        length: drafted tokens of a round; 0: no length pays.
+        measured: speedup of that length when it was timed; None: it was not.
         tau: tokens of a round, counted there.
-        plain_seconds: of a plain round.
     """
 
     engine: str
     ceiling: float
     predicted: float
     length: int
-    measured: float
-    measured_length: int
-    tau: float
-    plain_seconds: float
+    measured: float | None = None
+    tau: float | None = None
 
 
 @dataclass
@@ -62,7 +58,8 @@ class MakeRecord:
         spent: seconds of the budget.
         took: seconds of each stage.
         decisions: in the order in which they were made.
-        words: overrides of the chosen drafter; empty: none is chosen yet.
+        drafter: kind of the chosen drafter; empty: none is chosen yet.
+        words: overrides that choose it.
         answers: whether the drafter needs answers of the target.
         moment: date for chat templates that write it.
         limit: prompts.limit of the run; None: all prompts.
@@ -75,6 +72,7 @@ class MakeRecord:
     spent: float = 0.0
     took: dict[str, float] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
+    drafter: str = ""
     words: list[str] = field(default_factory=list)
     answers: bool = True
     moment: str = ""
