@@ -44,7 +44,7 @@ class ForedraftRounds:
     @contextmanager
     def drafting(self, length: int) -> Iterator[ForedraftDecoder]:
         """Decode with chains of `length` tokens."""
-        plan = Plan(depth=length, proposal="auto").resolved(self.sampler.temperature)
+        plan = Plan(depth=length)  # most likely tokens, as engines draft
         self.drafter.check(plan)
         yield ForedraftDecoder(self.target, self.drafter, plan, self.sampler)
 

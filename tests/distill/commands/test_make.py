@@ -162,6 +162,22 @@ def test_settings_follow_from_the_formats(bench, deep, costs, monkeypatch):
     assert decided(record)["drafter=medusa"] is False  # llama.cpp has none
 
 
+def test_options_of_a_drafter_that_an_experiment_names_hold_for_every_candidate():
+    assert candidates.with_kind(["drafter.depth=2"], "eagle") == ["drafter=eagle", "drafter.depth=2"]
+    assert candidates.with_kind(["drafter=hass", "drafter.depth=2"], "eagle") == [
+        "drafter=hass",
+        "drafter.depth=2",
+    ]
+    assert candidates.with_kind([], "eagle") == ["drafter=eagle"]
+
+
+def test_drawn_answers_have_an_acceptance_too(bench, quick, costs):
+    costs(eagle=1.01)
+    more = ["candidates=[eagle]", "score.temperatures=[1.0]"]
+    foredraft("make", *words(bench, *more)).succeeded()
+    assert record_of(bench)["engines"]["native"]["predicted"] > 0
+
+
 def test_stopped_run_goes_on_where_it_was(bench, quick, costs, monkeypatch):
     costs(eagle=1.2)
 

@@ -79,7 +79,7 @@ def possible(
 
     Args:
         base: overrides of the command, without a drafter's.
-        given: the drafter's, if the user names one; then it is the only candidate.
+        given: the drafter's. If they name one, it is the only candidate; its options are never changed.
         kinds: of drafters to choose from.
         target: the target.
         ship: formats.
@@ -91,10 +91,11 @@ def possible(
         UserError: there is no candidate.
     """
     found, refusals = [], {}
-    for kind in [_name_of(given)] if given else kinds:
-        words = list(given) or [f"drafter={kind}"]
+    named = _name_of(given)
+    for kind in [named] if named else kinds:
+        words = with_kind(given, kind)
         try:
-            found.append(_candidate(kind, base, words, target, ship, bool(given)))
+            found.append(_candidate(kind, base, words, target, ship, bool(named)))
         except UserError as error:
             refusals[kind] = str(error)
     if not found:
@@ -128,6 +129,11 @@ def _candidate(
     return Candidate(name=kind, words=words, rate=rate, options=options, needs_answers=needs)
 
 
+def with_kind(given: Sequence[str], kind: str) -> list[str]:
+    """The drafter's overrides of the user, with a kind if they name none."""
+    return list(given) if _name_of(given) else [f"drafter={kind}", *given]
+
+
 def _name_of(words: Sequence[str]) -> str:
     return next((word.partition("=")[2] for word in words if word.startswith("drafter=")), "")
 
@@ -158,7 +164,7 @@ def time_candidates(
         costs, seconds = {}, {}
         for to in timing.engines():
             before = clock()
-            say(f"\n{candidate.name}, with random weights, to={to}:")
+            say(f"\n{candidate.name}, to={to}:")
             costs[to] = timing.candidate(candidate.name, candidate.options, to)
             seconds[to] = clock() - before
         done.append(Timed(candidate=candidate, costs=costs, seconds=seconds))

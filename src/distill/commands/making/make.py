@@ -93,7 +93,7 @@ class Making:
         for name in [key for key in keys if key.partition(".")[0] == "decode"]:
             raise UserError(f"{name}: foredraft make drafts chains, and chooses their length; leave it out")
         longest = max(self.options.lengths)
-        fixed = [f"score.every={NEVER}", "decode=chain", f"decode.depth={longest}", "decode.proposal=auto"]
+        fixed = [f"score.every={NEVER}", "decode=chain", f"decode.depth={longest}"]
         if "prompts.moment" not in keys:  # a run that goes on past midnight keeps its prompts
             self.record.moment = self.record.moment or date.today().isoformat()
             fixed.append(f"prompts.moment={self.record.moment}")
@@ -128,8 +128,7 @@ class Making:
     def _choose(self) -> None:
         """Choose the drafter, or find that none pays."""
         before, record, kinds = self.clock(), self.record, self.options.candidates
-        named = self.given or [f"drafter={kinds[0]}"]
-        first = training_options([*self.words, *named])
+        first = training_options([*self.words, *candidates.with_kind(self.given, kinds[0])])
         check_options(first.export)
         trainer = first.trainer
         if processes(trainer.accelerator, trainer.devices, trainer.num_nodes) > 1 or launch():
