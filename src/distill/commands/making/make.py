@@ -14,7 +14,7 @@ from distill.commands.making import answers, candidates, serve
 from distill.commands.making.engines import Timing
 from distill.commands.making.options import make_options, seconds_of, training_options
 from distill.commands.making.record import EngineResult, MakeRecord
-from distill.config.build import TargetSource, quiet
+from distill.config.build import PromptReader, TargetSource, quiet
 from distill.config.validate import processes
 from distill.engine_costs.costs import PAYS
 from distill.export import check_options
@@ -136,8 +136,9 @@ class Making:
         for line in self.timing.untimed():
             say(line)
         target = TargetSource(first.target).load(decodes=False)
+        _, prompts, _ = PromptReader.of_run(first).read()
         found, refusals = candidates.possible(
-            self.words, self.given, kinds, target, list(first.export.programs)
+            self.words, self.given, kinds, target, first.export.programs, len(prompts)
         )
         del target
         for kind, why in refusals.items():
