@@ -128,7 +128,7 @@ def test_given_drafter_without_training_takes_no_answers(bench, quick, costs):
 def test_nothing_is_made_where_no_draft_can_pay(bench, costs):
     costs(medusa=3.0, eagle=2.9)
     done = foredraft("make", *words(bench, "candidates=[eagle,medusa]")).succeeded()
-    assert "=> do not draft: no shipped engine gains from it" in done.out
+    assert "=> do not draft: no shipped engine gains, even if all is accepted" in done.out
     record = record_of(bench)
     assert record["draft"] is False
     assert decided(record)["draft"] is False

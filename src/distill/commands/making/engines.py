@@ -75,7 +75,7 @@ class Timing:
             checkpoint: folder with a scorecard of a chain.
             run: options of the training run.
             to: format.
-            costs: of `candidate`: rounds take as long whatever the weights are.
+            costs: of `candidate`: the time of a round does not depend on the weights.
 
         Raises:
             UserError: see `advise`.

@@ -94,7 +94,7 @@ class Making:
             raise UserError(f"{name}: foredraft make drafts chains, and chooses their length; leave it out")
         longest = max(self.options.lengths)
         fixed = [f"score.every={NEVER}", "decode=chain", f"decode.depth={longest}"]
-        if "prompts.moment" not in keys:  # a run that goes on past midnight keeps its prompts
+        if "prompts.moment" not in keys:  # a run that ends after midnight keeps its prompts
             self.record.moment = self.record.moment or date.today().isoformat()
             fixed.append(f"prompts.moment={self.record.moment}")
         return [*words, *fixed]
@@ -110,7 +110,7 @@ class Making:
         if not record.drafter:
             self._choose()
         if record.draft is False:
-            say("=> do not draft: no shipped engine gains from it, whatever is accepted")
+            say("=> do not draft: no shipped engine gains, even if all is accepted")
             return 1.0
         options = self._training()
         if not checkpoints(self.folder) or "train" not in record.took:
