@@ -13,7 +13,7 @@ from distill.utils.paths import CONF
 from gpu_queue.step import OUT, Step
 
 BENCHMARK = "scripts/lab/benchmark.py"
-# Acceptance at each depth of synthetic drafts: EAGLE's on the bundled target, in scripts/lab/results/field
+# Acceptance at each depth of synthetic drafts: EAGLE's on the bundled target (scripts/lab/results/h200)
 RATES = "acceptance=[0.86,0.88,0.76,0.72]"
 EIGHT_B = "like=meta-llama/Llama-3.1-8B"
 SMALL = "like=HuggingFaceTB/SmolLM2-135M"

@@ -21,7 +21,7 @@ from distill.scoring.compare import (
     minutes,
     target_labels,
 )
-from distill.scoring.paired import Estimate, speedup_text
+from distill.scoring.paired import Estimate, speedup, speedup_text
 from distill.scoring.tables import markdown, tau_cell
 from distill.utils.redact import one_line
 from drafters.registry import drafter_class, known_names
@@ -211,7 +211,24 @@ def _best(what: str, among: Sequence[tuple[Scored, Row]], by: Callable[[Row], fl
     if not among:
         return []
     one, row = max(among, key=lambda pair: by(pair[1]))
-    return [[what, f"{one.name}, {row.decode}", f"tau {tau_cell(row)}, {speedup_text(row)}"]]
+    why = f"tau {tau_cell(row)}, {speedup_text(row)}"
+    if by is _speed and (level := _not_slower(row, among)):
+        why += f"; not told apart from {', '.join(level)}"
+    return [[what, f"{one.name}, {row.decode}", why]]
+
+
+def _not_slower(best: Row, among: Sequence[tuple[Scored, Row]]) -> list[str]:
+    """Names of other rows whose speedup is not below the best one's, by their 95 % intervals.
+
+    A row without an interval, of fewer than five batches, is not told apart from any.
+    """
+    floor = speedup(best).interval
+    names = []
+    for one, row in among:
+        interval = speedup(row).interval
+        if row is not best and (floor is None or interval is None or interval[1] >= floor[0]):
+            names.append(one.name)
+    return list(dict.fromkeys(names))
 
 
 def _runs_target(one: Scored) -> bool:

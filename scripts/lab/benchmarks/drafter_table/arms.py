@@ -16,7 +16,9 @@ from distill.scoring.compare import scorecard
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import say
 
-TRAIN = Path(__file__).resolve().parents[4] / "train.py"
+ROOT = Path(__file__).resolve().parents[4]
+TRAIN = ROOT / "train.py"
+SOURCE = ("src", "conf", "data", "constraints.txt", ":!conf/lab")  # what a run depends on
 KEYS = {"words", "steps", "after"}
 
 
@@ -108,6 +110,15 @@ def train(run: Run, folder: Path, common: list[str]) -> None:
     command = [sys.executable, str(TRAIN), *common, *words, *steps, *options]
     if subprocess.run(command, env=environment, check=False).returncode:
         raise UserError(f"benchmark drafters: {run.name} has failed; see what it says above")
+
+
+def uncommitted() -> str:
+    """The first changed file that runs depend on; "" if all are committed."""
+    command = ["git", "-C", str(ROOT), "status", "--porcelain", "--", *SOURCE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"git status: {done.stderr.strip().splitlines()[-1]}")
+    return next(iter(done.stdout.splitlines()), "")[3:]
 
 
 def keep(run: Run, folder: Path, results: Path) -> None:

@@ -1,4 +1,4 @@
-"""Train what has no result yet, and write the table of all results."""
+"""Train what has no result yet, and print the table of all results."""
 
 from __future__ import annotations
 
@@ -8,59 +8,44 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from benchmarks.drafter_table.arms import Run, keep, planned, train
-from benchmarks.drafter_table.identical import Commits, uncommitted
-from benchmarks.drafter_table.page import page
-from benchmarks.drafter_table.plot import plot
-from benchmarks.drafter_table.table import TEMPERATURES, Result, grouped, table
+from benchmarks.drafter_table.arms import Run, keep, planned, train, uncommitted
+from claims.cards import read_folder
+from claims.tables import table
 from decode.errors import UserError
-from decode.evaluation.scorecard import read_scorecard
 from distill.config.validate import check_ranges
 from distill.utils.progress import say
-from distill.utils.provenance import commit
 
 
 def drafters(cfg: DictConfig, folder: Path) -> float:
-    """Train every run that has no result, one after the other; print and write the table of all.
+    """Train every run that has no result, one after the other; print the table of the folder of results.
 
     Each result is written when its run has ended, so that the command can be stopped and given again, on
-    other days and machines. The table has rows of the present commit and of those that train and decode
-    alike, bit by bit.
+    other days and machines. `scripts/lab/claims.py` writes the pages.
 
     Args:
         cfg: composed from conf/lab/{distillspec,drafters,objectives,smollm2,sweep}.yaml.
         folder: unused; runs go below `runs`, results below `results`.
 
     Returns:
-        The number of results in the table.
+        The number of results of these runs.
 
     Raises:
-        UserError: bad input, or runs that failed, after all others.
+        UserError: bad input, results of uncommitted changes, or runs that failed, after all others.
     """
     del folder
     check_ranges(cfg)
-    runs = planned(cfg)
-    results, common = Path(cfg.results), list(map(str, [*cfg.also, *cfg.common]))
-    trainer = f"trainer={cfg.device}"
+    runs, results = planned(cfg), Path(cfg.results)
     missing = [run for run in runs if not _result(run, results).exists()]
     if missing and (changed := uncommitted()):
         raise UserError(f"{changed}: commit it first; a result names the commit that it came from")
-    failed = _train(missing, runs, Path(cfg.runs), results, [trainer, *common], cfg.hours)
-    found, left_out = _comparable(runs, results, Commits(results, Path(cfg.runs), common))
-    if found:
-        lines = grouped(found)
-        print(table(lines))
-        if cfg.table:
-            file = Path(cfg.table)
-            file.write_text(
-                page(cfg.title, lines, left_out, f"{file.stem}.svg", cfg.against), encoding="utf-8"
-            )
-            plot(lines, TEMPERATURES, file.with_suffix(".svg"))
-    for line in left_out:
-        say(line)
+    common = [f"trainer={cfg.device}", *map(str, [*cfg.also, *cfg.common])]
+    failed = _train(missing, runs, Path(cfg.runs), results, common, cfg.hours)
+    finished = [run for run in runs if _result(run, results).exists()]
+    if finished:
+        print(table(read_folder(results)))
     if failed:
         raise UserError(f"benchmark drafters: {len(failed)} runs have failed: {', '.join(failed)}")
-    return float(len(found))
+    return float(len(finished))
 
 
 def _result(run: Run, results: Path) -> Path:
@@ -95,18 +80,3 @@ def _train(
             say(str(error))
             failed.append(run.name)
     return failed
-
-
-def _comparable(runs: Sequence[Run], results: Path, commits: Commits) -> tuple[list[Result], list[str]]:
-    """Results of the present commit and of those that are alike, and a line on each of the others."""
-    found, left_out, present = [], [], commit().removesuffix("-dirty")
-    for run in runs:
-        if not _result(run, results).exists():
-            continue
-        card = read_scorecard(_result(run, results))
-        of = card.checkpoint.commit.removesuffix("-dirty")
-        if commits.alike(run, of, present):
-            found.append(Result(run, card))
-        else:
-            left_out.append(f"{run.name} is left out: commit {of} trains or decodes otherwise; run it again.")
-    return found, left_out

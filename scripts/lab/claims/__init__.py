@@ -1,0 +1,1 @@
+"""Pages that follow from scorecards: claims of papers, and tables of results."""

@@ -1,0 +1,140 @@
+"""Pages and parts of pages that are written from scorecards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from claims.cards import NAME, RESULTS, TEMPERATURES, Line, line_of, read_folder, refuse_dirty
+from claims.estimates import SeedNoise, seed_noise
+from claims.judged import Folder, Paper, read_claims, rows_of
+from claims.tables import by_target, differences, other_plans, table
+from decode.errors import UserError
+from distill.scoring.tables import markdown
+
+ROOT = Path(__file__).resolve().parents[3]
+CLAIMS = Path(__file__).with_name("claims.yaml")
+BLOCK = re.compile(
+    r"(?P<begin><!-- results: (?P<words>[^>]+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL
+)
+HEAD = """# Claims of papers, tested here
+
+Written by `python scripts/lab/claims.py` from the linked scorecards and `scripts/lab/claims/claims.yaml`; CI fails where they differ. tau is replayed on the target's answers to held-out prompts.
+
+- *difference*: tau of the first minus tau of the second, with its 95 % interval. Several seeds in both: paired by seed, Student's t. One seed: paired by prompt, bootstrap; the interval is widened by the noise of seeds for each of the two that is trained. That noise, the standard deviation of tau over seeds, is {noise}, from every line with several seeds.
+- *same*, *opposite*: the interval is on the paper's side of zero, or on the other. *Not distinguished*: it contains zero. *Not in the regime*: the claim is about other settings; the numbers are what was seen here.
+- Targets here are small; papers have targets of 7B parameters and more.
+"""  # noqa: E501
+
+
+def write_all(check: bool) -> list[str]:
+    """Write every page, or only compare.
+
+    Args:
+        check: whether files stay as they are.
+
+    Returns:
+        Names of the pages that differ from what the scorecards say.
+
+    Raises:
+        UserError: a result cannot be read, or comes from uncommitted changes; see also `read_claims`.
+    """
+    folders, papers = read_claims(CLAIMS)
+    lines = {name: read_folder(RESULTS / name) for name in folders}
+    for file in sorted(RESULTS.rglob("*.json")):
+        refuse_dirty(file)
+        if NAME.fullmatch(file.stem) and str(file.parent.relative_to(RESULTS)) not in folders:
+            raise UserError(f"{file.parent.relative_to(ROOT)}: no such folder in claims.yaml; add it there")
+    noise = {t: seed_noise([line for found in lines.values() for line in found], t) for t in TEMPERATURES}
+    pages = {ROOT / "docs" / "claims.md": claims_page(papers, lines, folders, noise)}
+    for name, folder in folders.items():
+        pages[RESULTS / name / "README.md"] = folder_page(folder, lines[name])
+    for file in sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]):
+        text = file.read_text(encoding="utf-8")
+        if BLOCK.search(text):
+            pages[file] = BLOCK.sub(_filled(lines, folders, file), text)
+    changed = [file for file, text in pages.items() if not file.exists() or file.read_text("utf-8") != text]
+    if not check:
+        for file in changed:
+            file.write_text(pages[file], encoding="utf-8")
+    return [str(file.relative_to(ROOT)) for file in changed]
+
+
+def claims_page(
+    papers: Sequence[Paper],
+    lines: Mapping[str, Sequence[Line]],
+    folders: Mapping[str, Folder],
+    noise: Mapping[float, SeedNoise | None],
+) -> str:
+    """docs/claims.md.
+
+    Raises:
+        UserError: see `rows_of`.
+    """
+    known = [f"{found.deviation:.3f} at T={t:g}" for t, found in noise.items() if found]
+    parts = [HEAD.format(noise=" and ".join(known) or "unknown")]
+    head = ["where", "tau", "over", "difference", "interval over", "verdict"]
+    for paper in papers:
+        for claim in paper.claims:
+            parts.append(f"## {paper.name}: {claim.says}\n\n{_source(paper)}")
+            parts.append(markdown([head, *rows_of(claim, lines, folders, noise)]))
+            if claim.regime:
+                parts.append(f"Not in the regime: {claim.regime}")
+    others = [
+        [f"{paper.name}, {_source(paper)}", claim.says, claim.state]
+        for paper in papers
+        for claim in paper.elsewhere
+    ]
+    parts += ["## Not judged by scorecards", markdown([["paper", "claim", "here"], *others])]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _source(paper: Paper) -> str:
+    return f"[arXiv:{paper.arxiv}](https://arxiv.org/abs/{paper.arxiv})"
+
+
+def folder_page(folder: Folder, lines: Sequence[Line]) -> str:
+    """README.md of a folder of results."""
+    rows = [row for line in lines for one in line.results if (row := one.row(TEMPERATURES[0]))]
+    cards = [one.card for line in lines for one in line.results]
+    plans = dict.fromkeys(line.plans[0] for line in lines)
+    answers = sorted({len(row.counts.tokens) for row in rows})
+    machines = dict.fromkeys(card.conditions.hardware for card in cards)
+    dtypes = dict.fromkeys(card.conditions.dtype for card in cards)
+    parts = [
+        f"# {folder.title}",
+        "Written by `python scripts/lab/claims.py`.",
+        table(lines),
+        f"Target: {folder.target}, {', '.join(dtypes)}. {', '.join(plans)}, match rule. tau: replayed on the "
+        f"target's answers to {', '.join(map(str, answers))} held-out prompts, with its 95 % interval: of "
+        "one seed over prompts, of several that of their mean (Student's t). A speedup is shown where every "
+        "row was timed with nothing else on the machine.",
+        f"Machines: {'; '.join(machines)}.",
+    ]
+    if folder.against and (compared := differences(lines, folder.against)):
+        parts += [f"## Over {folder.against}", compared]
+    if others := other_plans(lines):
+        parts += ["## Other drafts of the same checkpoints", others]
+    return "\n\n".join(parts) + "\n"
+
+
+def _filled(
+    lines: Mapping[str, Sequence[Line]], folders: Mapping[str, Folder], file: Path
+) -> Callable[[re.Match[str]], str]:
+    """The text of a part of a page: <!-- results: FOLDER [LINE ...] [| FOLDER [LINE ...]] -->.
+
+    Without names it has all lines of a folder.
+    """
+
+    def filled(match: re.Match[str]) -> str:
+        chosen = {}
+        for part in match["words"].split("|"):
+            folder, *names = part.split()
+            if folder not in lines:
+                raise UserError(f"{file.relative_to(ROOT)}: {folder}: no such folder in claims.yaml")
+            found = [line_of(lines[folder], name, folder) for name in names] or lines[folder]
+            chosen[folders[folder].target] = found
+        return f"{match['begin']}\n{by_target(chosen)}\n\n{match['end']}"
+
+    return filled
