@@ -21,7 +21,9 @@ from decode.model.head import Side
 from drafters.layers.decoder_layer import RMSNorm
 from drafters.vocabulary import TokenCounts
 
-KINDS = ("none", "vanilla", "gated", "recurrent")
+KINDS = ("none", "vanilla", "gated", "recurrent", "attention")
+OF_ONE_TOKEN = ("vanilla", "gated")  # u depends on the previous token only, so that a table can hold W2 u
+AGES = 16  # of drafted tokens, with a learned weight each; older ones have the last one's
 TABLE_BYTES = 2**28  # limit for a table of all pairs of hot tokens
 
 
@@ -60,7 +62,7 @@ class TokenBias(nn.Module, ABC):
         Args:
             token: (...) previous tokens, ids of the target.
             state: (..., D) hidden states of the biased logits.
-            memory: (..., r) before these tokens; None at the root, or without a memory.
+            memory: (..., M) before these tokens; None at the root, or without a memory.
         """
 
     # -- decoding --------------------------------------------------------------------------------
@@ -68,7 +70,7 @@ class TokenBias(nn.Module, ABC):
     def add(
         self, logits: Tensor, token: Tensor, state: Tensor, memory: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, 1, V) logits and (B, 1, D) states below (B, W) tokens -> (B, W, V) logits, (B, W, r) memory.
+        """(B, 1, V) logits and (B, 1, D) states below (B, W) tokens -> (B, W, V) logits, (B, W, M) memory.
 
         A precomputed table of all pairs of tokens replaces two products if it is small enough.
         """
@@ -155,8 +157,9 @@ class TokenInfoBias(TokenBias):
     """A bias of hot tokens on hot tokens.
 
     vanilla: u = norm(E[t]). gated: u = norm(E[t]) sigmoid(w . [s; E[t]]) with the hidden state s.
-    recurrent: u = SiLU(W1 [s; g]) with the state g of a GRU over the drafted tokens. Only hot tokens have
-    rows in E and W2; the bias of and on other tokens is 0.
+    recurrent: u = SiLU(W1 [s; g]) with the state g of a GRU over the drafted tokens. attention: u = SiLU(W1
+    [s; E[t]; a]), where a query of [s; E[t]] attends to the embeddings of all drafted tokens, with a learned
+    weight for each age. Only hot tokens have rows in E and W2; the bias of and on other tokens is 0.
 
     Args:
         kind: of `KINDS`, not none.
@@ -203,7 +206,10 @@ class TokenInfoBias(TokenBias):
         self.norm = RMSNorm(rank, eps=eps) if kind != "recurrent" else None
         self.gate = Linear(hidden_size + rank, 1) if kind == "gated" else None
         self.cell = nn.GRUCell(rank, rank) if kind == "recurrent" else None
-        self.mix = Linear(hidden_size + rank, rank) if kind == "recurrent" else None
+        read = {"recurrent": 1, "attention": 2}.get(kind)  # vectors next to the state
+        self.mix = Linear(hidden_size + read * rank, rank) if read else None
+        self.query = Linear(hidden_size + rank, rank, bias=False) if kind == "attention" else None
+        self.age = nn.Parameter(torch.zeros(AGES)) if kind == "attention" else None
 
     @torch.no_grad()
     def choose(self, counts: TokenCounts, d2t: Tensor | None, dtype: torch.dtype) -> str:
@@ -240,6 +246,10 @@ class TokenInfoBias(TokenBias):
             before = embedded.new_zeros(embedded.shape) if memory is None else memory
             after = self.cell(embedded.flatten(0, -2), before.flatten(0, -2)).view_as(embedded)
             return F.silu(self.mix(torch.cat([state, after], -1))), after
+        if self.query is not None and self.mix is not None:
+            drafted = embedded if memory is None else torch.cat([memory, embedded], -1)  # (..., j r)
+            found = self._attend(self.query(torch.cat([state, embedded], -1)), drafted)
+            return F.silu(self.mix(torch.cat([state, embedded, found], -1))), drafted
         assert self.norm is not None
         low = self.norm(embedded) * in_table
         return low * self._gate(embedded, state), None
@@ -252,6 +262,16 @@ class TokenInfoBias(TokenBias):
         in_table = (index >= 0)[..., None].to(self.out.weight.dtype)
         return self.emb(index.clamp_min(0)) * in_table, in_table
 
+    def _attend(self, query: Tensor, drafted: Tensor) -> Tensor:
+        """(..., r) queries and (..., j r) embeddings of j drafted tokens, the oldest first -> (..., r)."""
+        assert self.norm is not None
+        assert self.age is not None
+        keys = self.norm(drafted.unflatten(-1, (-1, self.rank)))  # (..., j, r)
+        number = keys.shape[-2]
+        age = torch.arange(number - 1, -1, -1, device=keys.device).clamp_max(AGES - 1)
+        scores = (keys @ query[..., None]).squeeze(-1) * self.rank**-0.5 + self.age[age]
+        return (scores.softmax(-1)[..., None] * keys).sum(-2)
+
     def _gate(self, embedded: Tensor, state: Tensor) -> Tensor | float:
         if self.gate is None:
             return 1.0
@@ -259,7 +279,7 @@ class TokenInfoBias(TokenBias):
 
     @override
     def _all_inputs(self) -> Tensor | None:
-        return None if self.norm is None else self.norm(self.emb.weight)
+        return self.norm(self.emb.weight) if self.norm is not None and self.kind in OF_ONE_TOKEN else None
 
     @override
     def _look_up(self, table: Tensor, token: Tensor, state: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from drafter_checks import (
 from decode.errors import UserError
 from decode.model.head import Head, Side
 from drafters.base import Text
-from drafters.layers.token_bias import KINDS, TokenInfoBias
+from drafters.layers.token_bias import KINDS, OF_ONE_TOKEN, TokenInfoBias
 from drafters.vocabulary import TokenCounts
 
 DRAFTERS = ["lyanna", "medusa", "diffusion"]
@@ -77,11 +77,11 @@ def test_cold_tokens_have_no_bias_and_get_none(kind, hot):
     cold[known] = False
     assert not bias[0, :, cold].any()
     assert bias[0, known][:, known].abs().min() > 0
-    if kind != "recurrent":  # its memory is something even after a token that it does not know
+    if kind in OF_ONE_TOKEN:  # others say something even after a token that they do not know
         assert not bias[0, cold].any()
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "gated"])
+@pytest.mark.parametrize("kind", OF_ONE_TOKEN)
 @pytest.mark.parametrize("hot", [V, 5])
 def test_a_table_of_all_pairs_is_the_two_products(kind, hot, monkeypatch):
     torch.manual_seed(0)
@@ -99,6 +99,28 @@ def test_a_table_of_all_pairs_is_the_two_products(kind, hot, monkeypatch):
         info.out.weight.mul_(2)  # a table of weights that have moved is made again
         again, _ = info.add(logits, token, state, None)
     assert (again - table).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "attention"])
+def test_a_bias_with_a_memory_reads_tokens_before_the_previous_one(kind):
+    """The first of three drafted tokens changes the third bias, and so does its place."""
+    torch.manual_seed(0)
+    info, state = TokenInfoBias(kind, 6, V, 4, V), torch.randn(3, 6)
+    if info.age is not None:
+        torch.nn.init.normal_(info.age)
+
+    def biases(tokens: list[int]) -> list[torch.Tensor]:
+        memory, found = None, []
+        for j, token in enumerate(tokens):
+            low, memory = info.low_rank_input(torch.tensor([token]), state[j : j + 1], memory)
+            found.append(low)
+        return found
+
+    with torch.no_grad():
+        first, other, swapped = biases([1, 2, 3]), biases([5, 2, 3]), biases([2, 1, 3])
+    for j in range(3):
+        assert not torch.allclose(first[j], other[j], atol=1e-6)
+    assert not torch.allclose(first[2], swapped[2], atol=1e-6)
 
 
 def test_a_head_with_a_side_is_one_with_a_wider_weight():
