@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -73,12 +74,16 @@ def claims_page(
         UserError: see `rows_of`.
     """
     known = [f"{found.deviation:.3f} at T={t:g}" for t, found in noise.items() if found]
-    parts = [HEAD.format(noise=" and ".join(known) or "unknown")]
     head = ["where", "tau", "over", "difference", "interval over", "verdict"]
+    summary, parts = [["paper", "claim", "verdicts"]], list[str]()
     for paper in papers:
         for claim in paper.claims:
+            rows = rows_of(claim, lines, folders, noise)
+            verdicts = Counter(row[-1] for row in rows)
+            said = ", ".join(f"{verdict} {number}x" for verdict, number in verdicts.most_common())
+            summary.append([paper.name, claim.says, said])
             parts.append(f"## {paper.name}: {claim.says}\n\n{_source(paper)}")
-            parts.append(markdown([head, *rows_of(claim, lines, folders, noise)]))
+            parts.append(markdown([head, *rows]))
             if claim.regime:
                 parts.append(f"Not in the regime: {claim.regime}")
     others = [
@@ -87,6 +92,7 @@ def claims_page(
         for claim in paper.elsewhere
     ]
     parts += ["## Not judged by scorecards", markdown([["paper", "claim", "here"], *others])]
+    parts = [HEAD.format(noise=" and ".join(known) or "unknown"), markdown(summary), *parts]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
