@@ -19,18 +19,41 @@ def test_every_page_follows_from_the_scorecards():
     assert pages.write_all(check=True) == []
 
 
+SMALL = """
+folders: {small: {title: A few drafters, target: a target, against: eagle}}
+papers:
+  - name: EAGLE-3
+    arxiv: "2503.01840"
+    claims: [{says: more, tests: [{folder: small, arm: eagle3-800, over: eagle-800}]}]
+"""
+CARDS = [
+    *(f"{drafter}-800-{seed}.json" for drafter in ("eagle", "eagle3") for seed in range(3)),
+    "suffix-0-0.json",
+]
+
+
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
-    """The pages and the results in a folder of their own."""
-    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("images", "pictures"))
-    shutil.copytree(RESULTS, tmp_path / LAB)
-    shutil.copy(ROOT / "README.md", tmp_path / "README.md")
-    monkeypatch.setattr(pages, "ROOT", tmp_path)
-    monkeypatch.setattr(pages, "RESULTS", tmp_path / LAB)
+    """A project with a few results, whose pages are written."""
+    results = tmp_path / LAB
+    (results / "small").mkdir(parents=True)
+    for name in CARDS:
+        shutil.copy(RESULTS / "h200" / "pocket" / name, results / "small" / name)
+    (tmp_path / "docs" / "drafters").mkdir(parents=True)
+    block = "before\n<!-- results: small {} -->\n<!-- end of results -->\nafter\n"
+    (tmp_path / "docs" / "drafters" / "eagle.md").write_text(block.format("eagle-800"))
+    (tmp_path / "README.md").write_text(block.format(""))
+    (tmp_path / "claims.yaml").write_text(SMALL)
+    for name, value in (("ROOT", tmp_path), ("RESULTS", results), ("CLAIMS", tmp_path / "claims.yaml")):
+        monkeypatch.setattr(pages, name, value)
+    pages.write_all(check=False)
+    assert pages.write_all(check=True) == []
     return tmp_path
 
 
-@pytest.mark.parametrize("page", ["docs/claims.md", "docs/drafters/eagle.md", f"{LAB}/h200/pocket/README.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/claims.md", "docs/drafters/eagle.md", "README.md", f"{LAB}/small/README.md"]
+)
 def test_a_number_changed_by_hand_is_seen_and_written_again(copy, page):
     file = copy / page
     right = file.read_text()
@@ -44,17 +67,17 @@ def test_a_number_changed_by_hand_is_seen_and_written_again(copy, page):
 
 
 def test_a_changed_scorecard_changes_its_pages(copy):
-    file = copy / LAB / "h200" / "pocket" / "suffix-0-0.json"
-    file.write_text(file.read_text().replace('"tau": 2.6', '"tau": 2.7'))
-    changed = pages.write_all(check=True)
-    assert {"docs/drafters.md", "docs/drafters/suffix.md", f"{LAB}/h200/pocket/README.md"} <= set(changed)
+    file = copy / LAB / "small" / "eagle-800-1.json"
+    file.write_text(file.read_text().replace('"tau": 3.5', '"tau": 3.7'))
+    pages_of_eagle = {"docs/claims.md", "docs/drafters/eagle.md", "README.md", f"{LAB}/small/README.md"}
+    assert set(pages.write_all(check=True)) == pages_of_eagle
 
 
 def test_results_of_uncommitted_changes_and_unlisted_folders_are_refused(copy):
     folder = copy / LAB / "new"
     folder.mkdir()
     file = folder / "suffix-0-0.json"
-    shutil.copy(copy / LAB / "h200" / "pocket" / file.name, file)
+    shutil.copy(copy / LAB / "small" / file.name, file)
     with pytest.raises(UserError, match=r"results/new: no such folder in claims\.yaml"):
         pages.write_all(check=True)
     text = file.read_text()
@@ -66,7 +89,7 @@ def test_results_of_uncommitted_changes_and_unlisted_folders_are_refused(copy):
 def test_an_unknown_name_in_a_page_is_refused(copy):
     file = copy / "docs" / "drafters" / "eagle.md"
     for wrong, said in (
-        ("h200/pocket eagel-800", "no eagel-800; there are"),
+        ("small eagel-800", "no eagel-800; there are"),
         ("h300", "h300: no such folder"),
     ):
         file.write_text(f"<!-- results: {wrong} -->\n<!-- end of results -->\n")
