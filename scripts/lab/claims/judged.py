@@ -88,6 +88,21 @@ class Paper:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """An experiment that would settle claims.
+
+    Attributes:
+        what: arms and sizes.
+        needs: machine and time.
+        state: `run`, `not run`, or what part of it was run.
+    """
+
+    what: str
+    needs: str
+    state: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Folder:
     """A folder of results.
 
@@ -102,14 +117,30 @@ class Folder:
     against: str = ""
 
 
-def read_claims(file: Path) -> tuple[dict[str, Folder], list[Paper]]:
-    """Folders of results and papers.
+@dataclass(frozen=True, kw_only=True)
+class Claims:
+    """What claims.yaml says.
+
+    Attributes:
+        folders: of results, by name.
+        papers: in order.
+        experiments: in order.
+    """
+
+    folders: Mapping[str, Folder]
+    papers: Sequence[Paper]
+    experiments: Sequence[Experiment]
+
+
+def read_claims(file: Path) -> Claims:
+    """Read claims.yaml.
 
     Raises:
         UserError: an unknown or missing key.
     """
     values = yaml.safe_load(file.read_text(encoding="utf-8"))
     folders = {name: _made(Folder, folder, name) for name, folder in values["folders"].items()}
+    experiments = [_made(Experiment, one, "experiments") for one in values.get("experiments", [])]
     papers = []
     for paper in values["papers"]:
         where = str(paper.get("name"))
@@ -119,7 +150,7 @@ def read_claims(file: Path) -> tuple[dict[str, Folder], list[Paper]]:
         ]
         others = [_made(Elsewhere, claim, where) for claim in paper.pop("elsewhere", [])]
         papers.append(_made(Paper, {**paper, "claims": claims, "elsewhere": others}, where))
-    return folders, papers
+    return Claims(folders=folders, papers=papers, experiments=experiments)
 
 
 def _made(kind: type[T], values: Mapping[str, Any], where: str) -> T:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from claims.cards import NAME, RESULTS, TEMPERATURES, Line, line_of, read_folder, refuse_dirty
 from claims.estimates import SeedNoise, seed_noise
-from claims.judged import Folder, Paper, read_claims, rows_of
+from claims.judged import Claims, Folder, Paper, read_claims, rows_of
 from claims.tables import by_target, differences, other_plans, table
 from decode.errors import UserError
 from distill.scoring.tables import markdown
@@ -41,14 +41,15 @@ def write_all(check: bool) -> list[str]:
     Raises:
         UserError: a result cannot be read, or comes from uncommitted changes; see also `read_claims`.
     """
-    folders, papers = read_claims(CLAIMS)
+    claims = read_claims(CLAIMS)
+    folders = claims.folders
     lines = {name: read_folder(RESULTS / name) for name in folders}
     for file in sorted(RESULTS.rglob("*.json")):
         refuse_dirty(file)
         if NAME.fullmatch(file.stem) and str(file.parent.relative_to(RESULTS)) not in folders:
             raise UserError(f"{file.parent.relative_to(ROOT)}: no such folder in claims.yaml; add it there")
     noise = {t: seed_noise([line for found in lines.values() for line in found], t) for t in TEMPERATURES}
-    pages = {ROOT / "docs" / "claims.md": claims_page(papers, lines, folders, noise)}
+    pages = {ROOT / "docs" / "claims.md": claims_page(claims, lines, noise)}
     for name, folder in folders.items():
         pages[RESULTS / name / "README.md"] = folder_page(folder, lines[name])
     for file in sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]):
@@ -63,9 +64,8 @@ def write_all(check: bool) -> list[str]:
 
 
 def claims_page(
-    papers: Sequence[Paper],
+    claims: Claims,
     lines: Mapping[str, Sequence[Line]],
-    folders: Mapping[str, Folder],
     noise: Mapping[float, SeedNoise | None],
 ) -> str:
     """docs/claims.md.
@@ -76,9 +76,9 @@ def claims_page(
     known = [f"{found.deviation:.3f} at T={t:g}" for t, found in noise.items() if found]
     head = ["where", "tau", "over", "difference", "interval over", "verdict"]
     summary, parts = [["paper", "claim", "verdicts"]], list[str]()
-    for paper in papers:
+    for paper in claims.papers:
         for claim in paper.claims:
-            rows = rows_of(claim, lines, folders, noise)
+            rows = rows_of(claim, lines, claims.folders, noise)
             verdicts = Counter(row[-1] for row in rows)
             said = ", ".join(f"{verdict} {number}x" for verdict, number in verdicts.most_common())
             summary.append([paper.name, claim.says, said])
@@ -88,10 +88,12 @@ def claims_page(
                 parts.append(f"Not in the regime: {claim.regime}")
     others = [
         [f"{paper.name}, {_source(paper)}", claim.says, claim.state]
-        for paper in papers
+        for paper in claims.papers
         for claim in paper.elsewhere
     ]
     parts += ["## Not judged by scorecards", markdown([["paper", "claim", "here"], *others])]
+    planned = [[one.what, one.needs, one.state] for one in claims.experiments]
+    parts += ["## Experiments that would settle more", markdown([["what", "needs", "state"], *planned])]
     parts = [HEAD.format(noise=" and ".join(known) or "unknown"), markdown(summary), *parts]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
