@@ -45,6 +45,11 @@ RESERVED = re.compile(r"_.*_")  # keys such as `_target_` that other programs ma
 # -- settings --------------------------------------------------------------------------------------
 
 
+def setting_names(kind: type[Drafter]) -> set[str]:
+    """Names of a constructor's settings."""
+    return set(_hints(kind))
+
+
 def check_settings(kind: type[Drafter], settings: Mapping[str, Any]) -> None:
     """Check names, types and sizes of settings against a constructor.
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
+import itertools
 import json
 import re
+from pkgutil import resolve_name
 
 import cards
 import numpy as np
@@ -13,9 +16,10 @@ import plotly.graph_objects as go
 import pytest
 from browser import browser
 from compared import FAST, SLOW, TOKENS, card, row, timing
-from workbench import foredraft
+from workbench import CONF, foredraft
 
 from decode.errors import UserError
+from distill.config.compose import compose
 from distill.report import page, panels
 from distill.report.bottleneck import bottleneck
 from distill.report.compare_page import page_of
@@ -24,6 +28,7 @@ from distill.scoring import tables
 from distill.scoring.compare import Choice, read
 from distill.training.checkpointing import _rank, _summary
 from distill.utils.atomic_files import write_json
+from drafters.registry import KNOWN, class_name
 
 SCRIPT = "</script><script>alert(1)</script><b>"
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
@@ -273,6 +278,43 @@ def test_command_writes_the_page_of_one_target(runs, tmp_path):
 def test_largest_cost_or_low_acceptance_is_named(shares, said):
     one = dict(zip(("tau", "speedup", "draft_share", "verify_share"), shares, strict=True))
     assert re.search(said, bottleneck(cards.card_of([cards.row(0.0, **one)])))
+
+
+@functools.cache
+def options_by_kind() -> dict[str, list[set[str]]]:
+    """Options of every configuration of a drafter, by the short name of its class."""
+    found: dict[str, list[set[str]]] = {}
+    for path in sorted((CONF / "drafter").glob("*.yaml")):
+        if path.stem == "auto":
+            continue
+        options = compose([f"drafter={path.stem}"], CONF).drafter
+        kind = class_name(resolve_name(options._target_.rpartition(".")[0]))
+        found.setdefault(kind, []).append(set(map(str, options)))
+    return found
+
+
+@pytest.mark.parametrize("kind", sorted(KNOWN))
+def test_advice_names_only_options_that_the_drafter_has(kind):
+    configured = options_by_kind()[kind]
+    advised = set()
+    for step, shares in itertools.product(
+        (0, 600), ((3.0, 1.5, 0.3, 0.6), (3.0, 1.5, 0.05, 0.9), (1.5, 1.1))
+    ):
+        one = dict(zip(("tau", "speedup", "draft_share", "verify_share"), shares, strict=False))
+        said = bottleneck(cards.card_of([cards.row(0.0, **one)], drafter=kind, step=step))
+        assert said
+        assert ("trainer.max_steps" in said) == (bool(step) and "limit is acceptance" in said)
+        assert f"drafter={kind}" not in said
+        advised |= set(re.findall(r"drafter\.(\w+)", said))
+    assert all(advised <= options for options in configured), f"{kind} has no {advised}"
+    assert bool(advised) == all("draft_vocab_size" in options for options in configured)
+
+
+def test_fewer_nodes_are_advised_only_of_a_tree():
+    shares = {"tau": 3.0, "speedup": 1.5, "draft_share": 0.05, "verify_share": 0.9}
+    tree, chain = (bottleneck(cards.card_of([cards.row(0.0, nodes=n, **shares)])) for n in (8, 2))
+    assert "try fewer nodes (decode.nodes), a GPU, or a deeper target" in tree
+    assert "try a shorter draft (decode.depth), a GPU, or a deeper target" in chain
 
 
 def test_fastest_draft_is_lossless_and_of_the_first_setting():
