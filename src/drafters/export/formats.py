@@ -172,7 +172,8 @@ def check(drafter: str, settings: Mapping[str, Any], target: Target, to: str) ->
     Raises:
         UserError: the program cannot. Settings and programs in the message pass this check.
     """
-    drafter, settings = exported_part(drafter, settings)
+    whole = drafter, settings
+    drafter, settings = exported_part(*whole)
     if drafter not in FORMATS[to]:
         known = ALTERNATIVES.get((to, drafter), Alternative(""))
         ways, own = [], bool(known.reason) and not known.drafter  # the engine has its own method
@@ -180,7 +181,7 @@ def check(drafter: str, settings: Mapping[str, Any], target: Target, to: str) ->
             ways = [f"train drafter={known.drafter}"]
         reasons = [_no_format(drafter, to), *([known.reason] if known.reason else [])]
     elif refusals := _refusals(drafter, settings, target, to):
-        ways, own = _trained_otherwise(drafter, settings, target, to), False
+        ways, own = _trained_otherwise(*whole, target, to), False
         reasons = [f"to={to}: {refusals[0].reason}", *(refusal.reason for refusal in refusals[1:])]
     else:
         return
@@ -212,36 +213,59 @@ def _refusals(drafter: str, settings: Mapping[str, Any], target: Target, to: str
     return list(FORMATS[to][drafter].check(settings, target))
 
 
-def other_settings(
+class Change(NamedTuple):
+    """Another value of an option.
+
+    Attributes:
+        old: its value.
+        value: to train with.
+        because: why, with the program that asks for it.
+    """
+
+    old: Any
+    value: Any
+    because: str
+
+
+def other_options(
     drafter: str, settings: Mapping[str, Any], target: Target, programs: Sequence[str]
-) -> dict[str, Any] | None:
-    """Settings to train with instead, so that all of these programs can serve it; None: no change does.
+) -> dict[str, Change] | None:
+    """Options to train with instead, so that all of these programs can serve it; None: no change does.
 
     Args:
-        drafter: short name of the drafter, which every program has a format for.
+        drafter: short name of the drafter.
         settings: of the drafter.
         target: of the drafter.
         programs: names of `FORMATS`.
+
+    Returns:
+        Changes by option, as in `drafter.fc_norm`.
     """
-    changes: dict[str, Any] = {}
+    part, own = exported_part(drafter, settings)
+    prefix = "drafter.first" if drafter in TWO_DRAFTERS else "drafter"
+    if not all(part in FORMATS[to] for to in programs):
+        return None
+    changes: dict[str, Change] = {}
+    now = dict(own)
     for _ in range(ROUNDS):
-        now = {**settings, **changes}
-        refusals = [refusal for to in programs for refusal in _refusals(drafter, now, target, to)]
+        refusals = [(to, refusal) for to in programs for refusal in _refusals(part, now, target, to)]
         if not refusals:
-            return changes
-        if not all(refusal.train for refusal in refusals):
+            return {name: change for name, change in changes.items() if change.value != change.old}
+        if not all(refusal.train for _, refusal in refusals):
             return None
-        for refusal in refusals:
-            changes |= refusal.train
+        for to, refusal in refusals:
+            now |= refusal.train
+            for name, value in refusal.train.items():
+                changes[f"{prefix}.{name}"] = Change(own.get(name), value, f"to={to}: {refusal.reason}")
     return None
 
 
 def _trained_otherwise(drafter: str, settings: Mapping[str, Any], target: Target, to: str) -> list[str]:
-    """Advice to train with other settings; empty if no change of settings passes the check."""
-    changes = other_settings(drafter, settings, target, [to])
+    """Advice to train with other options; empty if no change of options passes the check."""
+    changes = other_options(drafter, settings, target, [to])
     if changes is None:
         return []
-    return [f"train with {' '.join(f'drafter.{name}={_text(value)}' for name, value in changes.items())}"]
+    return [f"train with {' '.join(f'{name}={_text(one.value)}' for name, one in changes.items())}"]
 
 
 def _text(value: Any) -> str:

@@ -162,6 +162,33 @@ def test_settings_follow_from_the_formats(bench, deep, costs, monkeypatch):
     assert decided(record)["drafter=medusa"] is False  # llama.cpp has none
 
 
+@pytest.mark.parametrize(
+    ("drafter", "option"),
+    [(["drafter=eagle3"], "drafter"), (["drafter=union", "drafter.first=eagle3"], "drafter.first")],
+)
+def test_settings_that_a_format_needs_are_set_for_a_named_drafter(
+    bench, deep, costs, monkeypatch, drafter, option
+):
+    kind = drafter[0].partition("=")[2]
+    costs(**{kind: 1.2})
+    monkeypatch.setattr(make.Making, "_train", lambda self, options: options)
+    monkeypatch.setattr(make.Making, "_end", lambda self, options: None)
+    done = foredraft("make", *words(bench, *drafter, "ship=[vllm,gguf]", f"target={deep}")).succeeded()
+    record = record_of(bench)
+    changes = [f"{option}.fc_norm=false", f"{option}.norm_before_fc=true"]
+    assert record["words"] == [drafter[0], *changes]
+    assert decided(record)[f"{option}.fc_norm"] is False
+    reason = "to=gguf: llama.cpp has no fc_norm (a norm per tap)"
+    assert f"{option}.fc_norm=false, not true: {reason}" in done.out
+    assert f"{option}.norm_before_fc=true, not false: {reason}" in done.out
+
+
+def test_option_that_the_user_names_is_never_changed(bench, deep):
+    more = ["drafter=eagle3", "drafter.fc_norm=true", "ship=[vllm,gguf]", f"target={deep}"]
+    said = "drafter=eagle3: to=gguf: llama.cpp has no fc_norm", "train with drafter.fc_norm=false"
+    foredraft("make", *words(bench, *more)).refused(*said)
+
+
 def test_options_of_a_drafter_that_an_experiment_names_hold_for_every_candidate():
     assert candidates.with_kind(["drafter.depth=2"], "eagle") == ["drafter=eagle", "drafter.depth=2"]
     assert candidates.with_kind(["drafter=hass", "drafter.depth=2"], "eagle") == [

@@ -15,6 +15,8 @@ from decode.errors import UserError
 from decode.model.target import LAST
 from drafters.checkpoint import io as checkpoint_io
 from drafters.export import formats
+from drafters.models.ngram import Ngram
+from drafters.models.union import Union
 from drafters.registry import short_name
 
 EAGLE3 = {"taps": None, "fc_norm": False}
@@ -210,6 +212,13 @@ def test_what_a_refusal_suggests_is_accepted(name, tiny_target, make_drafter):
             assert not (name == "p_eagle" and to == "speculators")
             own = "of its own" in text  # the engine has the method itself
             assert own or accepting or "no engine takes this drafter" in text
+
+
+def test_options_of_the_first_of_two_drafters_are_named_as_such(tiny_target, make_drafter):
+    target = tiny_target(vocab=V, layers=8, hidden=16, dtype=torch.float32)
+    union = Union(make_drafter("eagle3", target, taps=None), Ngram(1, 3))
+    with pytest.raises(UserError, match=r"train with drafter\.first\.fc_norm=false drafter\.first\.norm"):
+        formats.check("union", union.settings, target, "gguf")
 
 
 def test_a_small_target_is_told_taps_that_engines_take(tiny_target, make_drafter):

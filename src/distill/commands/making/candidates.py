@@ -13,7 +13,7 @@ from distill.config.build import build_drafter
 from distill.config.validate import refused
 from distill.engine_costs.costs import PAYS, EngineCosts, constant
 from distill.options.run import TrainOptions
-from distill.search.trials import override_value
+from distill.search.trials import override_key, override_value
 from distill.utils.progress import say
 from drafters.export import formats
 from drafters.export.formats import NATIVE
@@ -35,6 +35,7 @@ class Candidate:
     Attributes:
         name: kind of drafter.
         words: overrides that choose it.
+        changes: options that a format needs, which are among the overrides.
         rate: share of tokens that is assumed to be accepted.
         options: of a training run with it.
         needs_answers: whether it is trained on answers, or counts in them.
@@ -42,6 +43,7 @@ class Candidate:
 
     name: str
     words: list[str]
+    changes: Mapping[str, formats.Change]
     rate: float
     options: TrainOptions
     needs_answers: bool
@@ -87,7 +89,8 @@ def possible(
 
     Args:
         base: overrides of the command, without a drafter's.
-        given: the drafter's. If they name one, it is the only candidate; its options are never changed.
+        given: the drafter's. If they name one, it is the only candidate. Options that they name are never
+            changed; others are, where a format needs it.
         kinds: of drafters to choose from.
         target: the target.
         ship: formats.
@@ -105,7 +108,7 @@ def possible(
         words = with_kind(given, kind)
         try:
             rate = (ASSUMED_OF_FEW if prompts < FEW else ASSUMED).get(kind, OTHERS)
-            found.append(_candidate(kind, rate, base, words, target, ship, bool(named)))
+            found.append(_candidate(kind, rate, base, words, target, ship))
         except UserError as error:
             refusals[kind] = str(error)
     if not found:
@@ -114,13 +117,7 @@ def possible(
 
 
 def _candidate(
-    kind: str,
-    rate: float,
-    base: Sequence[str],
-    words: list[str],
-    target: Target,
-    ship: Sequence[str],
-    given: bool,
+    kind: str, rate: float, base: Sequence[str], words: list[str], target: Target, ship: Sequence[str]
 ) -> Candidate:
     options = training_options([*base, *words])
     with refused():
@@ -128,15 +125,17 @@ def _candidate(
     programs = [to for to in ship if to != NATIVE]
     for to in programs:
         formats.check_format(short_name(drafter), to)
-    changed = formats.other_settings(short_name(drafter), drafter.settings, target, programs)
-    if changed is None or (changed and given):
+    changes = formats.other_options(short_name(drafter), drafter.settings, target, programs)
+    named = {override_key(word) for word in words}
+    if changes is None or named & changes.keys():
         for to in programs:
             formats.check(short_name(drafter), drafter.settings, target, to)
-    words = [*words, *(f"drafter.{name}={override_value(value)}" for name, value in (changed or {}).items())]
-    if changed:
+    changes = changes or {}
+    if changes:
+        words = [*words, *(f"{name}={override_value(one.value)}" for name, one in changes.items())]
         options = training_options([*base, *words])
     needs = drafter.trains or drafter.needs_fit
-    return Candidate(name=kind, words=words, rate=rate, options=options, needs_answers=needs)
+    return Candidate(name=kind, words=words, changes=changes, rate=rate, options=options, needs_answers=needs)
 
 
 def with_kind(given: Sequence[str], kind: str) -> list[str]:

@@ -22,7 +22,14 @@ from distill.options.commands import MakeOptions
 from distill.options.run import TrainOptions
 from distill.report import html, terminal
 from distill.search.time_budget import Deadline
-from distill.search.trials import NEVER, JobContext, drop_overrides, override_key, task_overrides
+from distill.search.trials import (
+    NEVER,
+    JobContext,
+    drop_overrides,
+    override_key,
+    override_value,
+    task_overrides,
+)
 from distill.train import train
 from distill.utils.launcher import launch, process_age
 from distill.utils.progress import say, switch
@@ -151,6 +158,10 @@ class Making:
         if chosen:
             record.drafter, record.words = chosen.name, chosen.words
             record.answers = chosen.needs_answers
+            for option, change in chosen.changes.items():
+                values = f"{option}={override_value(change.value)}, not {override_value(change.old)}"
+                record.decide(option, change.value, change.because)
+                say(f"{values}: {change.because}")
         self._stage("choice of the drafter", before)
 
     def _by_times(self, found: Sequence[candidates.Candidate]) -> candidates.Candidate | None:
