@@ -9,10 +9,13 @@ import pytest
 from workbench import Bench, foredraft, make_target, options_of
 
 from decode.errors import UserError
-from distill.commands.making import answers, candidates, engines, make, serve
+from distill.commands.making import answers, candidates, engines, make, serve, speed
 from distill.commands.making.options import seconds_of
 from distill.commands.making.record import EngineResult, MakeRecord
+from distill.commands.making.speed import AnswerSpeed
+from distill.commands.rollout import read_work
 from distill.engine_costs.costs import EngineCosts, TimedLength
+from distill.engines.base import Answer
 from distill.utils.run_folder import checkpoints
 
 SMALL = [
@@ -216,6 +219,8 @@ def test_stopped_run_goes_on_where_it_was(bench, quick, costs, monkeypatch):
         assert foredraft("make", *words(bench, "candidates=[eagle]")).code == 130
     before = record_of(bench)
     assert before["took"]["answers"] > 0
+    assert before["speed"]["answers"] == 12
+    assert before["speed"]["start"] < before["took"]["sample of answers"]
     monkeypatch.setattr(make.Making, "_choose", stop)
     monkeypatch.setattr(answers, "fit_prompts", stop)
     more = ["candidates=[eagle]", "budget=6m"]  # a larger budget is the same run
@@ -258,23 +263,81 @@ def test_wrong_options_are_refused(bench, more, said):
     assert not bench.runs()
 
 
-def test_prompts_are_as_many_as_the_time_allows(bench, monkeypatch, tmp_path):
-    now = [0.0]
+class Clocked:
+    """An engine, and a clock that only its work moves: 1 s a prompt, and 2 s and 0.5 s a row a round."""
 
-    def roll_out(options) -> None:
-        now[0] += 3.0 * 12
+    context, begins = 256, True
 
-    monkeypatch.setattr(answers, "roll_out", roll_out)
-    command = [word for word in words(bench, "drafter=eagle") if not word.startswith(("budget", "lengths"))]
-    options = options_of(*command)
-    few = answers.fit_prompts(options, 15.0, tmp_path, lambda: now[0])
-    assert (few.limit, few.answers, few.each) == (5, 5, 3.0)
-    enough = answers.fit_prompts(options, 36.0, tmp_path, lambda: now[0])
+    def __init__(self, target, batch_size: int, *_) -> None:
+        self.batch_size = batch_size
+
+    def __call__(self, requests, params, ended=lambda _: None):
+        lengths = [min(4 + number % 9, params.max_new_tokens) for number in range(len(requests))]
+        assert len(requests) <= self.batch_size
+        Clocked.now += 1.0 * len(requests)
+        ended(0.0)
+        for number in range(1, max(lengths)):
+            Clocked.now += 2.0 + 0.5 * sum(length > number for length in lengths)
+            ended(number)
+        return [Answer([5] * length, False) for length in lengths]
+
+
+@pytest.fixture
+def clocked(bench, monkeypatch, tmp_path):
+    """Fits the prompts of a run to a time by `Clocked`, where loading takes 100 s."""
+
+    def loaded(options):
+        Clocked.now += 100.0
+        return read_work(options)
+
+    def fit(seconds: float):
+        Clocked.now = 0.0
+        command = [w for w in words(bench, "drafter=eagle") if not w.startswith(("budget", "lengths"))]
+        options = options_of(*command)
+        return answers.fit_prompts(options, seconds, tmp_path, lambda: Clocked.now)
+
+    monkeypatch.setattr(answers, "read_work", loaded)
+    monkeypatch.setattr(speed, "in_process", lambda options, target, *_: Clocked(target, 12))
+    return fit
+
+
+def test_prompts_are_as_many_as_the_time_allows(clocked):
+    enough = clocked(1000.0)
     assert (enough.limit, enough.answers) == (None, 12)
-    none = answers.fit_prompts(options, 1.0, tmp_path, lambda: now[0])
-    assert none.limit == 1
-    shared = replace(options, prompts=replace(options.prompts, heldout=None, heldout_share=0.5))
+    few = clocked(100.0 + 60.0)
+    assert 2 <= few.limit < 12
+    assert few.seconds <= 160.0
+    assert clocked(1.0).limit == 1
+    options = options_of("drafter=eagle", "prompts.heldout_share=0.5")
+    shared = replace(options, prompts=replace(options.prompts, heldout=None))
     assert answers._with_held_out(shared, 5) == 10
+
+
+def test_loading_is_no_part_of_an_answer(clocked):
+    found = clocked(1000.0).speed
+    assert 100.0 < found.start < 120.0, "loading, and a first answer of four tokens"
+    assert (found.prompt, found.step, found.row) == pytest.approx((1.0, 2.0, 0.5))
+    assert found.longest == 10
+
+
+def test_answers_wait_only_where_a_batch_is_full():
+    found = AnswerSpeed(answers=8, start=7.0, prompt=1.0, step=2.0, row=0.5, rounds=10.0, longest=20.0)
+    one = 8 * (1.0 + 5.0)
+    assert found.seconds(8, shard=8, batch=8) == 7.0 + one + 2.0 * 20
+    assert found.seconds(16, shard=8, batch=8) == 7.0 + 2 * (one + 2.0 * 20), "a shard after the other"
+    assert found.seconds(16, shard=16, batch=8) == 7.0 + 2 * one + 2.0 * 30, "others join as these end"
+    assert found.seconds(0, shard=16, batch=8) == 7.0
+    whole = AnswerSpeed(answers=8, start=7.0, prompt=3.0)
+    assert whole.seconds(10, shard=4, batch=2) == 37.0
+
+
+@pytest.mark.parametrize("lengths", [[1, 1], [5, 5], [9, 2, 4]])
+def test_rounds_of_any_sample_have_a_cost(lengths):
+    rounds = [float(sum(length > number for length in lengths)) for number in range(1, max(lengths))]
+    found = speed._fitted([speed._Call([3.0, *rounds], lengths)], len(lengths), start=0.0)
+    told = found.seconds(len(lengths), shard=100, batch=100)
+    assert told == pytest.approx(3.0 + sum(rounds))
+    assert min(found.step, found.row) >= 0
 
 
 def test_slow_draft_is_not_served(tmp_path):
@@ -293,6 +356,7 @@ def test_record_is_read_back_and_damage_is_named(tmp_path):
     record = MakeRecord.open(tmp_path)
     record.decide("drafter", "eagle", "it is the fastest")
     record.spent, record.words = 3.0, ["drafter=eagle"]
+    record.speed = AnswerSpeed(answers=32, start=2.0, prompt=0.5)
     record.write()
     assert MakeRecord.open(tmp_path) == record
     (tmp_path / "make.json").write_text('{"decisions": [{"what": 1}]}')

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distill.commands.rollout import roll_out
+from distill.commands.making.speed import AnswerSpeed, measure
+from distill.commands.rollout import read_work, roll_out
 from distill.config.build import PromptReader
 from distill.options.commands import AcceleratorOptions, RolloutCommandOptions
 from distill.options.run import TrainOptions
@@ -22,14 +23,14 @@ class Prompts:
     Attributes:
         limit: prompts.limit; None: all of them.
         answers: that the training prompts get.
-        seconds: that they take.
-        each: seconds of an answer in the sample.
+        seconds: that they are expected to take.
+        speed: what was measured.
     """
 
     limit: int | None
     answers: int
     seconds: float
-    each: float
+    speed: AnswerSpeed
 
 
 def fit_prompts(options: TrainOptions, seconds: float, folder: Path, clock: Callable[[], float]) -> Prompts:
@@ -37,7 +38,7 @@ def fit_prompts(options: TrainOptions, seconds: float, folder: Path, clock: Call
 
     Args:
         options: of the training run.
-        seconds: for the answers.
+        seconds: for the answers, loading of the target included.
         folder: for the sample, which is removed.
         clock: seconds.
 
@@ -46,15 +47,15 @@ def fit_prompts(options: TrainOptions, seconds: float, folder: Path, clock: Call
     """
     _, train, _ = PromptReader.of_run(options).read()
     before, sample = clock(), folder / "sample"
-    roll_out(_sample(options, min(SAMPLE, len(train)), sample))
-    each = (clock() - before) / max(1, min(SAMPLE, len(train)))
+    sampled = _sample(options, min(SAMPLE, len(train)), sample)
+    speed = measure(sampled, read_work(sampled), before, clock)
     shutil.rmtree(sample, ignore_errors=True)
-    number = _most(options, len(train), seconds / each)
-    answers = number * options.rollout.answers_each(number) + options.prompts.self
+    number = _most(options, len(train), seconds, speed)
     limit = None
     if number < len(train):
         limit = _with_held_out(options, number)
-    return Prompts(limit=limit, answers=answers, seconds=answers * each, each=each)
+    answers = _answers(options, number)
+    return Prompts(limit=limit, answers=answers, seconds=_seconds(options, number, speed), speed=speed)
 
 
 def roll_out_all(options: TrainOptions) -> None:
@@ -66,11 +67,21 @@ def roll_out_all(options: TrainOptions) -> None:
     roll_out(_rollout(options, Path(options.output_dir) / "rollouts"))
 
 
-def _most(options: TrainOptions, prompts: int, answers: float) -> int:
-    """The most prompts whose answers are no more than this number; at least one."""
-    room = answers - options.prompts.self
-    fitting = [n for n in range(1, prompts + 1) if n * options.rollout.answers_each(n) <= room]
+def _most(options: TrainOptions, prompts: int, seconds: float, speed: AnswerSpeed) -> int:
+    """The most prompts that are answered in this time; at least one."""
+    fitting = [n for n in range(1, prompts + 1) if _seconds(options, n, speed) <= seconds]
     return max(fitting, default=1)
+
+
+def _answers(options: TrainOptions, prompts: int) -> int:
+    return prompts * options.rollout.answers_each(prompts) + options.prompts.self
+
+
+def _seconds(options: TrainOptions, prompts: int, speed: AnswerSpeed) -> float:
+    """The forecast for so many prompts."""
+    rollout = options.rollout
+    shard = rollout.shard_size * rollout.answers_each(prompts)
+    return speed.seconds(_answers(options, prompts), shard, rollout.batch_size)
 
 
 def _sample(options: TrainOptions, prompts: int, stores: Path) -> RolloutCommandOptions:

@@ -195,9 +195,11 @@ class Making:
         record = self.record
         self._check_time(options, "choosing the drafter")
         if record.answers and "answers" not in record.took and options.rollout.answers == "write":
-            before = self.clock()
-            self._fit_prompts(options)
-            options = self._training()
+            if not record.speed:
+                before = self.clock()
+                self._fit_prompts(options)
+                self._stage("sample of answers", before)
+            before, options = self.clock(), self._training()
             answers.roll_out_all(options)
             self._stage("answers", before)
         before, seconds = self.clock(), self._check_time(options, "the answers")
@@ -228,8 +230,12 @@ class Making:
     def _fit_prompts(self, options: TrainOptions) -> None:
         seconds = self.options.answers_share * max(0.0, self.left - self._kept(options))
         fitted = answers.fit_prompts(options, seconds, self.folder, self.clock)
-        why = f"{fitted.each:.2f} s an answer in a sample, {fitted.seconds:.0f} s for {fitted.answers:,}"
-        self.record.limit = fitted.limit
+        speed = fitted.speed
+        why = (
+            f"{fitted.seconds:.0f} s forecast for {fitted.answers:,} answers, of which {speed.start:.0f} to "
+        )
+        why += f"start; {speed.said(options.rollout.batch_size)}, by a sample of {speed.answers}"
+        self.record.limit, self.record.speed = fitted.limit, speed
         self.record.decide("prompts.limit", fitted.limit or "all", why)
         say(f"prompts: {fitted.limit or 'all'}: {why}")
 

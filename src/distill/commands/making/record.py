@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.errors import UserError
+from distill.commands.making.speed import AnswerSpeed
 from distill.utils.atomic_files import read_json, write_json
 
 RECORD = "make.json"
@@ -63,6 +64,7 @@ class MakeRecord:
         answers: whether the drafter needs answers of the target.
         moment: date for chat templates that write it.
         limit: prompts.limit of the run; None: all prompts.
+        speed: what was measured of the answers before the limit was chosen; None: nothing.
         draft: whether a draft pays somewhere; None: not known yet.
         engines: results by format.
         commands: what serves each format that was written.
@@ -77,6 +79,7 @@ class MakeRecord:
     answers: bool = True
     moment: str = ""
     limit: int | None = None
+    speed: AnswerSpeed | None = None
     draft: bool | None = None
     engines: dict[str, EngineResult] = field(default_factory=dict)
     commands: dict[str, str] = field(default_factory=dict)
@@ -93,7 +96,8 @@ class MakeRecord:
         try:
             decisions = [Decision(**one) for one in values.pop("decisions", [])]
             engines = {to: EngineResult(**one) for to, one in values.pop("engines", {}).items()}
-            return cls(path, decisions=decisions, engines=engines, **values)
+            speed = AnswerSpeed(**found) if (found := values.pop("speed", None)) else None
+            return cls(path, decisions=decisions, engines=engines, speed=speed, **values)
         except (AttributeError, TypeError):
             raise UserError(f"{path}: damaged; {ADVICE}") from None
 
