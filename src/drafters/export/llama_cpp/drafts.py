@@ -216,7 +216,7 @@ def _mtp(saved: Saved, target: Target) -> Layout:
 
 
 def _lm(saved: Saved, target: Target) -> Layout:
-    """A draft model with the target's vocabulary size."""
+    """A draft model with the target's vocabulary size; a model from a GGUF file of this size is that file."""
     model = hf_model.VLLM.write(saved, target).model
     assert model is not None
     config = model.config.to_dict()
@@ -226,7 +226,9 @@ def _lm(saved: Saved, target: Target) -> Layout:
     kind, layers = LANGUAGE_MODELS[config["model_type"]], config["num_hidden_layers"]
     shape = _lm_shape(config)
     keys = {"vocab_size": target.vocab_size}
-    return _layout(kind, shape, layers, keys, tensors, "draft-simple", hf_model.TOKENS)
+    layout = _layout(kind, shape, layers, keys, tensors, "draft-simple", hf_model.TOKENS)
+    as_given = saved.settings["config"]["vocab_size"] == target.vocab_size
+    return layout._replace(file=saved.settings.get("file", "")) if as_given else layout
 
 
 def _lm_shape(config: Mapping[str, Any]) -> dict[str, Any]:

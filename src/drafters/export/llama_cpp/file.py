@@ -7,6 +7,7 @@ terms. It is copied, so the two always agree, and no list of known tokenizers is
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -83,9 +84,26 @@ def write_on(layout: Layout, file: Path, kind: str | None) -> Layout:
     Args:
         layout: of a format of `drafts`: `config` has the keys, `tensors` the tensors by their names there.
         file: from `target_file`.
-        kind: one of `KINDS`; None: as the weights are.
+        kind: one of `KINDS`; None: as the weights are. A model from a GGUF file then is that file, unchanged.
     """
-    return layout._replace(weights=partial(_write, layout, file, kind))
+    written = layout._replace(weights=partial(_write, layout, file, kind))
+    if not layout.file or kind:
+        return written
+    if given := gguf.file_of(layout.file):
+        note = f"{DRAFTER} is {given.name} itself, SHA-256 {layout.file}."
+        return layout._replace(weights=partial(_link, given), note=f"{layout.note}\n\n{note}")
+    note = (
+        f"{DRAFTER} has dequantised weights: the file that they are of, SHA-256 {layout.file}, was not found."
+    )
+    return written._replace(note=f"{layout.note}\n\n{note}")
+
+
+def _link(given: Path, folder: Path) -> None:
+    """Give a file its name in a folder; it is copied where the two are on different disks."""
+    try:
+        (folder / DRAFTER).hardlink_to(given)
+    except OSError:
+        shutil.copyfile(given, folder / DRAFTER)
 
 
 def _header(path: Path) -> Header:
