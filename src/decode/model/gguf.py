@@ -88,8 +88,19 @@ def converted(path: Path, what: str = "target") -> tuple[Path, str]:
         with locked(folder.with_suffix(".lock")):
             if not folder.is_dir():
                 _convert(path, folder, what, sha)
+    _note_place(folder, path.resolve())
     tell(account_of(folder), f"{what}={path}")
     return folder, sha
+
+
+def _note_place(folder: Path, path: Path) -> None:
+    """Note where the file of a converted folder is: it may have been moved, or be one of several copies."""
+    note = folder / NOTE
+    values = json.loads(note.read_text())
+    if values["file"] != str(path):
+        temporary = note.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(values | {"file": str(path)}))
+        temporary.replace(note)
 
 
 def file_of(sha: str) -> Path | None:

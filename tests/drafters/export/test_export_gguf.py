@@ -181,6 +181,11 @@ def test_draft_model_of_a_file_is_that_file(target, make_drafter, tmp_path):
     assert exported(loaded, target, tmp_path / "f16", "f16").tensors["token_embd.weight"].kind == "F16"
     trained = make_drafter("lm", target, path=str(file))
     assert exported(trained, target, tmp_path / "trained").tensors["token_embd.weight"].kind == "F32"
+    moved = file.rename(tmp_path / "moved.gguf")
+    assert gguf.file_of(sha) is None
+    make_drafter("lm", target, path=str(moved), train=False)
+    assert gguf.file_of(sha) == moved
+    file = moved
     file.write_bytes(file.read_bytes() + b"more")
     assert exported(loaded, target, tmp_path / "changed").tensors["token_embd.weight"].kind == "F32"
     assert f"SHA-256 {sha}, was not found" in gguf_file.write_on(layout, served, None).note
