@@ -26,6 +26,7 @@ from drafters.checkpoint import io as checkpoint_io
 from drafters.checkpoint import pretrained
 from drafters.checkpoint.folder import drafter_kind, target_name, target_origin
 from drafters.checkpoint.model_card import portable
+from drafters.checkpoint.published import fetch_card
 from drafters.export import formats, layout
 from drafters.export.formats import GGUF, NATIVE
 from drafters.export.layout import Layout
@@ -146,6 +147,10 @@ def _write(
     checkpoint: Path, target: Target, to: str, out: Path, repo: str | None, options: ExportOptions | None
 ) -> tuple[Drafter, Layout | None]:
     """Write the folder; returns the drafter, and its layout in another program's format."""
+    try:
+        fetch_card(target)
+    except (UserError, RemoteError) as error:
+        say(f"the model card says nothing of the target's licence: {error}")
     drafter = checkpoint_io.load(checkpoint, target)
     assert drafter.origin is not None
     # Omits paths of this machine, since the folder may be uploaded later.

@@ -134,6 +134,8 @@ class Origin(NamedTuple):
         folder: the checkpoint folder; None for a drafter built in this process.
         content: fingerprint of the drafter's weights as loaded, to detect later changes.
         exports: programs that can serve the drafter, see `export.formats.accepting`.
+        published: name under which the target is published; "" if unknown.
+        licence: of the target, as in apache-2.0; "" if unknown.
     """
 
     name: str
@@ -143,6 +145,8 @@ class Origin(NamedTuple):
     folder: Path | None = None
     content: str = ""
     exports: tuple[str, ...] = ()
+    published: str = ""
+    licence: str = ""
 
 
 class Drafter(DraftVocabulary, ABC):

@@ -23,7 +23,14 @@ FORMAT = 1
 # Exceptions that reading a damaged file may raise.
 DAMAGE_ERRORS = (OSError, SafetensorError, RuntimeError, TypeError, AttributeError, ValueError, LookupError)
 DAMAGE_ERRORS += (ArithmeticError,)
-ORIGIN_KEYS = ("name", "revision", "fingerprint", "tokenizer")  # under `target` in config.json
+ORIGIN_KEYS = (
+    "name",
+    "revision",
+    "fingerprint",
+    "tokenizer",
+    "published",
+    "licence",
+)  # under `target` in config.json
 
 
 def target_name(folder: Path) -> str:
@@ -102,7 +109,7 @@ def config_origin(config: Mapping[str, Any]) -> Origin:
     """The target in a config; unknown fields are "" or None."""
     target = config["target"] if is_native(config) else {"name": _verifier(config)}
     fields = {name: value if isinstance(value := target.get(name), str) else "" for name in ORIGIN_KEYS}
-    return Origin(fields["name"], fields["revision"] or None, fields["fingerprint"], fields["tokenizer"])
+    return Origin(**fields | {"revision": fields["revision"] or None})
 
 
 def _verifier(config: Any) -> Any:

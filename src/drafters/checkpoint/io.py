@@ -29,6 +29,7 @@ from drafters.checkpoint.folder import (
     read_config,
     read_saved,
 )
+from drafters.checkpoint.published import published
 from drafters.export import formats, layout, weight_files
 from drafters.export.layout import Saved
 from drafters.hf import lora_files
@@ -52,7 +53,16 @@ def origin_of(drafter: Drafter, target: Target, name: str = "", fingerprint: str
     where, revision = target.model.name_or_path or "", getattr(target.model.config, "_commit_hash", None)
     exports = tuple(formats.accepting(short_name(drafter), drafter.settings, target))
     tokenizer = tokenizer_hash(where, revision)
-    return Origin(name or where, revision, fingerprint or target.fingerprint(), tokenizer, exports=exports)
+    known = published(target)
+    return Origin(
+        name or where,
+        revision,
+        fingerprint or target.fingerprint(),
+        tokenizer,
+        exports=exports,
+        published=known.name,
+        licence=known.licence,
+    )
 
 
 @lru_cache(maxsize=8)
@@ -159,6 +169,8 @@ def load(folder: str | Path, target: Target, same_weights: bool = True) -> Draft
         folder,
         module_fingerprint(drafter),
         current.exports,
+        origin.published or current.published,
+        origin.licence or current.licence,
     )
     return drafter
 

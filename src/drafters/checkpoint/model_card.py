@@ -67,10 +67,13 @@ def model_card(facts: Facts) -> str:
 
 def _front(facts: Facts) -> str:
     lines = ["---", "library_name: foredraft", "pipeline_tag: text-generation"]
-    if at_hub(facts.origin):
-        lines.append(f"base_model: {facts.origin.name}")
+    origin = facts.origin
+    base = origin.name if at_hub(origin) else origin.published
+    if is_hub_id(base):
+        lines.append(f"base_model: {base}")
     lines += ["tags:", "- speculative-decoding", "- draft-model", f"- {facts.kind}"]
-    lines += ["# license: your choice, within the licenses of the target and the data", "---", ""]
+    theirs = f"the target ({cell(origin.licence)})" if origin.licence else "the target"
+    lines += [f"# license: your choice, within the licenses of {theirs} and the data", "---", ""]
     return "\n".join(lines)
 
 
@@ -78,8 +81,11 @@ def _about(facts: Facts) -> str:
     drafter, origin = facts.drafter, facts.origin
     module = sys.modules[type(drafter).__module__].__doc__ or ""
     target = portable(origin).name or "(not named)"
+    named = origin.published or target
+    served = f"{named}, as {target}" if named != target else target
     properties = {
-        "target": f"{target}, revision {cell(origin.revision)}" if origin.revision else target,
+        "target": f"{served}, revision {origin.revision}" if origin.revision else served,
+        "target's licence": origin.licence or "(unknown; see the target)",
         "target's fingerprint": origin.fingerprint,
         "tokenizer's hash": origin.tokenizer or "(no tokenizer could be read)",
         "parameters": f"{sum(p.numel() for p in drafter.parameters()):,}",
@@ -89,7 +95,7 @@ def _about(facts: Facts) -> str:
     }
     return "\n".join(
         [
-            f"# A drafter for {target}: `{facts.kind}`",
+            f"# A drafter for {cell(named)}: `{facts.kind}`",
             "",
             cell(module.partition("\n\n")[0]),
             "",

@@ -53,7 +53,7 @@ def write(
 def passport(folder: Path, score: Scorecard, kind: str, origin: Origin, where: str = "") -> dict[str, Any]:
     """The contents as JSON; arguments as in `write`."""
     named = [path for path in folder.iterdir() if path.suffix in WEIGHTS or path.name == "config.json"]
-    target = ("name", "revision", "fingerprint", "tokenizer")
+    target = ("name", "published", "licence", "revision", "fingerprint", "tokenizer")
     again = f"foredraft passport checkpoint={where or '<this folder>'} target={origin.name or '<the target>'}"
     return {
         "schema": SCHEMA,
