@@ -131,7 +131,8 @@ class Budget(L.Callback):
 
         def rate(step: int) -> float:
             rise = max(MIN_WARMUP, round(warmup * self.steps)) if self.steps < MAX_STEPS else MIN_WARMUP
-            level = self.left / (self.cooldown * self.seconds) if self.cooldown else 1.0
+            falling = self.cooldown * self.seconds  # 0 also where setting up the run took all of the time
+            level = self.left / falling if falling else 1.0
             return min(1.0, (step + 1) / rise) * (final_lr + (1 - final_lr) * min(1.0, max(0.0, level)))
 
         def scaled(factor: Callable[[float], float]) -> Callable[[int], float]:

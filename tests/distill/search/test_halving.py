@@ -178,6 +178,14 @@ def test_deadline_counts_what_comes_before_training_and_spreads_save_points(tmp_
     assert again.left == 50.0, "100 of the 150 were used before"
 
 
+@pytest.mark.parametrize("late", [0.0, 5.0])
+def test_deadline_that_passes_while_the_run_is_set_up_leaves_one_step(tmp_path, late):
+    clock, run = Clock(), trainer(tmp_path)
+    deadline = Deadline(clock.now + 30.0, 10, 0.3, clock)
+    clock.now += 30.0 + late
+    assert len(fit(deadline, clock, run, [1.0])) == 1
+
+
 # -- a search whose outcome is known -------------------------------------------------------------
 
 
