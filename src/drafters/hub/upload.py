@@ -21,6 +21,7 @@ OURS = (
     "adapter_model.safetensors",
     "medusa_lm_head.pt",
     "token_map.pt",
+    "drafter.gguf",
     *NOTES,
     PASSPORT,
     PASSPORT_PAGE,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 
 import pytest
-from workbench import Bench, foredraft, make_target, options_of
+from workbench import ROOT, Bench, foredraft, make_target, options_of
 
 from decode.errors import UserError
 from distill.commands.making import answers, candidates, engines, make, serve, speed
@@ -112,6 +113,50 @@ def test_command_ends_with_formats_commands_and_a_record(bench, quick, costs):
     assert "of 5 min; decisions: " in done.out
     again = ["score.prompts=1", "score.replay_prompts=1", "score.max_new_tokens=8", "score.audit_prompts=1"]
     foredraft("score", f"checkpoint={best}", *again).succeeded()  # with the run's target and prompts
+
+
+def test_made_drafter_is_pushed_with_its_card_and_passport(bench, quick, costs, fake_hub, monkeypatch):
+    costs(eagle=1.2)
+    monkeypatch.setattr(make.Making, "_check_time", lambda self, options, after: 15.0)
+    decided = EngineResult(engine="vllm 1", ceiling=2.0, predicted=1.3, length=2, measured=1.2, tau=2.0)
+    monkeypatch.setattr(engines.Timing, "engines", lambda self: {"vllm": "vllm"})
+    monkeypatch.setattr(engines.Timing, "trained", lambda self, *_: decided)
+    more = [
+        "candidates=[eagle]",
+        "ship=[vllm]",
+        "export.push_to=me/drafter",
+        f"target={ROOT / 'data' / 'pocket'}",
+    ]
+    done = foredraft("make", *words(bench, *more)).succeeded()
+    repo = fake_hub.repos["me/drafter"]
+    assert f"uploaded: {fake_hub.url}/me/drafter/commit/{repo.sha}" in done.out
+    assert repo.private
+    (folder,) = bench.runs()
+    (out,) = (folder / "export").iterdir()
+    assert repo.files == {path.name: path.read_bytes() for path in out.iterdir()}
+    named = {"README.md", "config.json", "model.safetensors", "recipe.json", "scorecard.json"}
+    assert repo.files.keys() == named | {"passport.json", "passport.md"}
+    text = {name: value.decode() for name, value in repo.files.items() if name != "model.safetensors"}
+    card = text["README.md"]
+    (command,) = (line for line in card.splitlines() if line.startswith("    vllm serve "))
+    assert '"model": "me/drafter", "num_speculative_tokens": 2' in command
+    assert "| target's licence | apache-2.0 |" in card
+    assert '"source": "prompts.jsonl"' in card, "where the data are from"
+    weights = json.loads(text["passport.json"])["files"]["model.safetensors"]
+    assert weights["sha256"] == hashlib.sha256(repo.files["model.safetensors"]).hexdigest()
+    assert not [name for name, value in text.items() if str(bench.root) in value or str(ROOT) in value]
+    written = [path for path in bench.root.rglob("*") if path.is_file()]
+    assert len(written) > 20
+    assert not [path for path in written if fake_hub.token.encode() in path.read_bytes()]
+    assert fake_hub.token not in done.out + done.err
+
+
+def test_push_without_a_token_is_refused_before_the_work(bench, fake_hub, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    more = ["candidates=[eagle]", "ship=[native]", "export.push_to=me/drafter"]
+    foredraft("make", *words(bench, *more)).refused("no token of the Hub is known here")
+    foredraft("make", *words(bench, *more, "ship=[native,vllm]")).refused("a repository holds one format")
+    assert not list((bench.root / "outputs").glob("rollouts/*"))
 
 
 def test_given_drafter_without_training_takes_no_answers(bench, quick, costs):

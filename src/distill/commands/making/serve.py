@@ -17,6 +17,8 @@ from drafters.export.formats import GGUF, NATIVE
 from drafters.export.llama_cpp import file as gguf_file
 
 TARGET = "-m"  # flag of llama-server
+COMMANDS = {"vllm": "vllm serve", GGUF: "llama-server"}  # beginnings of commands that say how much is drafted
+CARD = "README.md"
 
 
 def ship(checkpoint: Path, options: TrainOptions, record: MakeRecord, folder: Path) -> None:
@@ -41,6 +43,8 @@ def ship(checkpoint: Path, options: TrainOptions, record: MakeRecord, folder: Pa
             command = export.write(checkpoint, target, to, out, push_to, options.export)
             if to == GGUF and command:
                 command = _of_file(command, gguf_file.target_file(options.export.target_gguf, target))
+            if to in record.engines:
+                _set_length(out / CARD, to, record.engines[to].length)
             record.commands[to] = command
             record.write()
         if push_to:
@@ -65,6 +69,16 @@ def with_length(to: str, command: str, length: int) -> str:
     if to == GGUF:
         return in_llama_cpp.with_length(command, length)
     return f"{command} decode=chain decode.depth={length}" if to == NATIVE else command
+
+
+def _set_length(card: Path, to: str, length: int) -> None:
+    """Give the serving command of a model card the length that pays; 0: the card stays as it is."""
+    start = COMMANDS.get(to)
+    if start and length:
+        lines = card.read_text().splitlines(keepends=True)
+        commands = {line for line in lines if line.startswith(f"    {start} ")}
+        lines = [f"    {with_length(to, one.strip(), length)}\n" if one in commands else one for one in lines]
+        card.write_text("".join(lines))
 
 
 def _of_file(command: str, file: Path) -> str:
