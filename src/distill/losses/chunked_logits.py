@@ -136,11 +136,15 @@ class Student(NamedTuple):
     alpha: Tensor  # (M,) sum of min(p, q): acceptance probability of the token rule
 
 
-class Scores(NamedTuple):
-    """Values and gradients of M rows of a depth."""
+# Rows of `Scores.values`; those of the divergences follow.
+AGREED, ALPHA, CHANCE, DIVERGENCES = range(4)
 
-    values: Tensor  # (4, M) divergence, top-1 agreement, alpha, acceptance probability for weights
-    slope: Tensor  # (M, V') gradient with respect to the head's product, in its dtype
+
+class Scores(NamedTuple):
+    """Values and gradients of M rows of a depth, for T divergences."""
+
+    values: Tensor  # (3 + T, M) top-1 agreement, alpha, acceptance probability of the match rule, divergences
+    slope: Tensor  # (M, V') gradient of their sum with respect to the head's product, in its dtype
 
 
 class RowScorer(Protocol):
@@ -153,12 +157,20 @@ class RowScorer(Protocol):
         """Take the target's (R, V) rows of a chunk; the result is passed to `draft`."""
         ...
 
-    def draft(self, target: Any, head: Head, block: Tensor, count: int, place: RowIndex) -> Scores:
-        """Score the draft's (M, V') rows, row i against the target's row `place[i]`."""
+    def draft(
+        self, target: Any, head: Head, block: Tensor, count: int, place: RowIndex, shares: Tensor | None
+    ) -> Scores:
+        """Score the draft's (M, V') rows, row i against the target's row `place[i]`.
+
+        `shares` (T, M) multiply the gradients of T divergences before they are added; None: there is one
+        divergence, and its gradient is not multiplied.
+        """
         ...
 
-    def chances(self, target: Any, head: Head, block: Tensor, count: int, place: RowIndex) -> Tensor:
-        """(M,) `Scores.values[3]`."""
+    def chances(
+        self, target: Any, head: Head, block: Tensor, count: int, place: RowIndex, shares: None
+    ) -> Tensor:
+        """(3, M), the first rows of `Scores.values`, without gradients."""
         ...
 
 
@@ -221,15 +233,25 @@ class Sweep:
         device = last.device.type
         self._product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
-    def pieces(self, score: Callable[[Any, Head, Tensor, int, RowIndex], Scored]) -> Iterator[Piece[Scored]]:
-        """Yield every piece with the result of `score`, a method of the scorer."""
+    def pieces(
+        self,
+        score: Callable[[Any, Head, Tensor, int, RowIndex, Any], Scored],
+        shares: Sequence[Tensor] | None = None,
+    ) -> Iterator[Piece[Scored]]:
+        """Yield every piece with the result of `score`, a method of the scorer.
+
+        Args:
+            score: `draft` or `chances`.
+            shares: (T, M) of each step, for `draft`; None: none.
+        """
         for chunk in self._plan.chunks:
             target = self._target_chunk(chunk.target)
             for i, rows, place in chunk.parts:
                 head = self._steps[i].head
                 hidden = self._steps[i].hidden[rows].to(self.weight(head).dtype)
                 block = self._logits("draft", head, hidden)
-                yield Piece(i, rows, hidden, score(target, head, block, len(hidden), place))
+                share = None if shares is None else shares[i][:, rows]
+                yield Piece(i, rows, hidden, score(target, head, block, len(hidden), place, share))
 
     def _target_chunk(self, rows: RowIndex) -> Any:
         """Pass the target's rows to the scorer and return its result."""

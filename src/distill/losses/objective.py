@@ -1,4 +1,4 @@
-"""Loss = divergence x weights, for every drafter; `reference` is an equivalent plain implementation.
+"""Loss = sum of factor x weights x divergence, for every drafter; `reference` is the same, written plainly.
 
 Logits exist only in chunks: the target logits of some positions are computed once. Every depth that predicts
 their tokens is scored against them and differentiated down to its hidden states and head. Memory holds only a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +18,27 @@ from torch.nn import functional as F
 
 from decode.errors import UserError
 from decode.model.head import Head
-from distill.losses.chunked_logits import Buffers, RowScorer, Sweep, columns
+from distill.losses.chunked_logits import (
+    AGREED,
+    ALPHA,
+    CHANCE,
+    DIVERGENCES,
+    Buffers,
+    RowScorer,
+    Sweep,
+    columns,
+)
 from distill.losses.divergences import Divergence
 from distill.losses.logits_rows import logits_rows
+from distill.losses.mix import Mix, Term, terms_of
 from distill.losses.row_plan import RowPlan
 from distill.losses.row_scores import CompiledRows, EagerRows, Kernels
-from distill.losses.weights import RowWeights, Weights
+from distill.losses.weights import RowWeights, Weights, weigh
 from drafters.base import Drafter, DraftStep
+
+
+# Row of `Scores.values` that weights read, by their `acceptance`.
+ACCEPTANCE = {"overlap": ALPHA, "token": CHANCE, "greedy": AGREED}
 
 
 class Scored(NamedTuple):
@@ -35,28 +49,45 @@ class Scored(NamedTuple):
 
     depth: int
     rows: int
-    divergence: Tensor
+    divergence: Tensor  # of all terms, with their factors
     agreed: Tensor  # rows where draft and target have the same top-1 token
     alpha: Tensor  # sum of min(p, q): acceptance probability of a token drawn from q
     survival: Tensor  # probability that this depth and all before it are accepted
     confidence_loss: Tensor  # cross-entropy of the confidence head's alphas with the true ones
+    divergences: Tensor  # (T,) of each term, without factor
+    losses: Tensor  # (T,) of each term, with factor and weights; rows of `training_only` steps included
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Sum over supervised (anchor, depth) of weight x divergence, plus auxiliary losses.
+    """Sum over terms and supervised (anchor, depth) of factor x weight x divergence, plus auxiliary losses.
 
     Args:
-        divergence: value and gradient per row.
-        weights: weights of the rows.
+        divergence: value and gradient per row, or a sum of terms.
+        weights: weights of the rows: of auxiliary losses, and of terms that have none of their own.
         chunk: target rows with logits at one time; 0: by the device and the vocabulary.
         kernels: compiled passes over the logits; None: torch's own operations.
     """
 
-    divergence: Divergence
+    divergence: Divergence | Mix
     weights: Weights
     chunk: int = 0
     kernels: Kernels | None = None
+
+    @cached_property
+    def terms(self) -> tuple[Term, ...]:
+        """Terms of the loss; one without a name if it is no mix."""
+        return terms_of(self.divergence, self.weights)
+
+    @cached_property
+    def divergences(self) -> list[Divergence]:
+        """Different divergences of the terms."""
+        return list({id(term.divergence): term.divergence for term in self.terms}.values())
+
+    @cached_property
+    def kinds(self) -> list[Weights]:
+        """Different weights of the terms, `weights` first."""
+        return list(dict.fromkeys([self.weights, *(term.weights for term in self.terms)]))
 
     def __call__(
         self,
@@ -88,7 +119,7 @@ class Objective:
         next_tokens = None if tokens is None else tokens.roll(-1, 1).flatten()  # (B * T,)
         targets = _Targets(last.flatten(0, 1), head, next_tokens)
         plan = RowPlan(steps, self.rows(head), last.device)
-        total, *per_step = _Chunked.apply(self, steps, plan, targets, progress, *inputs)
+        total, losses, *per_step = _Chunked.apply(self, steps, plan, targets, progress, *inputs)
         weights, rows = per_step[: len(steps)], per_step[len(steps) :]
         for step, weight in zip(steps, weights, strict=True):
             for name, values in step.aux.items():
@@ -96,68 +127,64 @@ class Objective:
         confidence_loss = [values.new_zeros(()) for values in rows]
         if confidence is not None:
             for i in plan.drafts:
-                entropy = _cross_entropy(confidence(steps[i].hidden), rows[i][2])  # (M,)
+                entropy = _cross_entropy(confidence(steps[i].hidden), rows[i][ALPHA])  # (M,)
                 total = total + (weights[i] * entropy).sum()
                 confidence_loss[i] = entropy.detach().sum()
-        return total, _scored(steps, plan, rows, confidence_loss)
+        return total, _scored(self, steps, plan, rows, confidence_loss, losses)
 
     def check(self, drafter: Drafter) -> None:
         """Reject acceptance weights for a depth-invariant drafter, which has rows of depth 1 only.
 
         Raises:
-            UserError: the drafter is depth-invariant, and weights need several depths.
+            UserError: the drafter is depth-invariant, and weights of a term need several depths.
         """
-        if drafter.traits.depth_invariant and isinstance(self.weights, RowWeights):
-            raise UserError(
-                "weights: this drafter trains rows of depth 1 only, so there are no earlier depths to weigh "
-                "by; set weights=constant"
-            )
+        for term in self.terms:
+            if drafter.traits.depth_invariant and isinstance(term.weights, RowWeights):
+                own = term.weights is not self.weights
+                where = f"objective.terms.{term.name}.weights" if own else "weights"
+                raise UserError(
+                    f"{where}: this drafter trains rows of depth 1 only, so there are no earlier depths to "
+                    f"weigh by; set {where}=constant"
+                )
 
     def rows(self, head: Head) -> int:
         """Number of target rows in a chunk."""
         return self.chunk or logits_rows(head)
 
     def weigh(
-        self, steps: Sequence[DraftStep], plan: RowPlan, chances: Sequence[Tensor], progress: float
-    ) -> list[Tensor]:
-        """(M,) weights of every step's rows; `chances` are acceptance probabilities, (M,) per step.
+        self, steps: Sequence[DraftStep], plan: RowPlan, rows: Sequence[Tensor], progress: float
+    ) -> list[list[Tensor]]:
+        """(M,) weights of every step's rows, by kind of weights; see `weights.weigh`.
 
-        Depth 0 is no draft and has weight 1. A `training_only` step has the weights of its depth. Weights are
-        multiplied by `step.weight`.
+        Args:
+            steps: steps of the unroll.
+            plan: of their rows.
+            rows: (3 + T, M) of each step, `Scores.values`, of which the divergences are not read.
+            progress: finished share of the training steps.
         """
-        drafts, ones = plan.drafts, [torch.ones_like(a) for a in chances]
-        drafted = [steps[i] for i in drafts], plan, [chances[i] for i in drafts], progress
-        counts = [ones[i] * steps[i].weight for i in drafts]
-        weights = dict(zip(drafts, self._draft_weights(*drafted, counts), strict=True))
-        of_depth = dict[int, Tensor]()
-        if any(step.training_only for step in steps):
-            plain = self._draft_weights(*drafted, [ones[i] for i in drafts])
-            of_depth = {steps[i].depth: weight for i, weight in zip(drafts, plain, strict=True)}
-        return [
-            weights[i] if i in weights else ones[i] * step.weight * of_depth.get(step.depth, 1.0)
-            for i, step in enumerate(steps)
-        ]
+        found = []
+        for weights in self.kinds:
+            place = ACCEPTANCE[weights.acceptance] if isinstance(weights, RowWeights) else ALPHA
+            found.append(weigh(weights, steps, plan, [values[place] for values in rows], progress))
+        return found
 
-    def _draft_weights(
-        self,
-        steps: Sequence[DraftStep],
-        plan: RowPlan,
-        chances: Sequence[Tensor],
-        progress: float,
-        counts: Sequence[Tensor],
-    ) -> list[Tensor]:
-        """(M,) weights per drafted step; `counts` (M,) are the counts of its rows."""
-        if not isinstance(self.weights, RowWeights):
-            return [count * self.weights(step.depth) for step, count in zip(steps, counts, strict=True)]
-        if not steps:
-            return []
-        chance, present = plan.table(chances)
-        return plan.columns(self.weights(chance, present, progress, plan.table(counts)[0]))
+    @property
+    def scales_rows(self) -> bool:
+        """Whether rows of different divergences have different weights, which precede their sum."""
+        return len(self.divergences) > 1 and len(self.kinds) > 1
+
+    def row_of(self, term: Term) -> int:
+        """Row of a term's divergence in `Scores.values`."""
+        return DIVERGENCES + next(i for i, d in enumerate(self.divergences) if d is term.divergence)
+
+    def kind_of(self, term: Term) -> int:
+        """Index of a term's weights among `kinds`."""
+        return self.kinds.index(term.weights)
 
     @property
     def by_token(self) -> bool:
-        """Whether weights use the probability of the text's next token instead of alpha."""
-        return isinstance(self.weights, RowWeights) and self.weights.acceptance == "token"
+        """Whether weights of a term use the probability of the text's next token."""
+        return any(isinstance(kind, RowWeights) and kind.acceptance == "token" for kind in self.kinds)
 
 
 class _Targets(NamedTuple):
@@ -180,31 +207,41 @@ def _cross_entropy(logits: Tensor, chance: Tensor) -> Tensor:
 
 
 def _scored(
+    objective: Objective,
     steps: Sequence[DraftStep],
     plan: RowPlan,
     rows: Sequence[Tensor],
     confidence_loss: Sequence[Tensor],
+    losses: Tensor,
 ) -> list[Scored]:
-    """Values to log, of the drafted steps and depth 0."""
+    """Values to log, of the drafted steps and depth 0; `losses` (T, steps) are the terms' of each step."""
     survival = dict.fromkeys(range(len(steps)), rows[0].new_zeros(()))
     if plan.drafts:
-        chance, _ = plan.table([rows[i][3] for i in plan.drafts])
+        chance, _ = plan.table([rows[i][CHANCE] for i in plan.drafts])
         survival |= dict(zip(plan.drafts, chance.cumprod(1).sum(0).unbind(), strict=True))
+    of_depth: dict[int, Tensor] = {}
+    for step, loss in zip(steps, losses.unbind(1), strict=True):
+        of_depth[step.depth] = of_depth[step.depth] + loss if step.depth in of_depth else loss
     scored = []
     for i, step in enumerate(steps):
         if not step.training_only:
-            divergence, agreed, alpha = rows[i][:3].sum(1).unbind()
-            sums = divergence, agreed, alpha, survival[i], confidence_loss[i]
-            scored.append(Scored(step.depth, len(step.anchor), *sums))
+            sums = rows[i].sum(1)
+            parts = torch.stack([sums[objective.row_of(term)] for term in objective.terms])  # (T,)
+            scaled = [term.factor * part for term, part in zip(objective.terms, parts, strict=True)]
+            divergence = torch.stack(scaled).sum()
+            values = divergence, sums[AGREED], sums[ALPHA], survival[i], confidence_loss[i]
+            scored.append(Scored(step.depth, len(step.anchor), *values, parts, of_depth[step.depth]))
     return scored
 
 
 class _Chunked(torch.autograd.Function):
     """Weighted sum of divergences; gradients are computed in the forward pass, chunk by chunk.
 
-    A row's weight only scales its gradient, so gradients of hidden states are weighted at the end. A head's
-    gradient sums over rows, so it needs the weights first: if they depend on alphas of all depths, a sweep
-    without gradients computes those.
+    The gradients of all divergences are added before the head's backward product, so the number of products
+    does not depend on the number of terms. With one divergence, or one kind of weights, a row's weight scales
+    the sum, and gradients of hidden states are weighted at the end. Gradients of a head, and divergences with
+    different weights, need the weights first: if these depend on alphas of all depths, a sweep without
+    gradients computes them.
     """
 
     @staticmethod
@@ -220,16 +257,16 @@ class _Chunked(torch.autograd.Function):
         hidden, trainable = inputs[: len(steps)], inputs[len(steps) :]
         by = partial(_differentiate, objective, steps, plan, targets, progress, hidden, trainable)
         kernels, eager = objective.kernels, partial(by, EagerRows)
-        if kernels and kernels.take(objective.divergence):
+        if kernels and kernels.take(*objective.divergences):
             compiled = partial(by, partial(CompiledRows, kernels))
-            hidden_grads, head_grads, weights, rows = kernels.attempt(compiled, eager)
+            found = kernels.attempt(compiled, eager)
         else:
-            hidden_grads, head_grads, weights, rows = eager()
-        ctx.gradients = [*hidden_grads, *(head_grads[id(w)].to(w.dtype) for w in trainable)]
-        ctx.mark_non_differentiable(*weights, *rows)
+            found = eager()
+        ctx.gradients = [*found.hidden, *(found.heads[id(w)].to(w.dtype) for w in trainable)]
+        losses = _losses(objective, found.weights, found.rows)  # (T, steps)
+        ctx.mark_non_differentiable(losses, *found.weights[0], *found.rows)
         # Autocast would round a dot product to bfloat16.
-        total = torch.stack([(w * r[0]).sum() for w, r in zip(weights, rows, strict=True)]).sum()
-        return total, *weights, *rows
+        return losses.sum(), losses.clone(), *found.weights[0], *found.rows
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -245,8 +282,17 @@ class _Gradients(NamedTuple):
 
     hidden: list[Tensor | None]  # (M, D + r), r: input width of `head.side`
     heads: dict[int, Tensor]  # by id of the weight
-    weights: list[Tensor]  # (M,)
-    rows: list[Tensor]  # (4, M), `Scores.values`
+    weights: list[list[Tensor]]  # (M,) by kind of weights
+    rows: list[Tensor]  # (3 + T, M), `Scores.values`
+
+
+def _losses(objective: Objective, weights: Sequence[Sequence[Tensor]], rows: Sequence[Tensor]) -> Tensor:
+    """(T, steps) sums over rows of factor x weight x divergence."""
+    found = []
+    for term in objective.terms:
+        place, of_step = objective.row_of(term), zip(weights[objective.kind_of(term)], rows, strict=True)
+        found.append(torch.stack([term.factor * (w * r[place]).sum() for w, r in of_step]))
+    return torch.stack(found)
 
 
 def _differentiate(
@@ -257,7 +303,7 @@ def _differentiate(
     progress: float,
     hidden: Sequence[Tensor],
     trainable: Sequence[Tensor],
-    make_scorer: Callable[[Divergence, bool, torch.dtype, Buffers], RowScorer],
+    make_scorer: Callable[[Sequence[Divergence], bool, torch.dtype, Buffers], RowScorer],
 ) -> _Gradients:
     """Forward and backward over all chunks."""
     last, head, next_tokens = targets
@@ -266,32 +312,58 @@ def _differentiate(
     head_grads = {
         id(w): torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in trainable
     }
-    # (4, M) divergence, agreed, alpha, chance
-    rows = [torch.zeros(4, len(h), dtype=wide, device=h.device) for h in hidden]
-    chances = [r[3] for r in rows]
+    count = DIVERGENCES + len(objective.divergences)
+    rows = [torch.zeros(count, len(h), dtype=wide, device=h.device) for h in hidden]
     buffers = Buffers(plan.size)
-    scorer = make_scorer(objective.divergence, objective.by_token, wide, buffers)
+    scorer = make_scorer(objective.divergences, objective.by_token, wide, buffers)
     sweep = Sweep(steps, plan, last, head, buffers, scorer, next_tokens)
-    weights_need_alphas = isinstance(objective.weights, RowWeights)
+    need_alphas = any(isinstance(kind, RowWeights) for kind in objective.kinds)
     # The sweep casts the operands of matrix products itself.
     with torch.autocast(last.device.type, enabled=False):
-        if weights_need_alphas and trainable:
-            for i, part, _, chance in sweep.pieces(scorer.chances):
-                chances[i][part] = chance
-        late = weights_need_alphas and not trainable  # weights come after the gradients
-        weights = [] if late else objective.weigh(steps, plan, chances, progress)
-        for i, part, states, scores in sweep.pieces(scorer.draft):
+        if first := need_alphas and (objective.scales_rows or bool(trainable)):
+            for i, part, _, values in sweep.pieces(scorer.chances):
+                rows[i][:DIVERGENCES, part] = values
+        late = need_alphas and not first  # weights come after the gradients
+        weights = [] if late else objective.weigh(steps, plan, rows, progress)
+        shares = _shares(objective, weights, rows)
+        for i, part, states, scores in sweep.pieces(scorer.draft, shares):
             draft_head = steps[i].head
             rows[i][:, part] = scores.values
             if (gradient := hidden_grads[i]) is not None:
                 sweep.back(draft_head, scores.slope, gradient[part])
             if trainable:
-                _add_to_head(head_grads, draft_head, scores.slope, states, weights[i][part, None])
-        weights = weights or objective.weigh(steps, plan, chances, progress)
-    for gradient, weight in zip(hidden_grads, weights, strict=True):
+                weight = _scale(objective, weights, i)[part, None]
+                _add_to_head(head_grads, draft_head, scores.slope, states, weight)
+        weights = weights or objective.weigh(steps, plan, rows, progress)
+    for i, gradient in enumerate(hidden_grads):
         if gradient is not None:
-            gradient.mul_(weight[:, None])
+            gradient.mul_(_scale(objective, weights, i)[:, None])
     return _Gradients(hidden_grads, head_grads, weights, rows)
+
+
+def _shares(
+    objective: Objective, weights: Sequence[Sequence[Tensor]], rows: Sequence[Tensor]
+) -> list[Tensor] | None:
+    """(T, M) of each step: what multiplies the gradients of T divergences; None: nothing."""
+    if len(objective.divergences) == 1:
+        return None
+    shares = [torch.zeros_like(values[DIVERGENCES:]) for values in rows]
+    for term in objective.terms:
+        for i, share in enumerate(shares):
+            # With one kind of weights, they follow the sum, and may not be known yet.
+            weight = weights[objective.kind_of(term)][i] if objective.scales_rows else 1.0
+            share[objective.row_of(term) - DIVERGENCES] += term.factor * weight
+    return shares
+
+
+def _scale(objective: Objective, weights: Sequence[Sequence[Tensor]], step: int) -> Tensor:
+    """(M,) what multiplies the summed gradient of a step's rows."""
+    if objective.scales_rows:
+        return torch.ones_like(weights[0][step])
+    if len(objective.divergences) > 1:
+        return weights[0][step]
+    scaled = [term.factor * weights[objective.kind_of(term)][step] for term in objective.terms]
+    return torch.stack(scaled).sum(0)
 
 
 def _add_to_head(

@@ -2,9 +2,10 @@
 
     loss = sum over depths j and anchors t of weight(t, j) * divergence(p, q)
 
-p is the target's distribution of token t + j + 1 and q the draft's, both over the target's vocabulary; q is
-0 at tokens that a reduced draft vocabulary lacks (misses). `objective` computes the same value and gradients
-in chunks; tests compare the two. Formulas and papers: `divergences` and `weights`.
+of one term; a mix is the sum of its terms times their factors. p is the target's distribution of token
+t + j + 1 and q the draft's, both over the target's vocabulary; q is 0 at tokens that a reduced draft
+vocabulary lacks (misses). `objective` computes the same value and gradients in chunks; tests compare the two.
+Formulas and papers: `divergences` and `weights`.
 """
 
 from __future__ import annotations
@@ -117,6 +118,14 @@ def lk_hybrid(r: Rows, decay: float) -> Tensor:
     return w * kl(r) + (1 - w) * tv(r)
 
 
+# Acceptance: `Rows` -> (M,).
+ACCEPTED: Mapping[str, Callable[[Rows], Tensor]] = {
+    "overlap": lambda r: r.overlap,
+    "token": lambda r: r.at_text(r.q),
+    "greedy": lambda r: (r.q.argmax(-1) == r.p.argmax(-1)).to(r.q.dtype),
+}
+
+
 # Weights: acceptance of all depths of one anchor, count of each row, and index of the depth -> a number.
 
 
@@ -145,6 +154,17 @@ def streak(acceptance: Sequence[float], counts: Sequence[float], i: int, smoothi
     return sum(counts[j] * math.prod(a[: j + 1]) for j in range(i, len(a)))
 
 
+def first(acceptance: Sequence[float], counts: Sequence[float], i: int) -> float:
+    """Only depth 1."""
+    del acceptance
+    return counts[i] if i == 0 else 0.0
+
+
+def focal(acceptance: Sequence[float], counts: Sequence[float], i: int, gamma: float) -> float:
+    """Probability that all depths before are accepted, times a power of the rejection at this one."""
+    return counts[i] * math.prod(acceptance[:i]) * (1 - acceptance[i]) ** gamma
+
+
 def loss(
     steps: Sequence[DraftStep],
     last: Tensor,
@@ -153,7 +173,7 @@ def loss(
     weight: Callable[[Sequence[float], Sequence[float], int], float],
     tokens: Tensor | None = None,
     aux_weights: Mapping[str, float] | None = None,
-    by_token: bool = False,
+    acceptance: str = "overlap",
 ) -> Tensor:
     """The undivided sum, for autograd.
 
@@ -165,22 +185,23 @@ def loss(
         weight: one of the above.
         tokens: (B, T) the text, if divergence or weights read it.
         aux_weights: name -> weight of auxiliary losses.
-        by_token: acceptance is q of the text's next token (the match rule), not the overlap.
+        acceptance: what weights read: `overlap`, `token` (q of the text's next token, the match rule) or
+            `greedy` (whether both have the same most likely token).
     """
     rows = [distributions(step, last, head, tokens) for step in steps]
-    acceptance: dict[int, list[float]] = {}  # anchor -> by depth
+    chances: dict[int, list[float]] = {}  # anchor -> by depth
     counts: dict[int, list[float]] = {}
     for step, r in zip(steps, rows, strict=True):
-        accepted = 1 - hit(r) if by_token else r.overlap
+        accepted = ACCEPTED[acceptance](r)
         for anchor, alpha in zip(step.anchor.tolist(), accepted.tolist(), strict=True):
-            acceptance.setdefault(anchor, []).append(alpha)
+            chances.setdefault(anchor, []).append(alpha)
         for anchor, count in zip(
             step.anchor.tolist(), (step.weight * torch.ones_like(accepted)).tolist(), strict=True
         ):
             counts.setdefault(anchor, []).append(count)
     total = last.new_zeros(())
     for step, r in zip(steps, rows, strict=True):
-        weights = [weight(acceptance[a], counts[a], step.depth - 1) for a in step.anchor.tolist()]
+        weights = [weight(chances[a], counts[a], step.depth - 1) for a in step.anchor.tolist()]
         value = divergence(r) + sum((aux_weights or {})[name] * aux for name, aux in step.aux.items())
         total = total + (last.new_tensor(weights) * value).sum()
     return total

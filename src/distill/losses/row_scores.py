@@ -7,7 +7,7 @@ selects one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from decode.model.head import Head
 from distill.losses.attempt import Attempt
 from distill.losses.chunked_logits import (
+    DIVERGENCES,
     Buffers,
     Scores,
     Student,
@@ -54,14 +55,16 @@ class EagerRows:
     """Scores by torch's own operations, in reused blocks.
 
     Args:
-        divergence: divergence to score.
+        divergences: divergences to score, T of them.
         by_token: see `Objective.by_token`.
         dtype: dtype of the distributions.
         buffers: reused blocks.
     """
 
-    def __init__(self, divergence: Divergence, by_token: bool, dtype: torch.dtype, buffers: Buffers) -> None:
-        self._divergence, self._by_token, self._dtype, self._buffers = divergence, by_token, dtype, buffers
+    def __init__(
+        self, divergences: Sequence[Divergence], by_token: bool, dtype: torch.dtype, buffers: Buffers
+    ) -> None:
+        self._divergences, self._by_token, self._dtype, self._buffers = divergences, by_token, dtype, buffers
 
     def target(self, head: Head, block: Tensor, count: int, text_ids: Tensor | None) -> EagerTarget:
         """See `RowScorer`."""
@@ -70,17 +73,29 @@ class EagerRows:
         top1 = argmax(logits)
         return EagerTarget(logits, p, _log_z(logits, p, top1), top1, text_ids, {})
 
-    def draft(self, target: EagerTarget, head: Head, block: Tensor, count: int, place: RowIndex) -> Scores:
+    def draft(
+        self,
+        target: EagerTarget,
+        head: Head,
+        block: Tensor,
+        count: int,
+        place: RowIndex,
+        shares: Tensor | None,
+    ) -> Scores:
         """See `RowScorer`."""
         teacher, product = Teacher(target.over(head.d2t), place), block[:count]
         student = self._student(head, product, teacher)
-        values, slope = _score(self._divergence, self._by_token, head, student, teacher)
+        scored = self._by_token, head, student, teacher
+        values, slope = _score(self._divergences, *scored, shares, self._like)
         return Scores(values, slope if slope.dtype == product.dtype else product.copy_(slope))
 
-    def chances(self, target: EagerTarget, head: Head, block: Tensor, count: int, place: RowIndex) -> Tensor:
+    def chances(
+        self, target: EagerTarget, head: Head, block: Tensor, count: int, place: RowIndex, shares: None
+    ) -> Tensor:
         """See `RowScorer`."""
+        del shares
         teacher = Teacher(target.over(head.d2t), place)
-        return _chance(self._by_token, self._student(head, block[:count], teacher), teacher)
+        return torch.stack(_acceptance(self._by_token, self._student(head, block[:count], teacher), teacher))
 
     def _student(self, head: Head, product: Tensor, teacher: Teacher) -> Student:
         logits = self._wide("draft", head.shape(product))
@@ -111,18 +126,21 @@ class Kernels:
         self._made: dict[tuple, Callable] = {}
         compiler_config.recompile_limit = max(compiler_config.recompile_limit, RECOMPILES)
 
-    def take(self, divergence: Divergence) -> bool:
-        """Whether the compiled passes support a divergence; top-k and autograd stay in torch."""
-        function = getattr(divergence, "func", divergence)  # of functools.partial
-        return self.attempt.works is not False and not isinstance(function, TopK | by_autograd)
+    def take(self, *divergences: Divergence) -> bool:
+        """Whether the compiled passes support all of these; top-k and autograd stay in torch."""
+        functions = [getattr(divergence, "func", divergence) for divergence in divergences]  # of partial
+        return self.attempt.works is not False and not any(
+            isinstance(f, TopK | by_autograd) for f in functions
+        )
 
     def target(self, head: Head) -> Callable:
         """The pass over a target's rows, `_target_pass`."""
         return self._compiled(_target_pass, head.scale, head.softcap)
 
-    def draft(self, divergence: Divergence, by_token: bool, head: Head) -> Callable:
+    def draft(self, divergences: Sequence[Divergence], by_token: bool, head: Head) -> Callable:
         """The pass over a draft's rows, `_draft_pass`."""
-        return self._compiled(_draft_pass, head.scale, head.softcap, divergence, by_token, head.d2t is None)
+        options = tuple(divergences), by_token, head.d2t is None
+        return self._compiled(_draft_pass, head.scale, head.softcap, *options)
 
     def _compiled(
         self, function: Callable, scale: float, softcap: float | None, *options: object
@@ -152,18 +170,18 @@ class CompiledRows:
 
     Args:
         kernels: compiled passes.
-        divergence, by_token, dtype, buffers: see `EagerRows`.
+        divergences, by_token, dtype, buffers: see `EagerRows`.
     """
 
     def __init__(
         self,
         kernels: Kernels,
-        divergence: Divergence,
+        divergences: Sequence[Divergence],
         by_token: bool,
         dtype: torch.dtype,
         buffers: Buffers,
     ) -> None:
-        self._divergence, self._by_token, self._dtype, self._buffers = divergence, by_token, dtype, buffers
+        self._divergences, self._by_token, self._dtype, self._buffers = divergences, by_token, dtype, buffers
         self._kernels = kernels
         self._target_head: Head | None = None
 
@@ -174,22 +192,35 @@ class CompiledRows:
             text_ids = torch.cat([text_ids, text_ids.new_zeros(len(block) - count)])
         return CompiledTarget(block, text_ids, {})
 
-    def draft(self, target: CompiledTarget, head: Head, block: Tensor, count: int, place: RowIndex) -> Scores:
+    def draft(
+        self,
+        target: CompiledTarget,
+        head: Head,
+        block: Tensor,
+        count: int,
+        place: RowIndex,
+        shares: Tensor | None,
+    ) -> Scores:
         """See `RowScorer`."""
         if id(head.d2t) not in target.probs:
             target.probs[id(head.d2t)] = self._over(target, head.d2t)
         if isinstance(place, slice):
             place = torch.arange(place.start, place.stop, device=block.device)
-        rows = F.pad(place, (0, len(block) - count))
-        run = self._kernels.draft(self._divergence, self._by_token, head)
-        values = run(block, rows, *target.probs[id(head.d2t)])
+        more = 0, len(block) - count
+        shares = None if shares is None else F.pad(shares, more)
+        run = self._kernels.draft(self._divergences, self._by_token, head)
+        values = run(block, F.pad(place, more), shares, *target.probs[id(head.d2t)])
         return Scores(values[:, :count], block[:count])
 
     def chances(
-        self, target: CompiledTarget, head: Head, block: Tensor, count: int, place: RowIndex
+        self, target: CompiledTarget, head: Head, block: Tensor, count: int, place: RowIndex, shares: None
     ) -> Tensor:
         """See `RowScorer`."""
-        return self.draft(target, head, block, count, place).values[3]
+        # The same pass as for gradients, since another one would have to be compiled.
+        several = len(self._divergences) > 1
+        unused = torch.zeros(len(self._divergences), count, dtype=self._dtype, device=block.device)
+        scores = self.draft(target, head, block, count, place, unused if several else shares)
+        return scores.values[:DIVERGENCES]
 
     def _over(self, target: CompiledTarget, d2t: Tensor | None) -> tuple[Tensor | None, ...]:
         """The target's distribution over a draft vocabulary."""
@@ -228,11 +259,12 @@ def _target_pass(head: Head, block: Tensor, p: Tensor, d2t: Tensor | None) -> tu
 
 def _draft_pass(
     head: Head,
-    divergence: Divergence,
+    divergences: Sequence[Divergence],
     by_token: bool,
     full_vocabulary: bool,
     block: Tensor,
     rows: Tensor,
+    shares: Tensor | None,
     p: Tensor,
     target_logits: Tensor,
     log_z: Tensor,
@@ -244,11 +276,12 @@ def _draft_pass(
 
     Args:
         head: head with the draft's scale and softcap.
-        divergence: divergence to score.
+        divergences: divergences to score.
         by_token: see `Objective.by_token`.
         full_vocabulary: whether the draft vocabulary is the target's.
         block: see above.
         rows: (R,) target row of each draft row.
+        shares: (T, R), see `RowScorer.draft`.
         p: (R, V') probabilities of the target; all arguments below are the target's too.
         target_logits: (R, V').
         log_z: (R,).
@@ -257,7 +290,7 @@ def _draft_pass(
         text_ids: (R,) in draft ids.
 
     Returns:
-        (4, R), `Scores.values`.
+        (3 + T, R), `Scores.values`.
     """
     texts = None if text_ids is None else text_ids[rows]
     chunk = target_logits[rows].to(p.dtype), p[rows], log_z[rows], top1[rows]
@@ -268,7 +301,8 @@ def _draft_pass(
     q, draft_log_z, draft_top1 = _softmax(logits)
     alpha = torch.minimum(teacher.p, q).sum(-1)
     student = Student(logits, q, draft_log_z, draft_top1, alpha)
-    values, slope = _score(divergence, by_token, head, student, teacher)
+    scored = by_token, head, student, teacher
+    values, slope = _score(divergences, *scored, shares, lambda _, block: torch.empty_like(block))
     block.copy_(slope)
     return values
 
@@ -286,24 +320,56 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _score(
-    divergence: Divergence, by_token: bool, head: Head, student: Student, teacher: Teacher
+    divergences: Sequence[Divergence],
+    by_token: bool,
+    head: Head,
+    student: Student,
+    teacher: Teacher,
+    shares: Tensor | None,
+    like: Callable[[str, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """(4, M) `Scores.values`, and (M, V') gradients with respect to the head's product."""
-    agreed = student.top1 == teacher.top1
-    # Computed first, since the divergence overwrites the student's blocks.
-    shape_slope, chance = head.slope(student.logits), _chance(by_token, student, teacher)
-    value, slope = divergence(student, teacher)
+    """(3 + T, M) `Scores.values`, and (M, V') gradients with respect to the head's product.
+
+    Args:
+        divergences: T of them.
+        by_token: see `Objective.by_token`.
+        head: head of the draft.
+        student: its blocks are overwritten.
+        teacher: what it is compared with.
+        shares: (T, M), see `RowScorer.draft`.
+        like: an uninitialised block of a name, as large as the given one.
+    """
+    # Computed first, since a divergence overwrites the student's blocks.
+    shape_slope, values = head.slope(student.logits), _acceptance(by_token, student, teacher)
+    last, summed, slope = len(divergences) - 1, None, student.q
+    for i, divergence in enumerate(divergences):
+        value, slope = divergence(_copied(student, like) if i < last else student, teacher)
+        values.append(value)
+        if shares is not None:
+            slope = slope.mul_(shares[i, :, None])
+        if summed is not None:
+            slope = summed.add_(slope)
+        elif i < last:  # in a block of its own: the next divergence overwrites the others
+            slope = like("sum of divergences", slope).copy_(slope)
+        summed = slope
     if shape_slope is not None:
         slope = slope.mul_(shape_slope)
-    return torch.stack([value, agreed.to(value.dtype), student.alpha, chance]), slope
+    return torch.stack(values), slope
 
 
-def _chance(by_token: bool, student: Student, teacher: Teacher) -> Tensor:
-    """(M,) acceptance probability used by the weights."""
+def _copied(student: Student, like: Callable[[str, Tensor], Tensor]) -> Student:
+    """A student whose blocks a divergence may overwrite while others still need the original."""
+    logits = like("logits of a divergence", student.logits).copy_(student.logits)
+    return student._replace(logits=logits, q=like("q of a divergence", student.q).copy_(student.q))
+
+
+def _acceptance(by_token: bool, student: Student, teacher: Teacher) -> list[Tensor]:
+    """(M,) each: top-1 agreement, alpha, and q of the text's token (`by_token`) or alpha again."""
+    agreed = (student.top1 == teacher.top1).to(student.alpha.dtype)
     if not by_token:
-        return student.alpha
+        return [agreed, student.alpha, student.alpha]
     at = teacher.text_ids[:, None]
-    return student.q.gather(1, at.clamp_min(0))[:, 0] * (at[:, 0] >= 0)
+    return [agreed, student.alpha, student.q.gather(1, at.clamp_min(0))[:, 0] * (at[:, 0] >= 0)]
 
 
 def _log_z(logits: Tensor, probs: Tensor, top1: Tensor) -> Tensor:

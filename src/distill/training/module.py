@@ -73,7 +73,7 @@ class DistillModule(L.LightningModule):
         self.warmup, self.final_lr, self.on_policy = warmup, final_lr, on_policy
         self.stop = stop or Stop()
         self._mixed: list[MicroBatch] = []  # micro-batches of this optimizer step that are still to come
-        self._sums: Tensor | None = None  # (1 + DEPTHS, 6) of this optimizer step so far
+        self._sums: Tensor | None = None  # (1 + DEPTHS, 6 + 2 T) of this optimizer step so far, of T terms
         self._micros = 0  # micro-batches of this optimizer step that are done
         self._unused: UnusedParameters | None = None  # in one process of several
         self._guard = NonFiniteGuard()
@@ -139,7 +139,7 @@ class DistillModule(L.LightningModule):
                 self._unused = UnusedParameters(lambda: maybe_unused_parameters(self.drafter))
             loss = self._unused.attach(loss)
         self._micros += 1
-        self._add(loss, scored, batch.on_policy / batch.anchors)
+        self._add(loss, scored, batch.on_policy / batch.anchors, batch.anchors)
         # The loss is already divided by the anchors of the whole step. Lightning divides it again by the
         # accumulation, and DDP averages gradients over processes; undo both here.
         return loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
@@ -168,12 +168,13 @@ class DistillModule(L.LightningModule):
             self._mixed = [m._replace(anchors=anchors) for m in micros]
         return self._mixed.pop(0)
 
-    def _add(self, loss: Tensor, scored: list[Scored], on_policy: float) -> None:
-        sums = torch.zeros(1 + DEPTHS, 6, device=loss.device)
+    def _add(self, loss: Tensor, scored: list[Scored], on_policy: float, anchors: int) -> None:
+        sums = torch.zeros(1 + DEPTHS, 6 + 2 * len(self.objective.terms), device=loss.device)
         sums[0, 0], sums[0, 1] = loss.detach(), on_policy
         for row in scored:
             sums[1 + row.depth, 0] = row.rows
-            sums[1 + row.depth, 1:] = torch.stack(row[2:])
+            scalars = torch.stack(row[2:-2])
+            sums[1 + row.depth, 1:] = torch.cat([scalars, row.divergences, row.losses / anchors])
         self._sums = sums if self._sums is None else self._sums + sums
 
     def forget(self) -> None:
@@ -215,8 +216,13 @@ class DistillModule(L.LightningModule):
         """Means to log, from sums of the rows of depth 0, 1, ..."""
         values = {}
         first = max((rows for rows, *_ in depths[1:]), default=0.0)
-        for depth, (rows, divergence, top1, alpha, survival, confidence_loss) in enumerate(depths):
+        names = [term.name for term in self.objective.terms if term.name]
+        for number, name in enumerate(names, 6 + len(names)):
+            values[f"train/loss_{name}"] = sum(sums[number] for sums in depths)
+        for depth, (rows, divergence, top1, alpha, survival, confidence_loss, *parts) in enumerate(depths):
             if rows:
+                for name, part in zip(names, parts, strict=False):  # the terms' losses follow
+                    values[f"train/divergence_{name}_{depth}"] = part / rows
                 values[f"train/divergence_{depth}"] = divergence / rows
                 values[f"train/top1_{depth}"] = top1 / rows
                 values[f"train/alpha_{depth}"] = alpha / rows

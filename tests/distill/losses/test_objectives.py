@@ -1,17 +1,27 @@
 """The chunked loss, compiled or not: values and gradients against the plain reference."""
 
 import dataclasses
-from functools import partial
 from itertools import cycle, product
 
 import pytest
 import torch
-import yaml
 from compilers import needs_compiler
 from dense import steps
-from hydra.utils import instantiate
+from loss_pairs import (
+    DIVERGENCES,
+    FADE,
+    OBJECTIVES,
+    PAIRS,
+    TEXT,
+    WEIGHT_PAIRS,
+    WEIGHTS,
+    V,
+    acceptance_of,
+    drafted,
+    rounded,
+    trainable,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
-from workbench import CONF
 
 from decode.model.head import Head
 from distill.losses import reference
@@ -20,39 +30,8 @@ from distill.losses.divergences import TopK, kl
 from distill.losses.objective import Objective
 from distill.losses.row_plan import RowPlan
 from distill.losses.row_scores import Kernels
-from distill.losses.weights import DPace, Streak, constant, decay
+from distill.losses.weights import constant, decay, weigh
 from drafters.base import DraftStep
-
-V = 11
-REDUCED = [7, 2, 9, 4, 0]  # the target's ids of a draft vocabulary
-FLOOR, BETA, K, FADE = 1e-10, 0.3, 3, 3.0
-TEXT = torch.randint(V, (2, 7), generator=torch.Generator().manual_seed(4))
-NUMBERS = {"topk": {"k": K}, "reverse_kl": {"floor": FLOOR}, "jsd": {"beta": BETA}}  # other than conf's
-
-
-def objectives() -> dict[str, tuple]:
-    """Name -> the divergence of its yaml, and the function of this name in the reference, if it has one."""
-    found = {}
-    for path in sorted((CONF / "objective").glob("*.yaml")):
-        settings = yaml.safe_load(path.read_text()) | NUMBERS.get(path.stem, {})
-        numbers = [value for key, value in settings.items() if not key.startswith("_")]
-        plain = getattr(reference, path.stem, None)
-        found[path.stem] = instantiate(settings), plain and (lambda r, f=plain, n=numbers: f(r, *n))
-    return found
-
-
-OBJECTIVES = objectives()
-PAIRS = {name: pair for name, pair in OBJECTIVES.items() if pair[1]}
-WEIGHT_PAIRS = {
-    "constant": (constant, reference.constant),
-    "decay": (partial(decay, rate=0.7), partial(reference.decay, rate=0.7)),
-    "streak": (Streak(0.1, 0.0), partial(reference.streak, smoothing=0.1)),
-    "streak by token": (Streak(0.1, 0.0, "token"), partial(reference.streak, smoothing=0.1)),
-    "dpace": (DPace(0.5, 0.0), partial(reference.dpace, smoothing=0.5)),
-    "dpace by token": (DPace(0.5, 0.0, "token"), partial(reference.dpace, smoothing=0.5)),
-}
-DIVERGENCES = {name: pair[0] for name, pair in PAIRS.items()}
-WEIGHTS = {name: pair[0] for name, pair in WEIGHT_PAIRS.items()}
 
 
 def test_every_objective_is_compared():
@@ -83,14 +62,6 @@ def test_gradient_is_the_slope_of_the_value(name):
         want = weight * slope("kl") + (1 - weight) * slope("tv")
     got = (OBJECTIVES[name][0](*given(q))[1] * direction).sum(-1)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
-
-
-def drafted(head, vocabulary: str):
-    """The target's head, or one that reads but five of its tokens."""
-    if vocabulary == "full":
-        return head
-    ids = torch.tensor(REDUCED)
-    return dataclasses.replace(head, weight=head.weight[ids], bias=head.bias[ids], d2t=ids)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -129,13 +100,13 @@ def test_auxiliary_losses_and_row_weights_are_of_the_reference(ragged):
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_steps_that_are_no_drafts_have_their_depths_weight_times_their_own(weights, ragged):
     head, _, anchors, hidden = ragged
-    given, objective = steps(head, anchors, hidden), Objective(kl, WEIGHTS[weights])
+    given, kind = steps(head, anchors, hidden), WEIGHTS[weights]
     chances = [torch.linspace(0.2, 0.9, len(a), dtype=torch.float64) for a in anchors]
-    want = objective.weigh(given, RowPlan(given, 4, torch.device("cpu")), chances, 0.0)
+    want = weigh(kind, given, RowPlan(given, 4, torch.device("cpu")), chances, 0.0)
     others = [given[1]._replace(training_only=True, weight=0.25), given[0]._replace(depth=0, weight=0.5)]
     every = [*given, *others]
     plan = RowPlan(every, 4, torch.device("cpu"))
-    got = objective.weigh(every, plan, [*chances, chances[1], chances[0]], 0.0)
+    got = weigh(kind, every, plan, [*chances, chances[1], chances[0]], 0.0)
     torch.testing.assert_close(got, [*want, 0.25 * want[1], torch.full_like(want[0], 0.5)])
 
 
@@ -160,15 +131,9 @@ def test_value_and_gradients_are_of_the_reference(name, weights, vocabulary, hea
     assert_is_reference(total, leaves, given, last, target, name, weights)
 
 
-def trainable(head: Head, change=torch.clone) -> Head:
-    """The same head with weights that take a gradient."""
-    weight, bias = (change(w).requires_grad_() for w in (head.weight, head.bias))
-    return dataclasses.replace(head, weight=weight, bias=bias)
-
-
 def assert_is_reference(total, leaves, given, last, target, name: str, weights: str) -> None:
     parts = PAIRS[name][1], WEIGHT_PAIRS[weights][1]
-    want = reference.loss(given, last, target, *parts, tokens=TEXT, by_token="token" in weights)
+    want = reference.loss(given, last, target, *parts, tokens=TEXT, acceptance=acceptance_of(weights))
     torch.testing.assert_close(total, want, rtol=0, atol=1e-12)
     got = torch.autograd.grad(total, leaves)
     torch.testing.assert_close(got, torch.autograd.grad(want, leaves), rtol=0, atol=1e-12)
@@ -214,13 +179,6 @@ def test_head_that_trains_leaves_the_targets_unchanged(ragged):
     assert mine.weight.grad.abs().max() > 1e-3
     assert theirs.weight.grad is None
     assert all(h.grad is None for h in hidden)
-
-
-def rounded(ragged, dtype):
-    """The same inputs in another precision."""
-    head, last, anchors, hidden = ragged
-    head = dataclasses.replace(head, weight=head.weight.to(dtype), bias=head.bias.to(dtype))
-    return head, last.to(dtype), anchors, [h.to(dtype) for h in hidden]
 
 
 EAGER = [*product(DIVERGENCES, ["full", "reduced"], [None])]
