@@ -54,6 +54,7 @@ from distill.utils.run_folder import (
 PATH_GROUPS = {"target": ("hf", "path"), "prompts": ("jsonl", "path")}
 DATASET = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.jsonl)(?<!\.json)(?<!\.parquet)(?<!\.txt)")  # of the Hub
 NESTED = ("drafter.first", "drafter.second")  # settings that are a choice of conf/drafter themselves
+TERMS = "objective.terms"  # a mapping that an override may extend
 RUN_PATHS = ("output_dir", "answers", "resume", "checkpoint", "out", "store", "stores")
 TARGET_PATHS = ("data", "tokenizer", "init_from")  # of scripts/lab/train_target.py
 PROMPT_PATHS = ("prompts.path", "prompts.dataset", "prompts.heldout")
@@ -337,6 +338,8 @@ def rewrite(argv: Sequence[str], config_dir: Path) -> list[str]:
             result += [f"{key}={name}", f"{key}.{where}={_quote_path(value, sweeping)}"]
         elif key in NESTED and _is_choice(value, options(config_dir, "drafter"), sweeping):
             result.append(f"drafter@{argument}")
+        elif key.startswith(f"{TERMS}.") or (key == TERMS and value.startswith("{")):
+            result.append(f"++{argument}")
         elif key in TEXTS:
             result.append(f"{key}={_quote_text(value)}")
         elif value != "null" and (key in PATHS or value.startswith(("/", "~/", "./", "../"))):

@@ -1,18 +1,21 @@
 """Choices of a configuration group: yaml files of conf/, and those of installed packages.
 
+Terms of a sum of losses (`objective.terms`) name choices, too; `with_terms` replaces the names by options.
+
 A package has the options of its drafter or objective in `conf/<group>/<name>.yaml` next to the module that
 its entry point names. What is built from them is the entry point's class or function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -20,6 +23,9 @@ from decode.errors import UserError
 from drafters.installed import GROUPS, Installed, installed
 
 FACTORY = {"drafter": ".for_target", "objective": ""}  # what is called with the options
+OURS = "distill.losses"  # the package of our divergences
+MIX, MIXED_TERM = f"{OURS}.mix.Mix", f"{OURS}.mix.MixedTerm"
+TERM = {"objective": None, "weights": None, "factor": 1.0}  # options of a term, with their defaults
 UNREADABLE = (OSError, ValueError, YAMLError, OmegaConfBaseException)
 
 
@@ -102,13 +108,94 @@ def register_choices(config_dir: Path) -> None:
             ConfigStore.instance().store(name=name, node=node, group=group, provider=other.packages)
 
 
-def objective_name(config_dir: Path, target: str) -> str:
-    """Name of the choice of conf/objective that is built from this dotted path; else its last part."""
+def objective_name(config_dir: Path, options: Mapping[str, Any]) -> str:
+    """Name of the choice of conf/objective with these options; names of the terms of a sum, as in ce+chain.
+
+    Args:
+        config_dir: folder of configurations.
+        options: of the group `objective`, as a run records them.
+    """
+    target = str(options["_target_"])
+    if target == MIX:
+        return "+".join(options["terms"])
     for path in sorted((config_dir / "objective").glob("*.yaml")):
         if yaml.safe_load(path.read_text()).get("_target_") == target:
             return path.stem
     named = (name for name, other in _others(config_dir, "objective").items() if other.path == target)
     return next(named, target.rpartition(".")[2].lower())
+
+
+def nearest(wrong: str, names: Sequence[str]) -> str:
+    """Advice for an unknown name: the nearest known one, and all of them."""
+    close = difflib.get_close_matches(wrong, names, n=1)
+    return f"{f'did you mean {close[0]}? ' if close else ''}choose one of {', '.join(names) or '(none)'}"
+
+
+def with_terms(config_dir: Path, cfg: DictConfig) -> DictConfig:
+    """Replace names of choices in `objective.terms` by their options.
+
+    A term is a mapping with `objective`, `weights` and `factor`. `objective` and `weights` are names of
+    conf/objective and conf/weights, or mappings with `name` and options of that choice.
+
+    Args:
+        config_dir: folder of configurations.
+        cfg: configuration of a run; returned as it is if its objective is no sum.
+
+    Raises:
+        UserError: an unknown name or option.
+    """
+    kind = str(OmegaConf.select(cfg, "objective._target_"))
+    if kind != MIX:
+        if kind.startswith(f"{OURS}.") and "terms" in cfg.objective:
+            raise UserError("objective.terms: is of a sum of terms; write objective=mix, too")
+        return cfg
+    given = OmegaConf.to_container(cfg.objective, resolve=True)
+    assert isinstance(given, dict)
+    terms: Any = given.get("terms")
+    if not isinstance(terms, dict):
+        raise UserError(f"objective.terms={terms}: must be a mapping of names to terms")
+    named = {str(name): term for name, term in terms.items() if term is not None}  # null removes one
+    found = {name: _term(config_dir, f"objective.terms.{name}", term) for name, term in named.items()}
+    copy = cfg.copy()
+    copy.objective = OmegaConf.create(given | {"terms": found})
+    return copy
+
+
+def _term(config_dir: Path, place: str, term: Any) -> dict[str, Any]:
+    if not isinstance(term, dict) or term.get("objective") is None:
+        raise UserError(f"{place}: write {{objective: nll}}, with weights and factor if you want")
+    if wrong := [key for key in term if key not in (*TERM, "_target_")]:
+        raise UserError(f"{place}.{wrong[0]}: no such option; {nearest(str(wrong[0]), list(TERM))}")
+    term = TERM | term
+    for group in ("objective", "weights"):
+        if term[group] is not None:
+            term[group] = _choice(config_dir, group, f"{place}.{group}", term[group])
+    return {"_target_": MIXED_TERM, **term}
+
+
+def _choice(config_dir: Path, group: str, place: str, given: Any) -> dict[str, Any]:
+    """Options of a choice that is given by name, or as a mapping with `name`."""
+    if isinstance(given, dict) and "_target_" in given:  # of a record, in which names are replaced
+        return given
+    own = given if isinstance(given, dict) else {"name": given}
+    name, names = str(own.get("name")), options(config_dir, group)
+    if name not in names:
+        raise UserError(f"{place}={name}: {nearest(name, names)}")
+    check_choice(config_dir, group, name)
+    path = config_dir / group / f"{name}.yaml"
+    node = OmegaConf.load(path) if path.exists() else _node(_others(config_dir, group)[name])
+    known: Any = OmegaConf.to_container(node, resolve=True)
+    if known.get("_target_") == MIX:
+        raise UserError(f"{place}={name}: is a sum of terms itself; write its terms here")
+    own = {key: value for key, value in own.items() if key != "name"}
+    if wrong := [key for key in own if key not in known]:
+        choices = [key for key in known if key[:1] != "_"]
+        raise UserError(f"{place}.{wrong[0]}: no such option of {name}; {nearest(str(wrong[0]), choices)}")
+    for key, value in own.items():
+        number = isinstance(known[key], int | float) and not isinstance(known[key], bool)
+        if number and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise UserError(f"{place}.{key}={value}: must be a number")
+    return known | own
 
 
 def used_packages(options: Any) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import distill.config.resolvers  # noqa: F401  registers resolvers of configurations
 from decode.errors import UserError
-from distill.config.choices import check_choice, options, register_choices
+from distill.config.choices import check_choice, nearest, options, register_choices
 from distill.config.other_names import meant
 
 EMPTY_GROUPS = ("experiment",)  # groups that may be null
@@ -102,7 +101,7 @@ def _check_override(override: str, groups: Sequence[str], config_dir: Path) -> N
     group, _, place = key.partition("@")
     names = options(config_dir, group) + ["null"] * (group in EMPTY_GROUPS)
     if group in groups and value not in names:
-        raise UserError(f"{place or key}={value}: {_nearest(value, names)}")
+        raise UserError(f"{place or key}={value}: {nearest(value, names)}")
     check_choice(config_dir, group, value)
 
 
@@ -133,7 +132,7 @@ def _hint(part: str, names: Sequence[str], cfg: DictConfig) -> str:
     if written := meant(part, cfg):
         return f"write {written}"
     elsewhere = [name for name in leaves if name.endswith(f".{part}")]
-    return f"did you mean {' or '.join(elsewhere)}?" if elsewhere else _nearest(part, names)
+    return f"did you mean {' or '.join(elsewhere)}?" if elsewhere else nearest(part, names)
 
 
 def without_dashes(name: str, value: str, config_dir: Path, config_name: str) -> str:
@@ -199,8 +198,3 @@ def _same_kind(default: Any, value: Any) -> bool:
     if OmegaConf.is_list(default):
         return OmegaConf.is_list(value) and all(_same_kind(default[0], v) for v in value if len(default))
     return OmegaConf.is_dict(value) if OmegaConf.is_dict(default) else isinstance(value, type(default))
-
-
-def _nearest(wrong: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(wrong, names, n=1)
-    return f"{f'did you mean {close[0]}? ' if close else ''}choose one of {', '.join(names) or '(none)'}"

@@ -12,9 +12,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
+from distill.config.choices import with_terms
 from distill.config.recorded import resolved
 from distill.config.target_size import fill_precision, fill_size_settings
 from distill.config.validate import check_out, check_ranges, refused
+from distill.losses.mix import terms_of
 from distill.losses.trial import check_divergence
 from distill.options.answers import (
     OpenAIRolloutOptions,
@@ -24,7 +26,7 @@ from distill.options.answers import (
 )
 from distill.options.commands import HeldOutInputs
 from distill.options.run import DrafterOptions, OptimizerOptions, RunOptions, TrainerOptions
-from distill.utils.paths import bundled
+from distill.utils.paths import CONF, bundled
 from distill.utils.run_record import ResolvedOptions
 from drafters.vocabulary import draft_vocab_size
 
@@ -52,7 +54,8 @@ def checked_options(
     chosen = fill_size_settings(cfg, announce) | fill_precision(cfg, announce)
     made = read_options(cls, cfg, ignored=ignored)
     if isinstance(made, RunOptions):
-        check_divergence(made.objective)
+        for term in terms_of(made.objective, made.weights):
+            check_divergence(term.divergence)
         return replace(made, config=ResolvedOptions.of(made.config.values, chosen))
     return made
 
@@ -83,7 +86,7 @@ def read_part(cls: type[Options], cfg: DictConfig) -> Options:
 
 
 def _fill(cls: type[Options], cfg: DictConfig, name: str) -> Options:
-    hints = get_type_hints(cls, include_extras=True)
+    cfg, hints = with_terms(CONF, cfg), get_type_hints(cls, include_extras=True)
     values = {key: _value(hint, cfg[key], _dotted(name, key)) for key, hint in hints.items() if key in cfg}
     if "config" in hints:
         values["config"] = ResolvedOptions.of(resolved(cfg), {})

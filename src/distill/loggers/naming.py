@@ -23,7 +23,7 @@ def parts_of(options: Mapping[str, Any]) -> list[str]:
     drafter = _drafter(options["drafter"])
     parts = [drafter, target_label(str(options["target"]["path"]))]
     trains = drafter not in KNOWN or drafter_class(drafter).unroll is not Drafter.unroll
-    return parts + [objective_name(CONF, str(options["objective"]["_target_"]))] * trains
+    return parts + [objective_name(CONF, options["objective"])] * trains
 
 
 def run_name(options: Mapping[str, Any], job: str = "") -> str:

@@ -12,6 +12,7 @@ import torch
 from decode.model.target import Target
 from decode.sampling import Sampler
 from distill.losses.divergences import Divergence
+from distill.losses.mix import Mix
 from distill.losses.weights import Weights
 from distill.options.answers import INSTANCE, AnswerOptions
 from distill.utils.run_record import ResolvedOptions
@@ -206,7 +207,7 @@ class RunOptions(AnswerOptions):
         config: the configuration without secrets, and what was chosen so far; no field of conf/.
     """
 
-    objective: Annotated[Divergence, INSTANCE]
+    objective: Annotated[Divergence | Mix, INSTANCE]
     weights: Annotated[Weights, INSTANCE]
     score: ScoringOptions
     optimizer: OptimizerOptions

@@ -9,6 +9,7 @@ from pathlib import Path
 from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard, read_scorecard
 from distill.config.choices import objective_name
+from distill.losses.mix import Mix
 from distill.utils.atomic_files import read_json
 from distill.utils.paths import CONF
 from distill.utils.redact import hidden, printable
@@ -21,9 +22,11 @@ def objective_of(file: Path) -> str:
     """Objective of the run or the recipe around a scorecard's file; "" if unknown."""
     with suppress(UserError, KeyError, TypeError):
         if options := read_options(file.parents[2]):
-            return objective_name(CONF, str(options.values["objective"]["_target_"]))
+            return objective_name(CONF, options.values["objective"])
     with suppress(UserError, KeyError, TypeError, AttributeError):
-        return str((read_json(file.with_name(RECIPE), "") or {})["objective"]["is"]).lower()
+        objective = (read_json(file.with_name(RECIPE), "") or {})["objective"]
+        kind = str(objective["is"])
+        return "+".join(objective["terms"]) if kind == Mix.__name__ else kind.lower()
     return ""
 
 
