@@ -36,7 +36,6 @@ from distill.losses.row_scores import CompiledRows, EagerRows, Kernels
 from distill.losses.weights import RowWeights, Weights, weigh
 from drafters.base import Drafter, DraftStep
 
-
 # Row of `Scores.values` that weights read, by their `acceptance`.
 ACCEPTANCE = {"overlap": ALPHA, "token": CHANCE, "greedy": AGREED}
 
