@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from workbench import options_of
+from workbench import CONF, options_of
 
 from decode.errors import UserError
+from distill.config.choices import objective_name
 from distill.losses.mix import terms_of
 from distill.losses.weights import DPace, Focal, Streak
 
@@ -48,6 +49,12 @@ def test_terms_and_their_options_are_overridden_and_recorded():
         "warmup": 0.1,
         "acceptance": "overlap",
     }
+
+
+def test_run_is_named_after_its_terms():
+    options = options_of("objective=ce_chain").config.values["objective"]
+    assert objective_name(CONF, options) == "ce+chain"
+    assert objective_name(CONF, options_of("objective=jsd").config.values["objective"]) == "jsd"
 
 
 def test_null_removes_a_term():

@@ -226,7 +226,7 @@ COMPILED = [
 @needs_compiler
 @pytest.mark.parametrize(
     ("objective", "run", "vocabulary"),
-    zip(COMPILED, cycle([computed, frozen]), ["full", "full", "reduced", "reduced"], strict=False),
+    list(zip(COMPILED, cycle([computed, frozen]), ["full", "full", "reduced", "reduced"], strict=False)),
     ids=lambda given: "+".join(given.terms) if isinstance(given, Mix) else None,
 )
 @pytest.mark.ci("ce+focal+chain-frozen-full")
