@@ -109,7 +109,14 @@ def config_origin(config: Mapping[str, Any]) -> Origin:
     """The target in a config; unknown fields are "" or None."""
     target = config["target"] if is_native(config) else {"name": _verifier(config)}
     fields = {name: value if isinstance(value := target.get(name), str) else "" for name in ORIGIN_KEYS}
-    return Origin(**fields | {"revision": fields["revision"] or None})
+    return Origin(
+        fields["name"],
+        fields["revision"] or None,
+        fields["fingerprint"],
+        fields["tokenizer"],
+        published=fields["published"],
+        licence=fields["licence"],
+    )
 
 
 def _verifier(config: Any) -> Any:
