@@ -57,7 +57,8 @@ def _lines(one: dict[str, Any], trained: dict[str, Any] | None) -> Iterator[list
             k = timed["length"]
             there = timed if one["weights"] == "given" else measured.get(k)
             read, row = passes.get(k + 1), known.get(k)
-            scored = row is not None and trained is not None  # else the acceptance is only stated
+            # Of random weights without a trained drafter the acceptance is only stated.
+            scored = row is not None and (trained is not None or one["weights"] == "given")
             yield [
                 one["target"],
                 one["drafter"],
