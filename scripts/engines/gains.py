@@ -4,7 +4,8 @@
     python scripts/engines/gains.py
 
 A file of a drafter with random weights predicts; one of a trained drafter, of the same target and engine,
-measures. Each line is one draft length of a file.
+measures. A trained one that has no random one predicts by its own rounds. Each line is one draft length of
+a file.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ def main() -> None:
 
 def lines(files: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     """Cells, by target and engine."""
+    predicting = {_key(one) for one in files if one["weights"] != "trained"}
     for one in sorted(files, key=_key):
         if one["weights"] == "trained":
+            if _key(one) not in predicting:
+                yield from _lines(one, one)
             continue
         trained = next((o for o in files if o["weights"] == "trained" and _key(o) == _key(one)), None)
         yield from _lines(one, trained)

@@ -121,3 +121,9 @@ def test_gains_pair_random_weights_with_trained_ones(tmp_path, monkeypatch):
 def test_gains_of_stated_acceptance_predict_nothing(tmp_path):
     (line, _) = gains.lines([timed("random", 1.0)])
     assert line[-4:] == ["", "", "", ""]
+
+
+def test_a_trained_drafter_without_a_random_one_predicts_by_its_own_rounds(tmp_path):
+    (short, long) = gains.lines([timed("trained", 2.5)])
+    assert short[8:] == ["1.80", "1.20x", "2.50", "1.67x"]
+    assert long[8:] == ["2.40", "1.20x", "2.50", "1.25x"]
