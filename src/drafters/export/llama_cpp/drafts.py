@@ -39,6 +39,7 @@ TAPS = 3  # of an EAGLE-3 in llama.cpp
 EAGLE3_CLASS, BLOCK_CLASS = "eagle3", "dflash"
 NORM = (EAGLE3_CLASS, "llama")  # classes that rotate neighbours
 LANGUAGE_MODELS = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # model_type
+WITHOUT_STATES = ("qwen2",)  # model_type of targets whose hidden states it keeps to itself (`t_layer_inp`)
 MTP_TARGETS = {"qwen3_5": "qwen35", "qwen3_5_text": "qwen35"}  # model_type, of dense layers
 MTP_FAMILY = "qwen"  # whose form these layers have
 MTP_SIZES = ("heads", "kv_heads", "head_dim", "intermediate_size")
@@ -81,7 +82,17 @@ MTP_PARTS = {
 # -- what llama.cpp can serve --------------------------------------------------------------------
 
 
+def _check_states(target: Target) -> Iterator[Refusal]:
+    """Refuse a target whose graph gives no hidden states: its server ends at the first request."""
+    if (kind := target.config.model_type) in WITHOUT_STATES:
+        yield Refusal(
+            f"llama.cpp b11549 gives a drafter no hidden states of a {kind} target (its server ends with "
+            "'layer input tensor is null'); a draft model, drafter=lm or lm_given, reads none"
+        )
+
+
 def _check_eagle3(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from _check_states(target)
     yield from check_embedding(target)
     yield from check_taps(settings["taps"], target, exactly=TAPS)
     if settings["layers"] > 1:
@@ -99,6 +110,7 @@ def _check_eagle3(settings: Mapping[str, Any], target: Target) -> Iterator[Refus
 
 
 def _check_block(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from _check_states(target)
     yield from dflash.check_block(settings, target)
     if settings.get("window") is not None or settings.get("causal"):
         reason = "a window or a causal block, untested with llama.cpp's DFlash"
