@@ -225,11 +225,12 @@ def _scored(
     for i, step in enumerate(steps):
         if not step.training_only:
             sums = rows[i].sum(1)
-            parts = torch.stack([sums[objective.row_of(term)] for term in objective.terms])  # (T,)
+            parts = [sums[objective.row_of(term)] for term in objective.terms]
             scaled = [term.factor * part for term, part in zip(objective.terms, parts, strict=True)]
             divergence = torch.stack(scaled).sum()
             values = divergence, sums[AGREED], sums[ALPHA], survival[i], confidence_loss[i]
-            scored.append(Scored(step.depth, len(step.anchor), *values, parts, of_depth[step.depth]))
+            by_term = torch.stack(parts), of_depth[step.depth]  # (T,) each
+            scored.append(Scored(step.depth, len(step.anchor), *values, *by_term))
     return scored
 
 

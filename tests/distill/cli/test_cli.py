@@ -124,6 +124,7 @@ def test_every_group_option_composes():
     for chosen in [*mixed, *named]:
         more = ["rollout.url=http://a/v1"] * ("rollout=openai" in chosen)
         more += ["drafter.first=eagle"] * ("drafter=boosted" in chosen)
+        more += ["+objective.terms.kl={objective: kl}"] * ("objective=mix" in chosen)  # has none itself
         kind = SearchOptions if "drafter=auto" in chosen else TrainOptions
         with configurations(CONF):
             cfg = hydra.compose("config", [*chosen, *more, *sizes, "target.path=a/b", "prompts.path=p.jsonl"])
