@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from packing import can_pack
 from torch import nn
 from torch.nn import functional as F
 
@@ -13,15 +14,6 @@ from decode.kernels.norm import rms_norm
 from decode.kernels.packed_linear import ROWS, Linear, int8_rows, linear, linear_add, packing_gain
 
 COPIES = {"half": torch.bfloat16, "wide": torch.float32}  # kinds of copies and their dtypes
-
-
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this processor has what oneDNN needs for products in a dtype."""
-    try:
-        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(24, 16, dtype=dtype), 17)
-    except RuntimeError:
-        return False
-    return True
 
 
 @pytest.fixture(autouse=True)
