@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -154,7 +155,7 @@ def read_claims(file: Path) -> Claims:
 
 
 def _made(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    known = set(signature(kind).parameters)
     if unknown := set(values) - known:
         raise UserError(f"claims.yaml: {where}: no key {min(unknown)}; there are {', '.join(sorted(known))}")
     try:

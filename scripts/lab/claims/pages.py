@@ -19,14 +19,22 @@ CLAIMS = Path(__file__).with_name("claims.yaml")
 BLOCK = re.compile(
     r"(?P<begin><!-- results: (?P<words>[^>]+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL
 )
-HEAD = """# Claims of papers, tested here
-
-Written by `python scripts/lab/claims.py` from the linked scorecards and `scripts/lab/claims/claims.yaml`; CI fails where they differ. tau is replayed on the target's answers to held-out prompts.
-
-- *difference*: tau of the first minus tau of the second, with its 95 % interval. Several seeds in both: paired by seed, Student's t. One seed: paired by prompt, bootstrap; the interval is widened by the noise of seeds for each of the two that is trained. That noise, the standard deviation of tau over seeds, is {noise}, from every line with several seeds.
-- *same*, *opposite*: the interval is on the paper's side of zero, or on the other. *Not distinguished*: it contains zero. *Not in the regime*: the claim is about other settings; the numbers are what was seen here.
-- Targets here are small; papers have targets of 7B parameters and more.
-"""  # noqa: E501
+HEAD = (
+    "# Claims of papers, tested here\n"
+    "\n"
+    "Written by `python scripts/lab/claims.py` from the linked scorecards and "
+    "`scripts/lab/claims/claims.yaml`; CI fails where they differ. tau is replayed on the target's "
+    "answers to held-out prompts.\n"
+    "\n"
+    "- *difference*: tau of the first minus tau of the second, with its 95 % interval. Several seeds "
+    "in both: paired by seed, Student's t. One seed: paired by prompt, bootstrap; the interval is "
+    "widened by the noise of seeds for each of the two that is trained. That noise, the standard "
+    "deviation of tau over seeds, is {noise}, from every line with several seeds.\n"
+    "- *same*, *opposite*: the interval is on the paper's side of zero, or on the other. *Not "
+    "distinguished*: it contains zero. *Not in the regime*: the claim is about other settings; the "
+    "numbers are what was seen here.\n"
+    "- Targets here are small; papers have targets of 7B parameters and more.\n"
+)
 
 
 def write_all(check: bool) -> list[str]:
