@@ -10,6 +10,7 @@ from pathlib import Path
 import lightning as L
 from torch.optim import Optimizer
 
+from decode.errors import UserError
 from decode.evaluation.scorecard import read_scorecard
 from decode.model.load import stop_tokens
 from decode.model.target import Target
@@ -22,6 +23,7 @@ from distill.config.target_size import with_length
 from distill.config.validate import refused
 from distill.data.datamodule import RolloutData, TapStorage
 from distill.data.on_policy import OnPolicy
+from distill.data.states_ahead import SideStream
 from distill.data.taps_memory import TapMemory
 from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.ranks import explain_lost_ranks
@@ -131,6 +133,7 @@ def _train(
     if extend:
         extend(trainer, begun)
     check_placement(trainer, options.target.placement)
+    _check_ahead(trainer, options)
     if options.target.placement == "sharded":
         join_processes(trainer)  # to load it
     target = shared.target if shared else _load(options, trainer, folder, chat)
@@ -163,7 +166,7 @@ def _train(
     if parts.scorer:
         parts.scorer.prepare()
         target.join()
-    data = _data(options, target, stores, watchdog, phases, shared)
+    data = _data(options, trainer, target, stores, watchdog, phases, shared)
     _, kept = data.open(begun, trainer)
     record.choose("how often rows are read", {"taps": "memory" if kept else "online"})
     module = _module(options, target, parts, stop)
@@ -211,8 +214,28 @@ def _parts(
     return Parts(drafter, objective, on_policy, optimizer, scorer)
 
 
+def _check_ahead(trainer: L.Trainer, options: TrainOptions) -> None:
+    """Refuse `taps_ahead` where a step has nothing to read ahead.
+
+    Raises:
+        UserError: no GPU, a target on several, or answers that the drafter writes in the step.
+    """
+    if not options.taps_ahead:
+        return
+    if trainer.strategy.root_device.type != "cuda":
+        raise UserError("taps_ahead=true reads on a GPU's second stream; set trainer=gpu")
+    if options.target.placement != "replicated":
+        raise UserError(
+            f"taps_ahead=true with target.placement={options.target.placement}: the processes would wait for "
+            "each other in two orders; it needs target.placement=replicated"
+        )
+    if options.on_policy.share:
+        raise UserError("taps_ahead=true with on_policy.share: the answers are made in the step itself")
+
+
 def _data(
     options: TrainOptions,
+    trainer: L.Trainer,
     target: Target,
     stores: Callable[[int], RolloutStore],
     watchdog: Watchdog,
@@ -222,7 +245,10 @@ def _data(
     kept = shared.taps if shared else None
     keep = TapStorage(target, options.taps, options.taps_gb, options.packing, options.taps_dtype, kept)
     again, longest = options.rollout.refresh_every, _longest(options, target)
-    return RolloutData(stores, again, keep, options.batch_size, longest, options.seed, watchdog, phases)
+    stream = SideStream(trainer.strategy.root_device) if options.taps_ahead else None
+    return RolloutData(
+        stores, again, keep, options.batch_size, longest, options.seed, watchdog, phases, stream
+    )
 
 
 def _module(options: TrainOptions, target: Target, parts: Parts, stop: Stop) -> DistillModule:

@@ -47,6 +47,7 @@ def _also(*words: str) -> str:
 
 CAPTURED = "target.capture=true"
 TIMED = ("score.prompts=24", "score.repeats=3")  # from which the tables show a speedup (claims.tables.TIMED)
+UNSCORED = ("score.enabled=false", "trainer.log_every_n_steps=10")  # as conf/lab/fit.yaml has it
 TINY_RUN = ("device=cpu", "steps=2", _also(CAPTURED, *_SHORT))
 TINY_FIT = ("device=cpu", "steps=4", _also(*_SHORT, "score.enabled=false"))
 # Arms of the field that were fastest on a card, first; `union` reads the run of `eagle`
@@ -152,6 +153,20 @@ TRAINING = [
         "the same with 5 depths",
         6,
         *("drafter.depth=5", "drafter.anchors=0", "compiled=true"),
+    ),
+    *(
+        Step(
+            f"fit-pocket-eagle-{name}",
+            "training",
+            f"EAGLE's run with the target read in every step, {shows}",
+            5,
+            (BENCHMARK, "fit", "arm=eagle", "device=gpu", f"out={OUT}", _also(*UNSCORED, *words)),
+            TINY_FIT,
+        )
+        for name, shows, words in (
+            ("online", "before it", ["taps=online"]),
+            ("ahead", "ahead on a second stream", ["taps=online", "taps_ahead=true"]),
+        )
     ),
     _training(
         "step-llama-8b-rows",

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
 import lightning as L
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from decode.model.target import Target
+from decode.model.target import Target, TargetOutput
 from distill.data.batches import MicroBatch, ResumeSampler, RolloutBatches
 from distill.data.read_ahead import ReadAhead
 from distill.data.rows import open_rows
+from distill.data.states_ahead import StatesAhead, Stream
 from distill.data.taps_bounded import BoundedTaps, Taps
 from distill.data.taps_disk import TapCache
 from distill.data.taps_memory import (
@@ -32,7 +35,7 @@ from distill.rollouts.store import RolloutStore
 from distill.utils.phase_log import STARTING, PhaseLog
 from distill.utils.progress import say
 
-AHEAD = 4  # micro-batches that an engine reads ahead
+AHEAD = 4  # micro-batches that an engine, or a thread that reads files, makes ahead
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,8 @@ class RolloutData(L.LightningDataModule):
         seed: seed of the order.
         watchdog: notified of the work between two phases.
         phases: phase log of the run, which records the reading of hidden states.
+        stream: where hidden states of the next micro-batch come to the device; None: each step waits for its
+            own.
     """
 
     def __init__(
@@ -180,13 +185,15 @@ class RolloutData(L.LightningDataModule):
         seed: int,
         watchdog: Watchdog,
         phases: PhaseLog,
+        stream: Stream | None = None,
     ) -> None:
         super().__init__()
-        self.watchdog, self.phases = watchdog, phases
+        self.watchdog, self.phases, self.stream = watchdog, phases, stream
         self.stores, self.every, self.keep = stores, every, keep
         self.batch_size, self.max_tokens, self.seed = batch_size, max_tokens, seed
         self._open: tuple[int, datasets.Dataset, Taps | None] | None = None
         self._ahead: ReadAhead[MicroBatch] | None = None
+        self._states: StatesAhead | None = None
 
     def open(self, step: int, trainer: L.Trainer) -> tuple[datasets.Dataset, Taps | None]:
         """The rows of an optimizer step's phase, and the cache of their hidden states.
@@ -246,9 +253,30 @@ class RolloutData(L.LightningDataModule):
         # A resumed run continues at the step that Lightning has restored.
         start = trainer.global_step * trainer.accumulate_grad_batches
         batches: Dataset[MicroBatch] = self.batches
-        if self.keep.target.source:  # an engine reads the other rows while this process trains
+        if self.keep.target.source or self._waits_for_files():
             batches = self._ahead = ReadAhead(self.batches, AHEAD, self.batches.phase_end)
+        if self.stream:
+            device = trainer.strategy.root_device
+            batches = self._states = StatesAhead(
+                batches, self._read, self.batches.phase_end, device, self.stream
+            )
         return DataLoader(batches, batch_size=None, sampler=ResumeSampler(start, len(self.batches)))
+
+    def _waits_for_files(self) -> bool:
+        """Whether making a micro-batch only reads files, which a thread can do while a GPU trains."""
+        cache = self._open[2] if self._open else None
+        return self.stream is not None and not self.every and isinstance(cache, TapCache)
+
+    def _read(self, tokens: Tensor, lengths: Sequence[int] | None) -> TargetOutput:
+        """Hidden states of tokens on the target's device."""
+        target = self.keep.target
+        with torch.autocast(target.device.type, enabled=False):  # in the precision of decoding
+            return target.read(tokens, lengths)
+
+    def join(self) -> None:
+        """Let the device finish what it reads ahead, before the target is used for something else."""
+        if self._states:
+            self._states.join()
 
     @override
     def teardown(self, stage: str) -> None:

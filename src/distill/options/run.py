@@ -220,6 +220,7 @@ class RunOptions(AnswerOptions):
     taps: str  # auto | online | memory | cache | engine
     taps_gb: float
     taps_dtype: str  # of vectors on disk: bfloat16 | int8
+    taps_ahead: bool
     engine: EngineOptions
     packing: bool
     gradient_checkpointing: bool

@@ -18,6 +18,7 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard, Training, read_scorecard, read_training
 from decode.model.target import Target
+from distill.data.datamodule import rollout_data
 from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.ranks import write_processes
 from distill.distributed.watchdog import Watchdog
@@ -159,6 +160,7 @@ class ScoreCheckpoint(L.Callback):
         """Save and score the checkpoint of `step`."""
         assert isinstance(module, DistillModule)
         self._last_step, self.save_early = step, False
+        rollout_data(trainer).join()  # the target scores, and may be reading ahead
         with self.phases.time("checkpoints") as part, bar(1, f"checkpoint {step}", "", leave=False):
             self._publish(trainer, module.drafter, module.target, step)
             part["checkpoints"] = 1
