@@ -24,7 +24,7 @@ class Remarks(Protocol):
 
 
 @runtime_checkable
-class KeepsKeys(Protocol):
+class HasKeyCache(Protocol):
     """A drafter with keys and values in its state."""
 
     def kv_bytes_per_token(self, state: Any) -> int:
@@ -46,7 +46,7 @@ class WritesText(Protocol):
 
 
 @runtime_checkable
-class Recomputes(Protocol):
+class CheckpointsGradients(Protocol):
     """A drafter that supports gradient checkpointing."""
 
     def checkpoint_gradients(self) -> None:
@@ -100,7 +100,7 @@ class AdoptsWeights(Protocol):
 
 
 @runtime_checkable
-class SavesApart(Protocol):
+class SavesSeparately(Protocol):
     """A drafter that saves some weights outside its own file."""
 
     @property
@@ -119,8 +119,8 @@ def remark(drafter: object, plan: Plan) -> str:
 
 
 def kv_bytes_per_token(drafter: object, state: Any) -> int:
-    """See `KeepsKeys`; 0 for any other drafter."""
-    return drafter.kv_bytes_per_token(state) if isinstance(drafter, KeepsKeys) else 0
+    """See `HasKeyCache`; 0 for any other drafter."""
+    return drafter.kv_bytes_per_token(state) if isinstance(drafter, HasKeyCache) else 0
 
 
 def as_target(drafter: object, target: Target) -> Target:
@@ -135,12 +135,12 @@ def as_target(drafter: object, target: Target) -> Target:
 
 
 def checkpoint_gradients(drafter: object) -> None:
-    """See `Recomputes`.
+    """See `CheckpointsGradients`.
 
     Raises:
         UserError: the drafter has no layers to recompute.
     """
-    if not isinstance(drafter, Recomputes):
+    if not isinstance(drafter, CheckpointsGradients):
         raise UserError("gradient_checkpointing: this drafter has no layers to recompute; leave it false")
     drafter.checkpoint_gradients()
 
@@ -157,5 +157,5 @@ def shardable_modules(drafter: object) -> Iterable[nn.Module]:
 
 
 def unsaved_names(drafter: object) -> frozenset[str]:
-    """See `SavesApart`; none of any other drafter."""
-    return drafter.unsaved_names if isinstance(drafter, SavesApart) else frozenset()
+    """See `SavesSeparately`; none of any other drafter."""
+    return drafter.unsaved_names if isinstance(drafter, SavesSeparately) else frozenset()

@@ -19,9 +19,9 @@ from decode.model.target import Target
 from decode.sampling import Sampler
 
 LARGE = 2**14  # tokens of the smallest target that `auto` reduces
-CEILING = 32000  # most tokens that `auto` chooses, as in EAGLE-3
-SPARED = 0.02  # coverage that `auto` gives up relative to its ceiling; table in docs/drafters.md
-FEWEST = 2048  # fewest tokens that `auto` chooses: new answers have tokens that these lack
+MAX_TOKENS = 32000  # most tokens that `auto` chooses, as in EAGLE-3
+MAX_COVERAGE_LOSS = 0.02  # coverage that `auto` gives up relative to its ceiling; table in docs/drafters.md
+MIN_TOKENS = 2048  # fewest tokens that `auto` chooses: new answers have tokens that these lack
 STEP = 256  # tokens
 CHUNK = 4096  # texts counted at a time
 FOLDS = 10  # of the cross-validation that estimates coverage
@@ -95,11 +95,11 @@ class TokenCounts(NamedTuple):
     def enough(self, least: int) -> tuple[int, float]:
         """Size of an `auto` draft vocabulary, and its estimated coverage.
 
-        The smallest multiple of `STEP`, at least `least`, with a coverage at most `SPARED` below the
+        The smallest multiple of `STEP`, at least `least`, with a coverage at most `MAX_COVERAGE_LOSS` below the
         `ceiling`'s. With few answers the vocabulary is larger, since they say little of rare tokens.
         """
         coverage, most = self.coverage(), ceiling(self.folds.shape[1])
-        wanted, sizes = coverage[most - 1] - SPARED, [*range(STEP, most, STEP), most]
+        wanted, sizes = coverage[most - 1] - MAX_COVERAGE_LOSS, [*range(STEP, most, STEP), most]
         size = next(size for size in sizes if size >= min(least, most) and coverage[size - 1] >= wanted)
         return size, float(coverage[size - 1])
 
@@ -138,8 +138,8 @@ def by_frequency(counts: Tensor, first: Sequence[int]) -> Tensor:
 
 
 def ceiling(vocab_size: int) -> int:
-    """Maximum size of an `auto` vocabulary for a target with V tokens: V / 4, at most `CEILING`."""
-    return min(vocab_size // 4, CEILING)
+    """Maximum size of an `auto` vocabulary for a target with V tokens: V / 4, at most `MAX_TOKENS`."""
+    return min(vocab_size // 4, MAX_TOKENS)
 
 
 def draft_vocab_size(setting: int | str | None, vocab_size: int) -> int | None:
@@ -276,7 +276,7 @@ class DraftVocabulary(nn.Module):
     @property
     def fewest_tokens(self) -> int:
         """Minimum size of a draft vocabulary that `fit` chooses."""
-        return FEWEST
+        return MIN_TOKENS
 
     def resize_vocabulary(self, size: int) -> None:
         """Give the draft vocabulary another size, before its tokens are chosen or loaded."""

@@ -26,7 +26,7 @@ from decode.plan import Plan
 from drafters import vocabulary
 from drafters.base import Text
 from drafters.checkpoint import io as checkpoint_io
-from drafters.vocabulary import FEWEST, STEP, TokenCounts, ceiling, draft_vocab_size
+from drafters.vocabulary import MIN_TOKENS, STEP, TokenCounts, ceiling, draft_vocab_size
 
 SIZE = 7
 SHARED = {"own_head": False}
@@ -221,7 +221,7 @@ def test_the_size_is_known_after_fit_and_a_checkpoint_has_it(tiny_target, make_d
     more = {"hot_tokens": hot} if drafter_options(name).get("token_info", "none") != "none" else {}
     drafter = auto(make_drafter, target, name, **more)
     said = drafter.fit(written(100, rare=0, common=300), target)
-    size = -(-(hot + 1) // STEP) * STEP if more else FEWEST
+    size = -(-(hot + 1) // STEP) * STEP if more else MIN_TOKENS
     assert len(drafter.d2t) == drafter.settings["draft_vocab_size"] == size
     assert said.startswith(f"{size} of {LARGE_V} tokens make 100.00% of the answers")
     checkpoint_io.save(drafter, target, tmp_path)
@@ -245,7 +245,7 @@ def test_a_drafter_inside_a_union_is_sized_too(tiny_target, tmp_path):
     union = options_of("drafter=union", "drafter.first=eagle").drafter.build(target)
     assert union.first.sizes_vocabulary
     union.fit(list(written(100, rare=0, common=300)), target)
-    assert len(union.first.d2t) == union.settings["first"]["settings"]["draft_vocab_size"] == FEWEST
+    assert len(union.first.d2t) == union.settings["first"]["settings"]["draft_vocab_size"] == MIN_TOKENS
     checkpoint_io.save(union, target, tmp_path)
     assert checkpoint_io.load(tmp_path, target).first.d2t.equal(union.first.d2t)
 

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from decode.generation.types import Output
 
 DRAWS = 2000  # resamples of a bootstrap
-FEWEST = 5  # prompts or batches; with fewer, bootstrap intervals are far too narrow
+MIN_SAMPLES = 5  # prompts or batches; with fewer, bootstrap intervals are far too narrow
 TINY = 1e-300  # instead of 0 rounds
 
 

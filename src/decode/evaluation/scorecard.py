@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from decode.errors import UserError
 from decode.evaluation.audit import Audit
-from decode.evaluation.estimates import FEWEST, interval
+from decode.evaluation.estimates import MIN_SAMPLES, interval
 from decode.evaluation.json_records import as_json, build
 from decode.evaluation.rows import Row, check_lengths
 from decode.evaluation.served import Headline, Served
@@ -275,7 +275,7 @@ class Scorecard:
             tokens, rounds = [counts.tokens[i] for i in places], [counts.rounds[i] for i in places]
             if sum(rounds):
                 tau = sum(tokens) / sum(rounds)
-                reach = interval(tokens, rounds) if len(places) >= FEWEST else None
+                reach = interval(tokens, rounds) if len(places) >= MIN_SAMPLES else None
                 kinds.append(Category(name or "(none)", len(places), sum(tokens), tau, reach))
         return sorted(kinds, key=lambda kind: -kind.tau)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.hardware import cache_folder, locked
-from decode.model.files.account import Account, tell
+from decode.model.files.account import Account, report
 from decode.model.files.gguf.model import Read, read_model, save_model
 
 SUFFIX = ".gguf"
@@ -89,7 +89,7 @@ def converted(path: Path, what: str = "target") -> tuple[Path, str]:
             if not folder.is_dir():
                 _convert(path, folder, what, sha)
     _note_place(folder, path.resolve())
-    tell(account_of(folder), f"{what}={path}")
+    report(account_of(folder), f"{what}={path}")
     return folder, sha
 
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.hardware import memory_bytes
-from decode.model.files.account import tell
+from decode.model.files.account import report
 from decode.model.files.folder import GENERATION, ModelFiles
 from decode.model.files.stored import account_of_files
 from decode.model.files.weights import add_outer_names
@@ -83,7 +83,7 @@ class HeadTarget(Target):
         for part in (model.get_input_embeddings(), norm, model.get_output_embeddings()):
             _fill(part, model, files, kind, torch.device(device))
         add_outer_names(account, model, files.files, source.path)
-        tell(account, source.name)
+        report(account, source.name)
         if (path := source.path(GENERATION)) is not None:
             model.generation_config = GenerationConfig.from_pretrained(path.parent)  # for the end tokens
         whole = partial(load_target, name, "auto", "cpu", revision, trust_remote_code, decodes=False)

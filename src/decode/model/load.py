@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
 from decode.errors import UserError
 from decode.model import gguf
 from decode.model.abilities import Abilities, quantisation, why_elsewhere, why_undecodable
-from decode.model.files.account import Account, tell
+from decode.model.files.account import Account, report
 from decode.model.files.config_keys import account_of_config, rope_warnings
 from decode.model.files.folder import CONFIG, GENERATION, ModelFiles
 from decode.model.files.generation import account_of_generation
@@ -103,7 +103,7 @@ def load_config(
         UserError: no such model, or not a language model.
     """
     config, account, files = _read_config(name, revision, trust_remote_code, what, masked)
-    tell(account, files.name)
+    report(account, files.name)
     return config
 
 
@@ -213,7 +213,7 @@ def load_target(
     if capture and placement != "replicated":
         raise UserError(f"target.capture=true: rounds with target.placement={placement} cannot be captured")
     files = ModelFiles(*source_of(name, revision), f"target={name}")
-    tell(account_of_generation(files.read(GENERATION), config.get_text_config().vocab_size), files.name)
+    report(account_of_generation(files.read(GENERATION), config.get_text_config().vocab_size), files.name)
     load = partial(load_model, name, dtype, revision, trust_remote_code, quantised=True)
     if placement == "sharded":
         target = load_sharded(load, torch.device(device))
@@ -327,7 +327,7 @@ def load_model(
             f"shape, {missing[0]} first); is it a language model's checkpoint?"
         )
     add_tensors(account, model, info, files, method)
-    tell(account, files.name)
+    report(account, files.name)
     model.accounts = [account]  # for `foredraft inspect`
     if gguf.find(name, what):
         # private API: transformers has no public place for a model's revision
@@ -392,7 +392,7 @@ def load_tokenizer(
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"{what}={name}: no tokenizer (special tokens and nothing else)")
     files = ModelFiles(source, revision, f"{what}={name}", fetch=False)  # the call above fetched them
-    tell(account_of_tokenizer(tokenizer, files), files.name)
+    report(account_of_tokenizer(tokenizer, files), files.name)
     return tokenizer
 
 

@@ -44,7 +44,7 @@ def scored(options: ScoreCommandOptions, checkpoint: Path) -> Scorecard:
     """
     quiet()
     engine_scores.check(options.score, training=False)
-    moment = clock.of_run(checkpoint)
+    moment = clock.moment_of_checkpoint(checkpoint)
     chat, _, held = PromptReader(options.target, options.prompts, options.score).read(moment)
     _say_fewer(options, len(held))
     target = TargetSource(options.target).load(decodes=False, chat=chat)

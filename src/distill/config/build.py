@@ -199,10 +199,10 @@ class PromptReader:
             moment: moment of a new run unless the options set it; None: now.
         """
         prompts, target = self.prompts, TargetSource(self.target)
-        moment = clock.kept(folder) or prompts.moment or moment
+        moment = clock.read_moment(folder) or prompts.moment or moment
         chat = target.chat(prompts.template, prompts.template_options, moment)
         if chat.moment:
-            moment = clock.keep(folder, chat.moment)
+            moment = clock.record_moment(folder, chat.moment)
         return replace(self, prompts=replace(prompts, moment=moment)).read(folder=folder)
 
 

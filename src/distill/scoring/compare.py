@@ -14,7 +14,7 @@ from decode.evaluation.scorecard import Scorecard, Training, read_scorecard, rea
 from decode.evaluation.served import BY_ENGINE
 from decode.verification.rule import changes_greedy
 from distill.scoring import served
-from distill.scoring.paired import FEWEST, speedup_ratio, speedup_text, tau_difference, why_incomparable
+from distill.scoring.paired import MIN_SAMPLES, speedup_ratio, speedup_text, tau_difference, why_incomparable
 from distill.scoring.run_scorecards import objective_of
 from distill.scoring.tables import grid, target_label, tau_cell
 from distill.scoring.target_drift import describe
@@ -343,7 +343,7 @@ def _notes(ordered: Sequence[Scored], choice: Choice, base: Scored) -> list[str]
         f"{_either(prompts)} held-out prompts (~: counted by the decoder), with its 95 % interval",
         f"speedup: over plain decoding at batch {choice.batch}, interleaved in one process, on "
         f"{_either(timed_prompts)} prompts; its interval draws batches, each with plain decoding's time of "
-        f"it, where there are {FEWEST} or more. draft: the drafter's share of a round, and in ms",
+        f"it, where there are {MIN_SAMPLES} or more. draft: the drafter's share of a round, and in ms",
     ]
     if len(ordered) > 1:
         notes.append(

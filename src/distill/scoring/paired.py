@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decode.evaluation.estimates import FEWEST, central_interval, ratio, resampled_sums
+from decode.evaluation.estimates import MIN_SAMPLES, central_interval, ratio, resampled_sums
 from decode.evaluation.rows import Row
 from decode.evaluation.scorecard import Scorecard
 from decode.evaluation.served import BY_ENGINE
@@ -36,7 +36,7 @@ def tau_difference(row: Row, other: Row) -> Estimate | None:
     if not mine.tokens or mine.tokens != theirs.tokens:
         return None
     difference = mine.tau - theirs.tau
-    if len(mine.tokens) < FEWEST:
+    if len(mine.tokens) < MIN_SAMPLES:
         return Estimate(difference, None)
     tokens, rounds, other_rounds = resampled_sums([mine.tokens, mine.rounds, theirs.rounds]).T
     return Estimate(difference, central_interval(ratio(tokens, rounds) - ratio(tokens, other_rounds)))
@@ -47,7 +47,7 @@ def speedup(row: Row) -> Estimate:
 
     0 if an engine decodes; see `speedup_text`.
     """
-    if not row.timing or len(row.timing.seconds) < FEWEST:
+    if not row.timing or len(row.timing.seconds) < MIN_SAMPLES:
         return Estimate(row.speed, None)
     return Estimate(row.speed, central_interval(_speedups(resampled_sums(_columns(row)))))
 
@@ -61,7 +61,7 @@ def speedup_ratio(row: Row, other: Row) -> Estimate:
     """Ratio of two speedups, resampling the same batches for both; see `why_incomparable`."""
     value = float(ratio(np.array([row.speed]), np.array([other.speed]))[0])
     columns = _columns(row)
-    if len(columns[0]) < FEWEST:
+    if len(columns[0]) < MIN_SAMPLES:
         return Estimate(value, None)
     sums = resampled_sums([*columns, *_columns(other)])
     mine, theirs = sums[:, : len(columns)], sums[:, len(columns) :]

@@ -136,7 +136,7 @@ def _prepare(
     count = options.count or (replay.prompts if replay else card.conditions.prompts)
     score = replace(options.score, prompts=sys.maxsize, replay_prompts=0)  # all, to count them
     target = replace(options.target, path=options.target.path or card.checkpoint.target)
-    moment = clock.of_run(Path(options.checkpoint))
+    moment = clock.moment_of_checkpoint(Path(options.checkpoint))
     chat, _, held = PromptReader(target, options.prompts, score).read(moment)
     if options.count and count > len(held):
         say(f"count={count}: there are {len(held)} held-out prompts, and all of them are sent; {MORE}")

@@ -190,7 +190,7 @@ def _same_step(trainer: L.Trainer, module: DistillModule, sizes: Sizes) -> list[
         advice.append(
             f"batch_size={batch // parts} trainer.accumulate_grad_batches={accumulate} (the same step)"
         )
-    can_checkpoint = isinstance(module.drafter, optional.Recomputes)
+    can_checkpoint = isinstance(module.drafter, optional.CheckpointsGradients)
     if can_checkpoint and not sizes.gradient_checkpointing:
         advice.append("gradient_checkpointing=true (the same step, slower)")
     rows = module.objective.rows(module.target.head)

@@ -35,7 +35,7 @@ from drafters.export.layout import Saved
 from drafters.hf import lora_files
 from drafters.hub import NOTES, download
 from drafters.hub.untrusted_files import is_hub_id, shape_of
-from drafters.optional import AdoptsWeights, ConvertsWeights, SavesApart
+from drafters.optional import AdoptsWeights, ConvertsWeights, SavesSeparately
 from drafters.registry import drafter_class, short_name
 
 FILES = (*layout.FILES, *lora_files.FILES, *weight_files.PATTERNS)
@@ -97,7 +97,7 @@ def save(
     weights = weights or drafter.state_dict()
     unsaved = optional.unsaved_names(drafter) | _tied(drafter).keys()
     saved = {k: v.detach().cpu().contiguous() for k, v in weights.items() if k not in unsaved}
-    if isinstance(drafter, SavesApart):
+    if isinstance(drafter, SavesSeparately):
         saved = drafter.save_separately(saved, folder)
     save_file(saved, folder / "model.safetensors")
     made_for = target if isinstance(target, Origin) else origin_of(drafter, target, target_name)

@@ -206,7 +206,7 @@ class BlockDrafter(TokenBiasDrafter):
     # -- training ----------------------------------------------------------------------------
 
     def checkpoint_gradients(self) -> None:
-        """See `optional.Recomputes`."""
+        """See `optional.CheckpointsGradients`."""
         self.checkpointing = True
 
     def attend_with(self, attend: Attend) -> None:
@@ -353,7 +353,7 @@ class BlockDrafter(TokenBiasDrafter):
         state.root = root
 
     def kv_bytes_per_token(self, state: BlockState) -> int:
-        """See `optional.KeepsKeys`."""
+        """See `optional.HasKeyCache`."""
         return state.store.bytes_per_token
 
     @override

@@ -95,7 +95,7 @@ class HFModelDrafter(Drafter):
 
     @property
     def unsaved_names(self) -> frozenset[str]:
-        """See `optional.SavesApart`."""
+        """See `optional.SavesSeparately`."""
         if not (self.settings["base"] and self.adapted):
             return frozenset()
         return frozenset(n for n in self.state_dict() if n.startswith(STEM) and not n.endswith((DOWN, UP)))
@@ -110,11 +110,11 @@ class HFModelDrafter(Drafter):
         return decoder_layers(self.model)
 
     def checkpoint_gradients(self) -> None:
-        """See `optional.Recomputes`."""
+        """See `optional.CheckpointsGradients`."""
         checkpoint_layers(CausalLM(self.model))
 
     def save_separately(self, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-        """See `optional.SavesApart`."""
+        """See `optional.SavesSeparately`."""
         if not self.unsaved_names:
             return tensors
         pairs, rest = split_adapters(tensors)

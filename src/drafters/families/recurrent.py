@@ -141,7 +141,7 @@ class RecurrentDrafter(Drafter):
     # -- training ----------------------------------------------------------------------------
 
     def checkpoint_gradients(self) -> None:
-        """See `optional.Recomputes`."""
+        """See `optional.CheckpointsGradients`."""
         self.checkpointing = True
 
     def attend_with(self, attend: Attend) -> None:
@@ -226,7 +226,7 @@ class RecurrentDrafter(Drafter):
         state.newest = x.gather(1, end[..., None].expand(-1, -1, x.shape[-1]))
 
     def kv_bytes_per_token(self, state: RecurrentState) -> int:
-        """See `optional.KeepsKeys`."""
+        """See `optional.HasKeyCache`."""
         return state.store.bytes_per_token
 
     def input_maker(self, target: Target) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -147,7 +147,7 @@ class TwoDrafters(Drafter, Generic[Second]):
         return optional.shardable_modules(self.trained)
 
     def checkpoint_gradients(self) -> None:
-        """See `optional.Recomputes`."""
+        """See `optional.CheckpointsGradients`."""
         optional.checkpoint_gradients(self.trained)
 
     def attend_with(self, attend: Attend) -> None:

@@ -139,7 +139,7 @@ class Lora(nn.Module):
             layer.weight = nn.Parameter(weight, requires_grad=False)
         return TunedTarget(model, target, self._digest())
 
-    def apart(self, group: ParamGroup, rate: Callable[[float], float]) -> list[ParamGroup]:
+    def split_group(self, group: ParamGroup, rate: Callable[[float], float]) -> list[ParamGroup]:
         """Split a group of parameters into the others and the factors, with their own rate."""
         tuned = [weight for weight in self.parameters() if weight.requires_grad]
         ids = {id(weight) for weight in tuned}

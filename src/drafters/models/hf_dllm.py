@@ -241,7 +241,7 @@ class Dllm(HFModelDrafter, TextDrafter):
             super().advance(state, target, tokens, taps, counts, root)
 
     def kv_bytes_per_token(self, state: list[IndexedText] | MaskedPrefix) -> int:
-        """See `optional.KeepsKeys`."""
+        """See `optional.HasKeyCache`."""
         return state.lm.cache.store.bytes_per_token if isinstance(state, MaskedPrefix) else 0
 
     @override

@@ -353,7 +353,7 @@ class DraftLM(HFModelDrafter):
         return expand(state.logits, step, sampler, coin, plan, shared, self.confidence_of(lambda: last))
 
     def kv_bytes_per_token(self, state: LMState) -> int:
-        """See `optional.KeepsKeys`."""
+        """See `optional.HasKeyCache`."""
         return state.lm.cache.store.bytes_per_token
 
 

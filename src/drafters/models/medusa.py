@@ -175,13 +175,13 @@ class Medusa2(Medusa):
             yield step._replace(weight=self.heads)
 
     def checkpoint_gradients(self) -> None:
-        """See `optional.Recomputes`."""
+        """See `optional.CheckpointsGradients`."""
         self.lora.checkpointing = True
 
     @override
     def param_groups(self) -> list[ParamGroup]:
         (group,) = super().param_groups()
-        return self.lora.apart(group, self._lora_rate)
+        return self.lora.split_group(group, self._lora_rate)
 
     def _lora_rate(self, progress: float) -> float:
         warmed_up = min(1.0, max(0.0, progress / self.warmup - 1)) if self.warmup else 1.0

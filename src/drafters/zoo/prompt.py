@@ -158,7 +158,7 @@ class Prompt(TokenBiasDrafter):
             yield DraftStep(hidden, rows.anchor, depth, head, {}, weight, copied=rows.place)
 
     def checkpoint_gradients(self) -> None:
-        """See `optional.Recomputes`."""
+        """See `optional.CheckpointsGradients`."""
         self.checkpointing = True
 
     # -- decoding ----------------------------------------------------------------------------

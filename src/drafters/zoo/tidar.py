@@ -76,7 +76,7 @@ class Tidar(Prompt):
     @override
     def param_groups(self) -> list[ParamGroup]:
         (group,) = super().param_groups()
-        return self.lora.apart(group, self._lora_rate)
+        return self.lora.split_group(group, self._lora_rate)
 
     def _lora_rate(self, progress: float) -> float:
         del progress

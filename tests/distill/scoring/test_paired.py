@@ -15,7 +15,7 @@ from decode.errors import UserError
 from decode.evaluation.scorecard import Training
 from distill.scoring.compare import earlier
 from distill.scoring.paired import (
-    FEWEST,
+    MIN_SAMPLES,
     Estimate,
     speedup,
     speedup_ratio,
@@ -58,10 +58,10 @@ def test_equal_drafters_are_as_fast_as_each_other():
 def test_too_few_batches_have_no_interval():
     enough = timing(1.5, 1.5, 1.5, 1.5, 1.5)
     assert speedup(timed(1.5, enough)).interval is not None
-    few = {name: column[: FEWEST - 1] for name, column in enough.items()}
+    few = {name: column[: MIN_SAMPLES - 1] for name, column in enough.items()}
     one = timed(1.5, few)
     assert speedup(one) == speedup_ratio(one, timed(1.0, few)) == Estimate(1.5, None)
-    short = slice(FEWEST - 1)
+    short = slice(MIN_SAMPLES - 1)
     fast, slow = (row_of(row(rounds[short], tokens=TOKENS[short])) for rounds in (FAST, SLOW))
     assert tau_difference(fast, slow).interval is None
 

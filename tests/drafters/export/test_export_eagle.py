@@ -111,7 +111,7 @@ def test_tokens_that_are_not_drafted_here_are_by_vllm(tiny_target, make_drafter,
 
 
 def test_a_vocabulary_whose_size_was_chosen_is_written_as_any_other(tiny_target, make_drafter, monkeypatch):
-    for name, value in {"FEWEST": 1, "STEP": 1, "SPARED": 0.3}.items():
+    for name, value in {"MIN_TOKENS": 1, "STEP": 1, "MAX_COVERAGE_LOSS": 0.3}.items():
         monkeypatch.setattr(vocabulary, name, value)
     target = tiny_target(vocab=V, layers=8, hidden=16, dtype=torch.float32)
     drafter = make_drafter("eagle3", target, depth=K, draft_vocab_size=V // 4)

@@ -59,7 +59,7 @@ def compare(name, options, tiny_target, make_drafter):
         pytest.skip("used as it is")
     batch = batch_of(target, tokens)
     much, want = kept_and_slopes(drafter, batch, target)
-    if not isinstance(drafter, optional.Recomputes):
+    if not isinstance(drafter, optional.CheckpointsGradients):
         with pytest.raises(UserError, match="this drafter has no layers to recompute"):
             optional.checkpoint_gradients(other)
         assert not any(isinstance(module, DecoderLayer) for module in drafter.modules())

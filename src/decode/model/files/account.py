@@ -113,7 +113,7 @@ def say_once(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def tell(account: Account, name: str) -> None:
+def report(account: Account, name: str) -> None:
     """Refuse a file if its account does; otherwise print each remark once.
 
     Args:

@@ -22,7 +22,7 @@ from decode.hardware import locked
 from distill.utils.atomic_files import read_json, write_json
 
 NAME = "strftime_now"  # function that templates call
-KEPT = "moment.json"  # in a run folder
+FILE = "moment.json"  # in a run folder
 # From coarse to fine.
 PARTS = [
     {"month": 1, "day": 1, "hour": 0, "minute": 0, "second": 0, "microsecond": 0},
@@ -61,7 +61,7 @@ class Clock:
         return self.moment.strftime(form)
 
 
-class Known(Clock):
+class KnownFormats(Clock):
     """Formats a fixed moment, in known formats only.
 
     Args:
@@ -107,7 +107,7 @@ def parse(moment: str) -> datetime:
 
 
 @contextmanager
-def told(template: str, clock: Callable[[str], str]) -> Iterator[None]:
+def use_clock(template: str, clock: Callable[[str], str]) -> Iterator[None]:
     """Use this clock in transformers' own rendering of a template."""
     if NAME not in template:
         yield
@@ -122,21 +122,21 @@ def told(template: str, clock: Callable[[str], str]) -> Iterator[None]:
             functions[NAME] = real
 
 
-def kept(folder: Path) -> str | None:
+def read_moment(folder: Path) -> str | None:
     """The moment at which a run began, if its template renders one."""
     advice = "remove it to render the prompts at the present time"
-    found = read_json(folder / KEPT, advice, moment=str)
+    found = read_json(folder / FILE, advice, moment=str)
     return str(found["moment"]) if found else None
 
 
-def of_run(checkpoint: Path) -> str | None:
+def moment_of_checkpoint(checkpoint: Path) -> str | None:
     """The moment at which the run of a checkpoint began."""
-    return kept(checkpoint.resolve().parent.parent)
+    return read_moment(checkpoint.resolve().parent.parent)
 
 
-def keep(folder: Path, moment: str) -> str:
+def record_moment(folder: Path, moment: str) -> str:
     """Record the moment of a new run; the first of several processes decides it."""
-    with locked(folder / f"{KEPT}.lock"):
-        if (known := kept(folder)) is None:
-            write_json(folder / KEPT, {"moment": moment})
+    with locked(folder / f"{FILE}.lock"):
+        if (known := read_moment(folder)) is None:
+            write_json(folder / FILE, {"moment": moment})
         return known or moment

@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from decode.errors import UserError
 from distill.prompts.prompt import Message
-from distill.prompts.templates.clock import NAME, Clock, Known, coarsest, told
+from distill.prompts.templates.clock import NAME, Clock, KnownFormats, coarsest, use_clock
 from distill.prompts.templates.faults import REASONING, shortened
 from distill.prompts.templates.limits import TooMuchWork, render_within_limits
 
@@ -60,7 +60,9 @@ class Rendering:
             for tools in (None, [TOOL]):
                 self._probe(messages, tools)
         self.moment = coarsest(moment, clock.asked).isoformat() if clock.asked else ""
-        self._clock = Known(datetime.fromisoformat(self.moment) if self.moment else moment, clock.asked)
+        self._clock = KnownFormats(
+            datetime.fromisoformat(self.moment) if self.moment else moment, clock.asked
+        )
 
     def having(self, options: Mapping[str, Any]) -> Self:
         """The same template and moment with additional options."""
@@ -105,7 +107,7 @@ class Rendering:
         return text
 
     def _rendered(self, template: str, messages: Sequence[Message], tools: Tools | None, prompt: bool) -> str:
-        with told(template, self._clock):
+        with use_clock(template, self._clock):
             text = self.tokenizer.apply_chat_template(
                 list(messages),
                 tools=tools,  # pyright: ignore[reportArgumentType]
@@ -134,7 +136,7 @@ class Rendering:
         """
         template = self.template(tools)
         try:
-            with told(template, self._clock):
+            with use_clock(template, self._clock):
                 _, blocks = render_jinja_template(
                     [[{k: v for k, v in message.items() if v is not None} for message in messages]],
                     tools=tools,  # pyright: ignore[reportArgumentType]

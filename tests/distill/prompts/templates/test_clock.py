@@ -149,6 +149,6 @@ def test_resumed_run_renders_as_it_began(at, dated, tmp_path):
     again, _, _ = PromptReader.of_run(options).read_for_run(tmp_path)
     assert again.moment == chat.moment == "2026-12-31T00:00:00"
     assert again.encode(prompts[0].messages) == chat.encode(prompts[0].messages)
-    assert clock.of_run(tmp_path / "checkpoints" / "3") == chat.moment
+    assert clock.moment_of_checkpoint(tmp_path / "checkpoints" / "3") == chat.moment
     (tmp_path / "other").mkdir()
     assert PromptReader.of_run(options).read_for_run(tmp_path / "other")[0].moment == "2027-01-01T00:00:00"
