@@ -95,8 +95,8 @@ class TokenCounts(NamedTuple):
     def enough(self, least: int) -> tuple[int, float]:
         """Size of an `auto` draft vocabulary, and its estimated coverage.
 
-        The smallest multiple of `STEP`, at least `least`, with a coverage at most `MAX_COVERAGE_LOSS` below the
-        `ceiling`'s. With few answers the vocabulary is larger, since they say little of rare tokens.
+        The smallest multiple of `STEP`, at least `least`, with a coverage at most `MAX_COVERAGE_LOSS` below
+        the `ceiling`'s. With few answers the vocabulary is larger, since they say little of rare tokens.
         """
         coverage, most = self.coverage(), ceiling(self.folds.shape[1])
         wanted, sizes = coverage[most - 1] - MAX_COVERAGE_LOSS, [*range(STEP, most, STEP), most]
