@@ -54,7 +54,7 @@ UNRUN = {
     r"scripts/gpu\.py (run|page|pack)": "a GPU, or a clone without changes; tests/scripts/test_gpu.py",
     r"taps=engine": "an environment with vLLM; tests/engines/test_taps_engine.py has one",
     r"^torchrun |^srun |^scontrol ": "other machines, GPUs or a SLURM cluster",
-    r"\bengine_python=": "an environment with an engine; tests/engines",
+    r"\b(engine_python|llama_cpp)=": "an environment with an engine; tests/engines",
     r"advise engine=transformers": "answers longer than a draft; commands/test_advise_engine.py",
     r"hydra/launcher=submitit_slurm": "a SLURM cluster",
     r"trainer=gpu|trainer\.accelerator=gpu|trainer\.devices=8": "GPUs",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 
+from benchmarks import in_llama_cpp
 from benchmarks.common import conditions, encode, load_drafter, load_inputs, machine, span
 from benchmarks.near_ties import Differences
 from benchmarks.vs_transformers import Contender, hugging_face, ours, race
@@ -39,7 +42,7 @@ def decoders(cfg: DictConfig, folder: Path) -> float:
 
     Args:
         cfg: composed from conf/lab/decode.yaml.
-        folder: unused; nothing is written but `out`.
+        folder: unused; nothing is written but `out`, and the logs of servers next to it.
 
     Returns:
         Speed of our chain with the draft model over assisted generation with the same; without a draft model
@@ -50,6 +53,7 @@ def decoders(cfg: DictConfig, folder: Path) -> float:
     """
     del folder
     options = cfg.score
+    peer = in_llama_cpp.peer(cfg.llama_cpp, str(cfg.target.path))
     target, chat, _, held = load_inputs(cfg)
     with refused():
         draft = _draft_model(cfg.drafter, target)
@@ -59,7 +63,11 @@ def decoders(cfg: DictConfig, folder: Path) -> float:
         if cfg.compiled:
             contenders[2:2] = _compiled(cfg, target, prompts)
         clock = clock_of(target)
-        with bar(len(prompts) * options.repeats, "racing", "prompts") as shown:
+        with (
+            bar(len(prompts) * options.repeats, "racing", "prompts") as shown,
+            _in_llama_cpp(cfg, peer, target, prompts, clock) as servers,
+        ):
+            contenders += servers
             results = race(
                 contenders,
                 prompts,
@@ -69,7 +77,10 @@ def decoders(cfg: DictConfig, folder: Path) -> float:
                 progress=shown.update,
             )
     differences = Differences(target, prompts, results[0].texts)
-    rows = [result.row | _differing(cfg, differences, result.texts) for result in results]
+    rows = [
+        result.row | _differing(cfg, contender, differences, result.texts)
+        for contender, result in zip(contenders, results, strict=True)
+    ]
     card = {
         "what": "decode",
         "timed": "whole calls, the pass over the prompt included, batch 1",
@@ -79,6 +90,7 @@ def decoders(cfg: DictConfig, folder: Path) -> float:
         "ends": cfg.ends,
         "prompts": len(prompts),
         "draft_model": cfg.drafter.path if draft else None,
+        "llama_cpp": peer.told(found["threads"], clock.__name__) if peer else None,
         **found,
     }
     write_json(Path(cfg.out), card)
@@ -156,8 +168,39 @@ def _compiled(cfg: DictConfig, target: Target, prompts: Sequence[Sequence[int]])
     return [Contender("hf-compiled", decode)]
 
 
-def _differing(cfg: DictConfig, differences: Differences, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    if cfg.temperature:  # everybody draws on their own
+@contextmanager
+def _in_llama_cpp(
+    cfg: DictConfig,
+    peer: in_llama_cpp.Peer | None,
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    clock: Callable[[], float],
+) -> Iterator[list[Contender]]:
+    """Context of llama.cpp's servers, which yields them; none where no installation is given.
+
+    To be entered with as many threads as are timed, which the servers get too.
+    """
+    if peer is None:
+        yield []
+        return
+    with in_llama_cpp.contenders(
+        peer,
+        prompts,
+        max_new_tokens=cfg.score.max_new_tokens,
+        most=target.max_positions,
+        sampler=Sampler(cfg.temperature),
+        ends=cfg.ends,
+        threads=torch.get_num_threads(),
+        on_cpu_time=clock is time.process_time,
+        logs=Path(cfg.out).with_suffix(".logs").absolute(),
+    ) as servers:
+        yield servers
+
+
+def _differing(
+    cfg: DictConfig, contender: Contender, differences: Differences, texts: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    if cfg.temperature or not contender.alike:  # everybody draws on their own, or has other weights
         return {"differ": None, "near_ties": None, "largest_gap": None}
     return differences(texts)
 
@@ -179,16 +222,26 @@ def _table(card: dict[str, Any]) -> str:
             span(row["spread"], 1),
             f"{row['ratio']:.2f}x",
             span(row["ratio_spread"], 2),
-            f"{row['tau']:.2f}",
+            "-" if row["tau"] is None else f"{row['tau']:.2f}",
             differing_column(row),
         ]
         for row in card["rows"]
     ]
     head = ["decoder", "tokens/s", "min..max", "ratio", "min..max", "tau", "differ"]
+    note = f"{_note(card['llama_cpp'])}\n" if card["llama_cpp"] else ""
     return (
         f"{grid(head, lines)}\n"
         f"T={card['temperature']:g}, {card['dtype']}, draft of {card['depth']}, {card['prompts']} prompts, "
         f"up to {card['max_new_tokens']} tokens, {card['repeats']} repeats; {card['timed']}; "
-        f"clock: {card['clock']}\n"
+        f"clock: {card['clock']}\n{note}"
         f"{machine(card)}"
+    )
+
+
+def _note(served: dict[str, Any]) -> str:
+    """What is different about llama.cpp's rows."""
+    timed = "CPU time of its server" if served["clock"] == "process_time" else "time until its answer"
+    return (
+        f"llama.cpp {served['build']}: the weights as {served['file']} stores them, so its texts are its own "
+        f"and not compared; {timed}, no prompt cache, a new server for each repeat"
     )

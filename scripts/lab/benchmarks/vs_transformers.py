@@ -32,14 +32,26 @@ class Text(NamedTuple):
 
     tokens: list[int]  # new tokens
     emitted: list[int]  # new tokens of each target pass after the prefill
+    accepted: int | None = None  # drafted tokens that were kept, where only their number is known
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A decoder: (prompt, max_new_tokens) -> text, in one call."""
+    """A decoder.
+
+    Attributes:
+        name: of its row.
+        decode: (prompt, max_new_tokens) -> text, in one call.
+        clock: its own clock, in s, where another process decodes; None: that of the race.
+        prepare: called before each repeat, untimed, in place of a warm-up before all of them.
+        alike: its greedy texts should be those of the first contender.
+    """
 
     name: str
     decode: Callable[[Sequence[int], int], Text]
+    clock: Callable[[], float] | None = None
+    prepare: Callable[[], None] | None = None
+    alike: bool = True
 
 
 def ours(
@@ -217,28 +229,32 @@ def race(
         prompts: token ids.
         max_new_tokens: of each text.
         repeats: over all prompts.
-        clock: seconds; CPU time leaves out what other programs take.
+        clock: seconds; CPU time leaves out what other programs take. A contender's own goes before.
         progress: called after each prompt.
 
     Returns:
         For each contender `name`, `tokens_per_second` (median over the repeats), its `spread`
         (slowest, fastest), `ratio` to the first contender (median over the ratios of repeats), its
-        `ratio_spread`, `tau` (see `decode.evaluation.scorecard`) and `tokens`; and its texts of the first
-        repeat.
+        `ratio_spread`, `tau` (see `decode.evaluation.scorecard`; None if unknown) and `tokens`; and its
+        texts of the first repeat.
     """
     tallies = [_Tally() for _ in contenders]
     for contender in contenders:
-        contender.decode(prompts[0], min(WARM_UP, max_new_tokens))
+        if contender.prepare is None:
+            contender.decode(prompts[0], min(WARM_UP, max_new_tokens))
     for repeat in range(repeats):
-        for tally in tallies:
+        for contender, tally in zip(contenders, tallies, strict=True):
+            if contender.prepare is not None:
+                contender.prepare()
             tally.seconds.append(0.0)
             tally.counts.append(0)
         for number, prompt in enumerate(prompts):
             for place in range(len(contenders)):
                 index = (place + repeat + number) % len(contenders)
-                tally, begin = tallies[index], clock()
+                tally, now = tallies[index], contenders[index].clock or clock
+                begin = now()
                 text = contenders[index].decode(prompt, max_new_tokens)
-                tally.seconds[-1] += clock() - begin
+                tally.seconds[-1] += now() - begin
                 tally.counts[-1] += len(text.tokens)
                 if repeat == 0:
                     tally.texts.append(text)
@@ -253,13 +269,23 @@ def race(
 def _row(name: str, tally: _Tally, first: _Tally) -> dict[str, Any]:
     speeds = tally.speeds
     ratios = [speed / baseline for speed, baseline in zip(speeds, first.speeds, strict=True)]
-    passes = [n for text in tally.texts for n in text.emitted]
     return {
         "name": name,
         "tokens_per_second": statistics.median(speeds),
         "spread": [min(speeds), max(speeds)],
         "ratio": statistics.median(ratios),
         "ratio_spread": [min(ratios), max(ratios)],
-        "tau": sum(passes) / len(passes) if passes else 0.0,
+        "tau": _tau(tally.texts),
         "tokens": tally.counts[0],
     }
+
+
+def _tau(texts: Sequence[Text]) -> float | None:
+    """New tokens of a target pass after the prefill, over the texts of which it is known; None: of none."""
+    passes = [n for text in texts for n in text.emitted]
+    tokens, count = sum(passes), len(passes)
+    for text in texts:
+        if text.accepted is not None:  # the other tokens are one of each pass
+            tokens += len(text.tokens) - 1
+            count += len(text.tokens) - 1 - text.accepted
+    return tokens / count if count else None

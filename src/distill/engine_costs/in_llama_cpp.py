@@ -16,7 +16,7 @@ from urllib.request import Request, build_opener
 
 from decode.errors import UserError
 from distill.engine_costs.measure import Counted, ServerOptions
-from distill.engines.launch import NO_PROXY
+from distill.engines.launch import NO_PROXY, Running
 from distill.engines.llama_cpp import LlamaCpp
 
 TIMEOUT = 600.0  # seconds of a request
@@ -56,7 +56,7 @@ class LlamaCppRounds:
     @contextmanager
     def plain(self) -> Iterator[LlamaCppDecoder]:
         """Start the target without a drafter."""
-        with self._serve([], "plain") as decoder:
+        with started(self.serving, [], "plain") as decoder:
             yield decoder
 
     @contextmanager
@@ -66,34 +66,57 @@ class LlamaCppRounds:
         at = words.index(TARGET)
         threads = ["-td", str(self.serving.threads)] if self.serving.threads else []
         words = [*words[:at], *words[at + 2 :], "--spec-draft-p-min", "0", *threads]
-        with self._serve(words, f"draft-{length}") as decoder:
+        with started(self.serving, words, f"draft-{length}") as decoder:
             yield decoder
 
-    @contextmanager
-    def _serve(self, words: Sequence[str], name: str) -> Iterator[LlamaCppDecoder]:
-        serving = self.serving
-        size = ["-np", str(serving.batch), "-c", str(serving.context * serving.batch)]
-        threads = ["-t", str(serving.threads)] if serving.threads else []
-        log = serving.folder / f"llama-cpp-{name}.log"
-        with serving.installation.serve(serving.target, log, *size, *threads, *words) as url:
-            yield LlamaCppDecoder(url, serving.sampler)
+
+@contextmanager
+def started(serving: Serving, words: Sequence[str], name: str) -> Iterator[LlamaCppDecoder]:
+    """Start a server of the target.
+
+    Args:
+        serving: how; its command is not read.
+        words: more arguments of `llama-server`.
+        name: of its log.
+
+    Raises:
+        UserError: see `launch.started`.
+    """
+    size = ["-np", str(serving.batch), "-c", str(serving.context * serving.batch)]
+    threads = ["-t", str(serving.threads)] if serving.threads else []
+    log = serving.folder / f"llama-cpp-{name}.log"
+    with serving.installation.started(serving.target, log, *size, *threads, *words) as running:
+        yield LlamaCppDecoder(running, serving.sampler)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One answer of a server.
+
+    Attributes:
+        tokens: new tokens, the end token included.
+        timings: as llama.cpp counts them; without `draft_n` where it drafted nothing.
+    """
+
+    tokens: list[int]
+    timings: dict[str, Any]
 
 
 class LlamaCppDecoder:
     """A running server.
 
     Args:
-        url: of the server.
+        running: the server.
         sampler: temperature and filters.
     """
 
-    def __init__(self, url: str, sampler: dict[str, float]) -> None:
-        self.url, self.sampler = url, sampler
+    def __init__(self, running: Running, sampler: dict[str, float]) -> None:
+        self.running, self.sampler = running, sampler
 
     def answer(self, prompts: Sequence[Sequence[int]], tokens: int) -> Counted:
         """See `Decoder.answer`."""
         with ThreadPoolExecutor(len(prompts)) as pool:
-            timings = list(pool.map(lambda prompt: self._complete(prompt, tokens), prompts))
+            timings = list(pool.map(lambda prompt: self._timings(prompt, tokens), prompts))
         accepted = sum(one.get("draft_n_accepted", 0) for one in timings)
         after_first = len(prompts) * (tokens - 1)
         return Counted(
@@ -107,19 +130,36 @@ class LlamaCppDecoder:
 
     def pass_seconds(self, prompt: Sequence[int], tokens: int) -> float:
         """See `Decoder.pass_seconds`; the last of its tokens gets logits."""
-        self._complete(prompt, 1, cached=True)
-        timings = self._complete([*prompt, *prompt[:tokens]], 1, cached=True)
+        self._timings(prompt, 1, cached=True)
+        timings = self._timings([*prompt, *prompt[:tokens]], 1, cached=True)
         # The token that was answered may be the first of the new ones.
         return timings["prompt_ms"] / 1e3 * tokens / timings["prompt_n"]
 
-    def _complete(self, prompt: Sequence[int], tokens: int, cached: bool = False) -> dict[str, Any]:
-        """Timings of one answer of exactly so many tokens."""
-        asked = {"prompt": list(prompt), "n_predict": tokens, "ignore_eos": True, "cache_prompt": cached}
+    def complete(
+        self, prompt: Sequence[int], tokens: int, *, ends: bool = False, cached: bool = False
+    ) -> Answer:
+        """Answer one prompt.
+
+        Args:
+            prompt: token ids.
+            tokens: most new tokens.
+            ends: end at an end token of the file; otherwise there are exactly so many tokens.
+            cached: keep what the last answer's prompt has in common with this one.
+
+        Raises:
+            UserError: the server fails, refuses, or answers another number of tokens.
+        """
+        asked = {"prompt": list(prompt), "n_predict": tokens, "ignore_eos": not ends, "cache_prompt": cached}
         asked |= {"return_tokens": True, "seed": 0, **self.sampler}
-        answer = self._ask(asked)
-        if len(answer["tokens"]) != tokens:
-            raise UserError(f"{self.url}: answered {len(answer['tokens'])} tokens, not {tokens}")
-        return answer["timings"]
+        said = self._ask(asked)
+        count = len(said["tokens"])
+        if count > tokens or (count < tokens and not ends):
+            raise UserError(f"{self.running.url}: answered {count} tokens, not {tokens}")
+        return Answer(tokens=said["tokens"], timings=said["timings"])
+
+    def _timings(self, prompt: Sequence[int], tokens: int, cached: bool = False) -> dict[str, Any]:
+        """Timings of one answer of exactly so many tokens."""
+        return self.complete(prompt, tokens, cached=cached).timings
 
     def _ask(self, content: dict[str, Any]) -> dict[str, Any]:
         """The server's answer.
@@ -127,7 +167,7 @@ class LlamaCppDecoder:
         Raises:
             UserError: the server fails or refuses.
         """
-        where, headers = f"{self.url}/completion", {"Content-Type": "application/json"}
+        where, headers = f"{self.running.url}/completion", {"Content-Type": "application/json"}
         request = Request(where, json.dumps(content).encode(), headers)
         try:
             with build_opener(NO_PROXY).open(request, timeout=TIMEOUT) as response:

@@ -44,7 +44,7 @@ class ServerOptions:
     """What every started server is told.
 
     Attributes:
-        command: serves target and drafter, as an export prints it.
+        command: serves target and drafter, as an export prints it; empty where no drafter's file is served.
         context: most tokens of prompt, answer and draft.
         batch: most requests at the same time.
         folder: of the logs.

@@ -58,6 +58,7 @@ TABLE = (
     Flag(("-t", "--threads"), ("cpuparams.n_threads", "cpuparams_batch.n_threads"), int),
     Flag(("-ctk", "--cache-type-k"), ("cache_type_k",), stored),
     Flag(("-ctv", "--cache-type-v"), ("cache_type_v",), stored),
+    Flag(("-cram", "--cache-ram"), ("cache_ram_mib",), int),
     Flag(("-fa", "--flash-attn"), ("flash_attn_type",), flash),
     Flag(("-md", "--spec-draft-model"), (f"{DRAFT}.mparams.path",), str),
     Flag(("--spec-type",), ("speculative.types",), types),
