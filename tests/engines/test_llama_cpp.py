@@ -130,8 +130,8 @@ def prompts(file) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain(llama_cpp, file, prompts) -> list[Answer]:
-    with llama_cpp.serve(file, file.with_name("plain.log")) as url:
-        return [ask(url, prompt, TOKENS) for prompt in prompts]
+    with llama_cpp.serve(file, file.with_name("plain.log")) as running:
+        return [ask(running.url, prompt, TOKENS) for prompt in prompts]
 
 
 def trained(kind: str, file: Path) -> Path:
@@ -174,8 +174,8 @@ def share(counts: Sequence[tuple[int, int]]) -> str:
 def drafted_answers(llama_cpp: LlamaCpp, file: Path, kind: str, draft: Path, prompts) -> list[Answer]:
     """The server's answers with a drafter's file."""
     spec = ["--spec-type", KINDS[kind][0], "--spec-draft-n-max", str(DEPTH), *EXACT_DRAFT]
-    with llama_cpp.serve(file, draft.with_suffix(".log"), "-md", str(draft), *spec) as url:
-        return [ask(url, prompt, TOKENS) for prompt in prompts]
+    with llama_cpp.serve(file, draft.with_suffix(".log"), "-md", str(draft), *spec) as running:
+        return [ask(running.url, prompt, TOKENS) for prompt in prompts]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -221,8 +221,8 @@ def test_a_file_with_scaled_positions_is_the_same_model_there_and_here(llama_cpp
     loaded = load_model(str(path)).eval()
     torch.manual_seed(0)
     prompts = torch.randint(3, len(words()), (6, 300))
-    with llama_cpp.serve(path, tmp_path / "server.log") as url:
-        there = [ask(url, prompt, TOKENS).tokens for prompt in prompts.tolist()]
+    with llama_cpp.serve(path, tmp_path / "server.log") as running:
+        there = [ask(running.url, prompt, TOKENS).tokens for prompt in prompts.tolist()]
     steps = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}  # past every end
     here = [loaded.generate(prompt[None], **steps)[0, 300:].tolist() for prompt in prompts]
     assert there == here
@@ -298,11 +298,11 @@ def test_mtp_head_drafts_as_here_but_for_one_pair(
     draft = tmp_path / "drafter.gguf"
     spec = ["-md", str(draft), "--spec-type", "draft-mtp", "--spec-draft-n-max", str(DEPTH), *EXACT_DRAFT]
     answers, plain = [], []
-    with llama_cpp.serve(file, tmp_path / "plain.log") as url:
-        plain = [ask(url, prompt, TOKENS) for prompt in prompts]
+    with llama_cpp.serve(file, tmp_path / "plain.log") as running:
+        plain = [ask(running.url, prompt, TOKENS) for prompt in prompts]
     for prompt in prompts:  # a server for each, as the state after the last request stays
-        with llama_cpp.serve(file, tmp_path / "server.log", *spec) as url:
-            answers.append(ask(url, prompt, TOKENS))
+        with llama_cpp.serve(file, tmp_path / "server.log", *spec) as running:
+            answers.append(ask(running.url, prompt, TOKENS))
     same = sum(one.tokens == other.tokens for one, other in zip(answers, plain, strict=True))
     there = [(answer.drafted, answer.accepted) for answer in answers]
     texts = [answer.tokens for answer in plain]

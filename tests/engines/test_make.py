@@ -80,7 +80,7 @@ def test_llama_cpp_serves_what_is_made_for_it(llama_cpp_python, own_cache, tiny,
     assert command[:3] == ["llama-server", "-m", str(file)]
     assert "serve it: llama-server" in done.out
     llama = LlamaCpp(str(llama_cpp_python), ("-np", "1", "-t", "1", "-c", "1024"))
-    with llama.serve(file, tmp_path / "served.log", *command[3:]) as url:
-        answer = asked(url, "<|im_start|>user\nsay 3 xxx<|im_end|>\n<|im_start|>assistant\n")
+    with llama.serve(file, tmp_path / "served.log", *command[3:]) as running:
+        answer = asked(running.url, "<|im_start|>user\nsay 3 xxx<|im_end|>\n<|im_start|>assistant\n")
     assert answer["tokens_predicted"] == TOKENS
     assert answer["timings"]["draft_n"] >= answer["timings"]["draft_n_accepted"] > 0

@@ -151,7 +151,7 @@ class _Server:
         """End the last server and start another.
 
         Raises:
-            UserError: see `launch.started`.
+            UserError: see `launch.serve`.
         """
         self.close()
         words = [*KINDS[self.name], *NO_CACHE]

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import datasets
 import lightning as L
-import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from decode.model.target import Target, TargetOutput
+from decode.model.target import Target
 from distill.data.batches import MicroBatch, ResumeSampler, RolloutBatches
 from distill.data.read_ahead import ReadAhead
 from distill.data.rows import open_rows
-from distill.data.states_ahead import StatesAhead, Stream
+from distill.data.states_ahead import StatesAhead, Stream, read_states
 from distill.data.taps_bounded import BoundedTaps, Taps
 from distill.data.taps_disk import TapCache
 from distill.data.taps_memory import (
@@ -258,7 +257,7 @@ class RolloutData(L.LightningDataModule):
         if self.stream:
             device = trainer.strategy.root_device
             batches = self._states = StatesAhead(
-                batches, self._read, self.batches.phase_end, device, self.stream
+                batches, partial(read_states, self.keep.target), self.batches.phase_end, device, self.stream
             )
         return DataLoader(batches, batch_size=None, sampler=ResumeSampler(start, len(self.batches)))
 
@@ -266,12 +265,6 @@ class RolloutData(L.LightningDataModule):
         """Whether making a micro-batch only reads files, which a thread can do while a GPU trains."""
         cache = self._open[2] if self._open else None
         return self.stream is not None and not self.every and isinstance(cache, TapCache)
-
-    def _read(self, tokens: Tensor, lengths: Sequence[int] | None) -> TargetOutput:
-        """Hidden states of tokens on the target's device."""
-        target = self.keep.target
-        with torch.autocast(target.device.type, enabled=False):  # in the precision of decoding
-            return target.read(tokens, lengths)
 
     def join(self) -> None:
         """Let the device finish what it reads ahead, before the target is used for something else."""

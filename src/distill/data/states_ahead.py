@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from decode.model.target import TargetOutput
+from decode.model.target import Target, TargetOutput
 from distill.data.batches import MicroBatch
 
 T = TypeVar("T")
@@ -26,6 +26,12 @@ class Stream(Protocol):
     def join(self, *results: Tensor) -> None:
         """Let later work, which uses these results, wait for all that `run` has started."""
         ...
+
+
+def read_states(target: Target, tokens: Tensor, lengths: Sequence[int] | None) -> TargetOutput:
+    """Hidden states of tokens on the target's device, in the precision of decoding."""
+    with torch.autocast(target.device.type, enabled=False):
+        return target.read(tokens, lengths)
 
 
 class SideStream:

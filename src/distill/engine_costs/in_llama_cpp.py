@@ -80,12 +80,12 @@ def started(serving: Serving, words: Sequence[str], name: str) -> Iterator[Llama
         name: of its log.
 
     Raises:
-        UserError: see `launch.started`.
+        UserError: see `launch.serve`.
     """
     size = ["-np", str(serving.batch), "-c", str(serving.context * serving.batch)]
     threads = ["-t", str(serving.threads)] if serving.threads else []
     log = serving.folder / f"llama-cpp-{name}.log"
-    with serving.installation.started(serving.target, log, *size, *threads, *words) as running:
+    with serving.installation.serve(serving.target, log, *size, *threads, *words) as running:
         yield LlamaCppDecoder(running, serving.sampler)
 
 

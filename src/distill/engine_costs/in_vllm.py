@@ -74,8 +74,8 @@ class VLLMRounds:
         ]
         log = serving.folder / f"vllm-{name}.log"
         threads = {"OMP_NUM_THREADS": str(serving.threads)} if serving.threads else {}
-        with serving.installation.serve(command, log, *arguments, variables=threads) as url:
-            yield VLLMDecoder(url, serving)
+        with serving.installation.serve(command, log, *arguments, variables=threads) as running:
+            yield VLLMDecoder(running.url, serving)
 
 
 def with_length(command: str, length: int) -> str:

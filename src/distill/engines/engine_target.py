@@ -179,7 +179,7 @@ class EngineTarget(HeadTarget):
             *states_arguments(layers, str(states.absolute())),
             variables={"PYTHONPATH": str(Path(inside.__path__[0]).absolute())},
         )
-        url = f"{self._stack.enter_context(begun)}/v1"
+        url = f"{self._stack.enter_context(begun).url}/v1"
         self.starting_seconds += time.perf_counter() - waiting
         return url
 

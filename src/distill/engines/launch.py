@@ -162,21 +162,6 @@ def serve(
     *,
     patience: float,
     variables: Mapping[str, str],
-) -> Iterator[str]:
-    """Start a server; yields its url. See `started`."""
-    with started(python, module, arguments, log, patience=patience, variables=variables) as running:
-        yield running.url
-
-
-@contextmanager
-def started(
-    python: Path,
-    module: str,
-    arguments: Sequence[str],
-    log: Path,
-    *,
-    patience: float,
-    variables: Mapping[str, str],
 ) -> Iterator[Running]:
     """Start a server; yields it.
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from distill.engines import inside
-from distill.engines.launch import Installation, Running, started, version_of
+from distill.engines.launch import Installation, Running, serve, version_of
 
 PACKAGE, SERVER = "xllamacpp", "foredraft_llama_server"  # package, and module of `inside` that serves with it
 
@@ -21,13 +20,7 @@ class LlamaCpp(Installation):
         """Build of llama.cpp, as in b11549: the last part of the package's version."""
         return f"b{version_of(self.python, PACKAGE).rpartition('.')[2]}"
 
-    @contextmanager
-    def serve(self, model: Path, log: Path, *arguments: str) -> Iterator[str]:
-        """Start a server of a GGUF file; yields its url. See `started`."""
-        with self.started(model, log, *arguments) as running:
-            yield running.url
-
-    def started(self, model: Path, log: Path, *arguments: str) -> AbstractContextManager[Running]:
+    def serve(self, model: Path, log: Path, *arguments: str) -> AbstractContextManager[Running]:
         """Start a server of a GGUF file; yields it. The paths of its url are those of `llama-server`.
 
         Args:
@@ -37,9 +30,9 @@ class LlamaCpp(Installation):
                 come last and override them.
 
         Raises:
-            UserError: see `launch.started`.
+            UserError: see `launch.serve`.
         """
-        return started(
+        return serve(
             self.python,
             SERVER,
             ["-m", str(model), *arguments, *self.arguments],

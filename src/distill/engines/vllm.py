@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from decode.model.load import source_of
-from distill.engines.launch import VLLM_VARIABLES, Installation, serve
+from distill.engines.launch import VLLM_VARIABLES, Installation, Running, serve
 from distill.options.answers import TargetOptions
 from distill.utils.paths import bundled
 
@@ -22,8 +22,8 @@ class VLLM(Installation):
 
     def serve(
         self, command: str, log: Path, *arguments: str, variables: Mapping[str, str] | None = None
-    ) -> AbstractContextManager[str]:
-        """Start a server and yield its url; see `launch.serve`.
+    ) -> AbstractContextManager[Running]:
+        """Start a server and yield it; see `launch.serve`.
 
         Args:
             command: `vllm serve MODEL ...`, as an export prints it.
@@ -42,7 +42,7 @@ class VLLM(Installation):
         log: Path,
         *arguments: str,
         variables: Mapping[str, str] | None = None,
-    ) -> AbstractContextManager[str]:
+    ) -> AbstractContextManager[Running]:
         """Start a server with only a target, named `name`; otherwise like `serve`."""
         source, revision = source_of(str(bundled(target.name)), target.revision)
         words = ["--model", str(source), "--served-model-name", name, "--dtype", target.dtype]
@@ -52,7 +52,7 @@ class VLLM(Installation):
 
     def _serve(
         self, words: Sequence[str], log: Path, variables: Mapping[str, str] | None = None
-    ) -> AbstractContextManager[str]:
+    ) -> AbstractContextManager[Running]:
         every = VLLM_VARIABLES | dict(variables or {})
         return serve(
             self.python, SERVER, [*words, *self.arguments], log, patience=self.patience, variables=every

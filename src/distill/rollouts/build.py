@@ -214,7 +214,7 @@ class EngineWriter:
         engine = VLLM(rollout.engine_python, rollout.engine_arguments, rollout.engine_patience, option)
         log = Path(mkdtemp(prefix="foredraft-engine-")) / "engine.log"
         with ExitStack() as running:  # errors in this block include the engine's output
-            url = running.enter_context(engine.serve_target(options.target, name, log))
+            url = running.enter_context(engine.serve_target(options.target, name, log)).url
             limits = rollout.engine_timeout, rollout.engine_retries, GONE
             server = Server(f"{url}/v1", name, plan.batch_size, *limits, NO_KEY, "rollout.engine_")
             self.writer = Writer(OpenAIEngine(server, chat, plan.seed, head.max_positions), chat, plan)

@@ -100,5 +100,5 @@ def _start(options: AnswerOptions, target: Target, store: RolloutStore, running:
     log = Path(store.cache) / f"vllm-{socket.gethostname()}.log"
     where = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}" if gpus else "the CPU"
     say(f"rollouts: starting {SERVER} on {where} {' '.join(sizes)}".rstrip() + f"; its output is in {log}")
-    url = running.enter_context(engine.serve_target(options.target, options.target.name, log, *sizes))
-    return url, copies
+    server = running.enter_context(engine.serve_target(options.target, options.target.name, log, *sizes))
+    return server.url, copies

@@ -244,8 +244,8 @@ class EngineScorer:
             *(["--enforce-eager"] if target.device.type == "cpu" else []),  # compiling takes minutes on a CPU
         ]
         engine = VLLM(str(options.engine_python), options.engine_args, options.engine_patience)
-        with engine.serve(command, self.folder / f"{name}.log", *arguments) as url:
-            self.answered[key] = self._answer(Endpoint(url, TIMEOUT, ""), target)
+        with engine.serve(command, self.folder / f"{name}.log", *arguments) as running:
+            self.answered[key] = self._answer(Endpoint(running.url, TIMEOUT, ""), target)
         return self.answered[key]
 
     def _answer(self, endpoint: Endpoint, target: Target) -> Answered:

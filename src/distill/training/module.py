@@ -17,6 +17,7 @@ from decode.errors import UserError
 from decode.model.target import Target
 from distill.data.batches import MicroBatch
 from distill.data.on_policy import OnPolicy
+from distill.data.states_ahead import read_states
 from distill.distributed.graceful_shutdown import SIGNALS, Stop
 from distill.losses.objective import Objective, Scored
 from distill.losses.weights import weighted
@@ -116,8 +117,7 @@ class DistillModule(L.LightningModule):
         # Hidden states of the target: last (B, T, D), taps (B, T, L, D).
         states = batch.target_states
         if states is None:
-            with torch.autocast(self.target.device.type, enabled=False):  # in the precision of decoding
-                states = self.target.read(batch.tokens, batch.lengths)
+            states = read_states(self.target, batch.tokens, batch.lengths)
         self.target.join()
         progress = batch.step / self.trainer.max_steps
         rows = Batch(batch.tokens, batch.loss_mask, states.taps, states.last, batch.seed, progress)

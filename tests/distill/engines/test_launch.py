@@ -67,8 +67,8 @@ def gone(*pids: int) -> bool:
 
 def test_serves_and_ends_with_its_children(start, monkeypatch):
     monkeypatch.setenv("PYTHONHOME", "/nowhere")  # ours: the other interpreter could not start with it
-    with start(OPTION="given") as url:
-        server, child, option, home = urlopen(f"{url}/health").read().decode().split()
+    with start(OPTION="given") as running:
+        server, child, option, home = urlopen(f"{running.url}/health").read().decode().split()
         assert (option, home) == ("given", "False")
     assert gone(int(server), int(child))
 
@@ -85,9 +85,9 @@ def test_server_that_does_not_start_is_refused(start, capsys):
 
 
 def fail(server, page: str) -> None:
-    with server as url:
+    with server as running:
         with suppress(OSError):
-            urlopen(f"{url}/{page}")
+            urlopen(f"{running.url}/{page}")
         raise UserError("nobody answers")
 
 
@@ -103,7 +103,8 @@ def test_killed_process_takes_its_server_along(start, tmp_path):
     code = (
         "import sys, time; from pathlib import Path; from distill.engines.launch import serve\n"
         "with serve(Path(sys.executable), 'engine_for_test', [], Path('e.log'), patience=30, "
-        f"variables={{'PYTHONPATH': {str(tmp_path)!r}}}) as url:\n  print(url, flush=True); time.sleep(600)"
+        f"variables={{'PYTHONPATH': {str(tmp_path)!r}}}) as running:\n"
+        "  print(running.url, flush=True); time.sleep(600)"
     )
     start("--fail", "")  # only writes the module
     ours = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)

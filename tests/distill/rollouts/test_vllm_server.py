@@ -1,5 +1,6 @@
 """`rollout=vllm`: sizes by the GPUs, one server that all processes of a machine share, and its errors."""
 
+import os
 import sys
 import time
 from contextlib import contextmanager
@@ -88,7 +89,7 @@ def shared(bench, tmp_path):
                 with log.open("a") as lines:
                     lines.write(f"{rank} {' '.join(arguments)}\n")
                 time.sleep(START)
-                yield serve(place)
+                yield launch.Running(url=serve(place), pid=os.getpid())
 
             patch = pytest.MonkeyPatch()  # of a process that ends
             patch.setattr(launch, "interpreter", lambda python, *_: Path(python))
