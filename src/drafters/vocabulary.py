@@ -20,7 +20,7 @@ from decode.sampling import Sampler
 
 LARGE = 2**14  # tokens of the smallest target that `auto` reduces
 MAX_TOKENS = 32000  # most tokens that `auto` chooses, as in EAGLE-3
-MAX_COVERAGE_LOSS = 0.02  # coverage that `auto` gives up relative to its ceiling; table in docs/drafters.md
+MAX_COVERAGE_LOSS = 0.02  # coverage that `auto` gives up relative to its ceiling
 MIN_TOKENS = 2048  # fewest tokens that `auto` chooses: new answers have tokens that these lack
 STEP = 256  # tokens
 CHUNK = 4096  # texts counted at a time
