@@ -19,7 +19,9 @@ from benchmarks.vs_transformers import Contender, Text, hugging_face, ours, race
 from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
+from drafters.checkpoint.io import save
 from drafters.models.lm import DraftLM
+from drafters.models.ngram import Ngram
 
 GREEDY = Sampler(0.0)
 EVERYBODY = ["ours-plain", "hf-generate", "hf-assisted", "hf-prompt-lookup", "ours-lm-chain"]
@@ -61,6 +63,23 @@ def test_a_race_writes_a_row_for_everybody(bench, checkpoint):
     assert (card["prompts"], card["repeats"], card["threads"], len(card["load_average"])) == (3, 2, 1, 2)
     assert card["clock"] == "process_time", "one thread does all work, so other programs do not count"
     assert [line.split()[0] for line in done.out.splitlines()[1 : 1 + len(rows)]] == list(rows)
+
+
+def test_plans_that_the_drafter_has_no_draft_for_are_named_and_left_out(bench, tmp_path):
+    ngram = tmp_path / "ngram"
+    ngram.mkdir()
+    save(Ngram(1, 3), load_target(str(bench.target)), ngram)
+    done = benchmark(bench, f"checkpoint={ngram}", "plans.tree.depth=3").succeeded()
+    assert "without plans.hybrid: decode.proposal=hybrid: this drafter has no distribution" in done.out
+    names = [row["name"] for row in json.loads((bench.root / "race.json").read_text())["rows"]]
+    assert names[len(EVERYBODY) :] == [
+        "ours-ngram-chain",
+        "hf-ngram-chain",
+        "ours-ngram-tree",
+        "hf-ngram-tree",
+    ]
+    refused = benchmark(bench, f"checkpoint={ngram}", "~plans.chain", "~plans.tree")
+    refused.refused("this drafter has no distribution")
 
 
 def test_drawn_texts_are_not_compared(bench):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from distill.options.run import DrafterOptions
 from distill.scoring.tables import grid
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar, say
+from drafters.base import Drafter
 from drafters.checkpoint.folder import first_line
 from drafters.models.lm import DraftLM
 from drafters.registry import short_name
@@ -139,7 +140,7 @@ def _contenders(cfg: DictConfig, target: Target, draft: DraftLM | None) -> list[
         contenders.append(Contender("ours-lm-chain", ours(target, draft, chain, **options, seed=cfg.seed)))
     if cfg.checkpoint:
         trained = load_drafter(cfg.checkpoint, target)
-        for name, plan in plans.items():
+        for name, plan in _supported(plans, trained).items():
             decode = ours(
                 trained.verifier(target), trained, plan, **options, taps=trained.taps, seed=cfg.seed
             )
@@ -148,6 +149,25 @@ def _contenders(cfg: DictConfig, target: Target, draft: DraftLM | None) -> list[
                 custom = hugging_face(target, **options, custom=assist(trained, plan))
                 contenders.append(Contender(f"hf-{short_name(trained)}-{name}", custom))
     return contenders
+
+
+def _supported(plans: Mapping[str, Plan], drafter: Drafter) -> dict[str, Plan]:
+    """The plans that a drafter can draft; a line names the others.
+
+    Raises:
+        UserError: there is none.
+    """
+    supported, reason = {}, UserError("plans: none is given for checkpoint=")
+    for name, plan in plans.items():
+        try:
+            drafter.check(plan)
+            supported[name] = plan
+        except UserError as error:
+            say(f"without plans.{name}: {error}")
+            reason = error
+    if not supported:
+        raise reason
+    return supported
 
 
 def _compiled(cfg: DictConfig, target: Target, prompts: Sequence[Sequence[int]]) -> list[Contender]:
