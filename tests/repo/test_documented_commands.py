@@ -65,6 +65,7 @@ UNRUN = {
     r"smollm2": "a model of the Hub, or of a package of 98 MB",
     r"qwen_coder": "models of the Hub, of 1 GB and more",
     r"scripts/targets/fetch\.py": "parts of 0.5 GB from a package index; tests/scripts/test_fetch.py",
+    r"scripts/targets/stubs\.py": "reads a data set; tests/scripts/test_stubs.py",
     r"prompts=humaneval": "a dataset of the Hub; tests/distill/prompts/test_sources.py",
     r"llama_cpp|to=gguf": "a GGUF file of the target; tests/engines/test_llama_cpp.py",
     r"speculators=|check_speculators\.py": "an environment with the package speculators",
