@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.common import conditions, encode, load_drafter, load_inputs
 from decode.errors import UserError
-from decode.evaluation.replay import Counts, Rollout, agreement
+from decode.evaluation.replay import Counts, Rollout, RoundStarts, agreement
 from decode.evaluation.stateful_replay import NO_COIN, Step, matched, walk
 from decode.generation.generate import generate
 from decode.generation.types import Proposer
@@ -165,8 +165,9 @@ def reuse_ablation(
 
     def count(form: Plan) -> Counts:
         on_step = states if drafter.reuse.merges(form) and form == plan else None
-        rounds, _ = walk(target, drafter, rollouts, form, sampler, on_step=on_step)
-        return Counts([len(r.answer) - 1 for r in rollouts], [float(n) for n in rounds])
+        keeps = walk(target, drafter, rollouts, form, sampler, on_step=on_step)
+        rounds = [RoundStarts(keep, form.depth).count for keep in keeps]
+        return Counts([len(r.answer) - 1 for r in rollouts], rounds)
 
     found = _differences(drafter, plan, count)
     return Reuse(

@@ -47,6 +47,7 @@ def acceptance(
     batch_size: int = 32,
     progress: Callable[[int], None] | None = None,
     read: Read | None = None,
+    every_start: bool = False,
 ) -> list[Acceptance]:
     """Measure the acceptance of every plan with one sampler.
 
@@ -62,17 +63,12 @@ def acceptance(
         batch_size: rollouts per batch.
         progress: called with the number of rollouts done, summed over plans.
         read: reads the texts; default `target.read`.
+        every_start: see `replay.replay`.
     """
     if isinstance(drafter, ReadsTaps):
         target.check_taps(drafter.taps)
     exact = [plan for plan in plans if not why_inexact(plan, sampler, drafter)]
-    done = 0
-
-    def advanced(rollouts_done: int) -> None:
-        if progress:
-            progress(done + rollouts_done * len(exact))
-
-    how = {"batch_size": batch_size, "progress": advanced, "read": read}
+    how = {"batch_size": batch_size, "progress": progress, "read": read, "every_start": every_start}
     replayed = replay(target, drafter, rollouts, exact, sampler, **how)
     results = {
         plan: Acceptance(one.counts, one.survival, "", one.keeps)
@@ -97,7 +93,8 @@ def acceptance(
                 requests=[f"estimate-{start + i}" for i in range(len(part))],
             ).outputs
             done += len(part)
-            advanced(0)
+            if progress:
+                progress(done)
         reason = why_inexact(plan, sampler, drafter)
         survival = kaplan_meier(decoded_counts(outputs, plan.depth))
         results[plan] = Acceptance(round_counts(outputs), survival, reason)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -64,12 +64,13 @@ class ReplayResult:
         reached: (2, K + 1) expected rounds over all rollouts; see `kaplan_meier`. Row 0 accepts token j of
             the text, row 1 all tokens before it.
         keeps: for each rollout (starts, K), P(token i after a start is accepted | tokens before it are);
-            None if drafts depend on earlier rounds.
+            0 where no round can start, unless every start was asked for; None if they were, and drafts
+            depend on earlier rounds.
     """
 
     counts: Counts
     reached: np.ndarray
-    keeps: list[np.ndarray] | None = None
+    keeps: list[np.ndarray] | None
 
     @property
     def survival(self) -> list[float]:
@@ -111,10 +112,9 @@ def replay(
     batch_size: int = 32,
     progress: Callable[[int], None] | None = None,
     read: Read | None = None,
+    every_start: bool = False,
 ) -> list[ReplayResult]:
-    """Expected rounds of every plan on every rollout, by one target pass and a draft at every start.
-
-    If drafts depend on earlier rounds, use `stateful_replay` instead.
+    """Expected rounds of every plan on every rollout, by a draft at every start that a round can have.
 
     Args:
         target: the model that generated the rollouts.
@@ -123,54 +123,53 @@ def replay(
         plans: plans for which `why_inexact` is empty.
         sampler: sampler of the rollouts.
         batch_size: rollouts per batch.
-        progress: called with the number of rollouts done.
+        progress: called with the number of rollouts done, summed over plans.
         read: reads the texts; default `target.read`.
+        every_start: draft where no round can start, too, unless drafts depend on earlier rounds.
     """
-    if stateful := [plan for plan in plans if depends_on_rounds(drafter, plan)]:
-        others = [plan for plan in plans if plan not in stateful]
-        how = {"batch_size": batch_size, "read": read}
-        plain = replay(target, drafter, rollouts, others, sampler, **how) if others else []
-        walked = _replay_stateful(target, drafter, rollouts, stateful, sampler, **how)
-        results = dict(zip([*others, *stateful], [*plain, *walked], strict=True))
-        if progress:
-            progress(len(rollouts))
-        return [results[plan] for plan in plans]
-    num_rounds = [[0.0] * len(rollouts) for _ in plans]
-    reached = [np.zeros((2, plan.depth + 1)) for plan in plans]
-    chances = [[np.zeros((0, plan.depth))] * len(rollouts) for plan in plans]
-    # Longest first, so that running rows always come first.
-    order = sorted(range(len(rollouts)), key=lambda i: -len(rollouts[i].answer))
-    for start in range(0, len(order), batch_size):
-        part = order[start : start + batch_size]
-        keeps = _keeps(target, drafter, [rollouts[i] for i in part], plans, sampler, read)
-        for n, plan in enumerate(plans):
-            for row, i in enumerate(part):
-                chances[n][i] = keeps[n][row, : len(rollouts[i].answer) - 1]
-                rounds = RoundStarts(chances[n][i], plan.depth)
-                num_rounds[n][i] = rounds.count
-                reached[n] += rounds.reached
-        if progress:
-            progress(start + len(part))
-    tokens = [len(r.answer) - 1 for r in rollouts]
-    columns = zip(num_rounds, reached, chances, strict=True)
-    return [ReplayResult(Counts(tokens, n), r, c) for n, r, c in columns]
+    fixed = [plan for plan in plans if plan.depth and plan.proposal_temperature(sampler.temperature) is None]
+    walked = [plan for plan in fixed if not every_start or depends_on_rounds(drafter, plan)]
+    drawn = [plan for plan in plans if plan not in walked]
+    progress = progress or (lambda _: None)
+    every = _at_every_start(target, drafter, rollouts, drawn, sampler, batch_size, progress, read)
+    keeps = dict(zip(drawn, every, strict=True))
+    for plan in walked:
+        keeps[plan] = walk(target, drafter, rollouts, plan, sampler, batch_size, read=read)
+        progress(len(rollouts) * len(keeps))
+    results = [_result(rollouts, keeps[plan], plan.depth) for plan in plans]
+    if every_start:
+        return [replace(r, keeps=None) if p in walked else r for r, p in zip(results, plans, strict=True)]
+    return results
 
 
-def _replay_stateful(
+def _result(rollouts: Sequence[Rollout], keeps: list[np.ndarray], depth: int) -> ReplayResult:
+    chains = [RoundStarts(keep, depth) for keep in keeps]
+    counts = Counts([len(r.answer) - 1 for r in rollouts], [chain.count for chain in chains])
+    return ReplayResult(counts, sum((c.reached for c in chains), np.zeros((2, depth + 1))), keeps)
+
+
+def _at_every_start(
     target: Target,
     drafter: Proposer,
     rollouts: Sequence[Rollout],
     plans: Sequence[Plan],
     sampler: Sampler,
     batch_size: int,
+    progress: Callable[[int], None],
     read: Read | None,
-) -> list[ReplayResult]:
-    """`replay` for drafts that depend on earlier rounds."""
-    tokens, results = [len(r.answer) - 1 for r in rollouts], []
-    for plan in plans:
-        rounds, reached = walk(target, drafter, rollouts, plan, sampler, batch_size, read=read)
-        results.append(ReplayResult(Counts(tokens, [float(r) for r in rounds]), reached))
-    return results
+) -> list[list[np.ndarray]]:
+    """`ReplayResult.keeps` of each plan, by drafts at every start."""
+    found = [[np.zeros((0, plan.depth))] * len(rollouts) for plan in plans]
+    # Longest first, so that running rows always come first.
+    order = sorted(range(len(rollouts)), key=lambda i: -len(rollouts[i].answer))
+    for start in range(0, len(order) if plans else 0, batch_size):
+        part = order[start : start + batch_size]
+        keeps = _keeps(target, drafter, [rollouts[i] for i in part], plans, sampler, read)
+        for n in range(len(plans)):
+            for row, i in enumerate(part):
+                found[n][i] = keeps[n][row, : len(rollouts[i].answer) - 1]
+        progress((start + len(part)) * len(plans))
+    return found
 
 
 def _keeps(

@@ -18,12 +18,12 @@ DECODED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Time per batch with and without the drafter, interleaved; prefill excluded.
+    """Time with and without the drafter, interleaved, by batch or by pair of batches; prefill excluded.
 
     Attributes:
-        seconds: s per batch with the drafter, summed over repeats.
+        seconds: s with the drafter, summed over repeats.
         tokens: tokens decoded in them, i.e. all but the first of each request.
-        plain_seconds: s per batch by plain decoding of the same prompts.
+        plain_seconds: s by plain decoding of the same batch, or of one of the pair.
         plain_tokens: tokens decoded in them.
         passes: how the target's passes with the drafter ran; see `Generation`. "": unknown, in old files.
         plain_passes: likewise by plain decoding.
@@ -111,7 +111,7 @@ class Row:
         other_share: share in everything else.
         ttft: s to the first token, mean over requests.
         tpot: s per output token of one request.
-        timing: times by batch; None in old files.
+        timing: times by batch or by pair of batches; None in old files.
         replay: None if nothing was replayed.
         quality: of a lossy rule's answers; None for lossless rules, and in old files.
         plan: its settings, as `plan_of` reads them; None in old files.

@@ -16,7 +16,7 @@ import torch
 from decode.errors import UserError
 from decode.evaluation.acceptance import Acceptance, acceptance, round_counts
 from decode.evaluation.audit import Case, audit, num_batches
-from decode.evaluation.estimates import decoded_counts, kaplan_meier
+from decode.evaluation.estimates import MIN_SAMPLES, decoded_counts, kaplan_meier
 from decode.evaluation.quality import Judge, Quality, quality
 from decode.evaluation.replay import ContextPart, Counts, Rollout, agreement, by_context, why_inexact
 from decode.evaluation.rows import DECODED, Replay, Row, Timing
@@ -69,7 +69,8 @@ class ScoreOptions:
         seed: of all draws.
         repeats: timed runs; tokens are the same in each.
         audit_prompts: prompts that the audit decodes: greedily with the headline's plan, and once at each
-            scored temperature above 0, or at 1 if there is none.
+            scored temperature above 0.
+        audit_drawn: audit at temperature 1, too, if none above 0 is scored.
         full_audit: audit all prompts with every plan and several answers per prompt.
         judge: scores answers of lossy plans and of plain decoding; see `Quality`.
     """
@@ -79,6 +80,7 @@ class ScoreOptions:
     seed: int = 0
     repeats: int = 1
     audit_prompts: int = 16
+    audit_drawn: bool = True
     full_audit: bool = False
     judge: Judge | None = None
 
@@ -114,7 +116,7 @@ def score(
     assert known.target is target
     if reason := target.abilities.decode:
         return _score_by_replay(known, drafter, held_out, settings, options, reason, progress)
-    cases = _audit_cases(settings, options.full_audit)
+    cases = _audit_cases(settings, options.full_audit, options.audit_drawn)
     audited = held_out.prompts if options.full_audit else held_out.prompts[: options.audit_prompts]
     samples = AUDIT_SAMPLES if options.full_audit else 1
     groups: dict[tuple[Sampler, int], list[Setting]] = {}
@@ -258,6 +260,7 @@ def _decode(
         options.max_new_tokens,
         names,
         advance,
+        first_in_pairs=_in_pairs(settings, -(-len(held_out.prompts) // batch_size)),
     )
     rows = []
     for setting, tally in zip(settings, tallies, strict=True):
@@ -268,6 +271,15 @@ def _decode(
             advance()
         rows.append((row, round_counts(tally.outputs)))
     return rows
+
+
+def _in_pairs(settings: Sequence[Setting], batches: int) -> bool:
+    """Whether plain decoding is timed on one batch of each pair.
+
+    Not where lossy answers are compared with its own, or where batches are enough for an interval of the
+    speedup and pairs are not.
+    """
+    return not any(s.plan.lossy for s in settings) and not MIN_SAMPLES <= batches < 2 * MIN_SAMPLES
 
 
 def _quality(
@@ -330,15 +342,17 @@ def _accept(
     return results
 
 
-def _audit_cases(settings: Sequence[Setting], full: bool) -> list[Case]:
+def _audit_cases(settings: Sequence[Setting], full: bool, drawn: bool = True) -> list[Case]:
     """Cases that the audit decodes in addition to the headline's plan at temperature 0.
 
-    Each sampler with its first scored plan; in a full audit every sampler and plan.
+    Each sampler with its first scored plan; in a full audit every sampler and plan. With `drawn` and no
+    sampler above temperature 0, temperature 1.
     """
     settings = [s for s in settings if not s.plan.lossy]
     plans = list(dict.fromkeys(s.plan for s in settings))
     sampled = list(dict.fromkeys((s.sampler, s.plan) for s in settings if s.sampler.temperature > 0))
-    sampled = sampled or [(Sampler(1.0), plan) for plan in plans]
+    if drawn and not sampled:
+        sampled = [(Sampler(1.0), plan) for plan in plans]
     if full:
         return [*((Sampler(0.0), plan) for plan in plans if plan != settings[0].plan), *sampled]
     first: dict[Sampler, Plan] = {}
@@ -431,7 +445,7 @@ def _replayed_row(setting: Setting, replay: Replay) -> Row:
 
 
 def _contexts(setting: Setting, rollouts: Sequence[Rollout], result: Acceptance) -> list[ContextPart]:
-    return [] if result.keeps is None else by_context(rollouts, result.keeps, setting.plan.depth)
+    return by_context(rollouts, result.keeps, setting.plan.depth) if result.keeps else []
 
 
 def _replay(result: Acceptance, decoded: Counts | None, shared: int, reserved: int) -> Replay:

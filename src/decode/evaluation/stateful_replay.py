@@ -1,7 +1,7 @@
-"""Exact acceptance on stored answers, for drafts that depend on where earlier rounds started.
+"""Exact acceptance on stored answers of drafts with fixed nodes, round by round.
 
 With fixed nodes the text determines where every round ends. So the rounds of a decoder that emits this text
-are replayed one after another, with a single target pass.
+are replayed one after another, with a single target pass; no other start needs a draft.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class Step(NamedTuple):
     draft: Draft
     ahead: Tensor  # (B, K) the text after the root, then `PAD`
     accepted: list[int]
-    left: list[int]  # tokens of the text after the root
     goes_on: list[bool]  # another round follows
 
 
@@ -43,7 +42,7 @@ def walk(
     batch_size: int = 32,
     on_step: Callable[[Step], None] | None = None,
     read: Read | None = None,
-) -> tuple[list[int], np.ndarray]:
+) -> list[np.ndarray]:
     """Replay all rounds on the rollouts.
 
     Args:
@@ -57,10 +56,10 @@ def walk(
         read: reads the texts; default `target.read`.
 
     Returns:
-        Rounds of each rollout, and (2, K + 1) `reached` as in `replay.ReplayResult`.
+        For each rollout (starts, K): 1 if token i after a start is accepted, else 0; 0 where no round starts.
     """
     order = sorted(range(len(rollouts)), key=lambda i: -len(rollouts[i].answer))
-    rounds, reached = [0] * len(rollouts), np.zeros((2, plan.depth + 1))
+    keeps = [np.zeros((max(len(r.answer) - 1, 0), plan.depth)) for r in rollouts]
     for start in range(0, len(order), batch_size):
         part = [i for i in order[start : start + batch_size] if len(rollouts[i].answer) > 1]
         if not part:
@@ -70,12 +69,10 @@ def walk(
             step = walker.step(sampler)
             if on_step:
                 on_step(step)
-            for row, accepted, left in zip(walker.rows, step.accepted, step.left, strict=True):
-                rounds[part[row]] += 1
-                reached[0, : accepted + 1] += 1
-                reached[1, : min(accepted + 1, left) + 1] += 1
+            for row, accepted in zip(walker.rows, step.accepted, strict=True):
+                keeps[part[row]][walker.place[row] - 1, :accepted] = 1
             walker.advance(step.accepted)
-    return rounds, reached
+    return keeps
 
 
 NO_COIN: Any = None  # nothing is random
@@ -126,8 +123,7 @@ class _Walker:
         ahead = self.texts.answers[rows, place + torch.arange(self.plan.depth, device=device)]
         draft = self.drafter.propose(self.state, self.target, sampler, NO_COIN, self.plan)
         accepted = matched(draft, ahead)
-        left = [self.length[r] - self.place[r] for r in self.rows]
-        return Step(self.state, draft, ahead, accepted, left, self._continues(accepted))
+        return Step(self.state, draft, ahead, accepted, self._continues(accepted))
 
     def _continues(self, accepted: Sequence[int]) -> list[bool]:
         return [self.place[r] + a + 1 < self.length[r] for r, a in zip(self.rows, accepted, strict=True)]

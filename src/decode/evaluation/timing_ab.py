@@ -18,7 +18,7 @@ class DecodeTimings:
     Attributes:
         outputs: of the first run.
         times: sum over all batches and runs.
-        seconds: per batch, summed over runs, without prefill.
+        seconds: per batch or pair of batches, summed over runs, without prefill.
         tokens: decoded in `seconds`, i.e. all but the first of each request.
         requests: number of requests over all runs.
         passes: see `Generation`.
@@ -36,16 +36,17 @@ class DecodeTimings:
         """Tokens decoded in `times.total`."""
         return sum(self.tokens)
 
-    def add(self, generation: Generation, run: int, batch: int) -> None:
-        """Add one batch; batches of the first run must come in order."""
+    def add(self, generation: Generation, run: int, part: int) -> None:
+        """Add a batch to a part of the prompts; in the first run parts must come in order."""
         if not run:
             self.outputs += generation.outputs
+        if part == len(self.seconds):
             self.seconds.append(0.0)
             self.tokens.append(0)
         self.requests += len(generation.outputs)
         self.passes = generation.passes
-        self.seconds[batch] += generation.times.total
-        self.tokens[batch] += sum(len(o.tokens) - 1 for o in generation.outputs)
+        self.seconds[part] += generation.times.total
+        self.tokens[part] += sum(len(o.tokens) - 1 for o in generation.outputs)
         for name in ("prefill", "draft", "verify", "total"):
             value = getattr(self.times, name) + getattr(generation.times, name)
             setattr(self.times, name, value)
@@ -71,6 +72,7 @@ def time_interleaved(
     max_new_tokens: int,
     names: Sequence[int | str],
     on_batch: Callable[[], None],
+    first_in_pairs: bool = False,
 ) -> list[DecodeTimings]:
     """Decode all prompts with every plan, alternating between plans after each batch.
 
@@ -84,6 +86,8 @@ def time_interleaved(
         max_new_tokens: per prompt.
         names: identifiers of the prompts, which key the random draws.
         on_batch: called after every batch.
+        first_in_pairs: of each pair of batches, the first plan decodes one: the first of the first pair, the
+            second of the next, and so on; in the next run the others.
     """
     timings = [DecodeTimings() for _ in plans]
     proposers = [drafter if plan.depth else None for plan in plans]
@@ -96,8 +100,12 @@ def time_interleaved(
             order = list(range(len(plans)))
             if (run + number) % 2:  # alternate which plan comes first
                 order.reverse()
+            pair, second = divmod(number, 2)
+            single = start + batch >= len(prompts) and not second  # the last batch, without another
+            if first_in_pairs and not single and (run + pair + second) % 2:
+                order.remove(0)
             for i in order:
                 out = decode(proposers[i], part, plan=plans[i], requests=keys, max_new_tokens=max_new_tokens)
-                timings[i].add(out, run, number)
+                timings[i].add(out, run, pair if first_in_pairs else number)
             on_batch()
     return timings

@@ -163,7 +163,7 @@ class Auto:
             The plan, and the `Forecast` of every candidate as JSON, plain decoding first.
         """
         plans = supported_plans(drafter, self.plans[1:])  # pyright: ignore[reportArgumentType]
-        found = acceptance(target, drafter, rollouts, plans, sampler, **options)
+        found = acceptance(target, drafter, rollouts, plans, sampler, every_start=self.adapt, **options)
         prompts = [r.prompt for r in rollouts[: max(self.prompts, batch_size)]]
         costs = measure(
             target,

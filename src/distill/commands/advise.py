@@ -169,6 +169,7 @@ def _profile(
             sampler,
             stop=stop_tokens(target),
             batch_size=SIDE_BY_SIDE,
+            every_start=True,
             progress=lambda done: (moving.update(done - moving.n), None)[1],
             **common,
         )

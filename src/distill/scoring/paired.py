@@ -43,7 +43,7 @@ def tau_difference(row: Row, other: Row) -> Estimate | None:
 
 
 def speedup(row: Row) -> Estimate:
-    """Speedup over plain decoding, paired by batch: both decoded the same prompts, interleaved.
+    """Speedup over plain decoding, resampled by the parts that `Timing` has: decoded in turns.
 
     0 if an engine decodes; see `speedup_text`.
     """

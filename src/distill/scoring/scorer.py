@@ -177,7 +177,7 @@ class Scorer:
             folder: folder of the checkpoint.
             step: step of the checkpoint.
             early: neither the best nor the last checkpoint: only `score.early_prompts` are decoded, without
-                `score.alternatives` and sample texts.
+                `score.alternatives` and sample texts, and audited at the scored temperatures.
         """
         options = self.options
         count = min(options.early_prompts or len(self.ids), len(self.ids)) if early else len(self.ids)
@@ -212,7 +212,7 @@ class Scorer:
                 drafter,
                 HeldOut(ids, [p.id for p in prompts], answers, reserved=len(self.ids)),
                 settings,
-                self._options(target, judge),
+                self._options(target, judge, early),
                 progress,
                 # A drafter with a verifier of its own may change it from checkpoint to checkpoint.
                 self._known if target is self.target and not drafter.traits.tunes_target else None,
@@ -256,7 +256,7 @@ class Scorer:
             target_drift=self._drift(target) if tuned else None,
         )
 
-    def _options(self, target: Target, judge: ScriptJudge | None) -> ScoreOptions:
+    def _options(self, target: Target, judge: ScriptJudge | None, early: bool) -> ScoreOptions:
         options = self.options
 
         def score_answer(index: int, answer: Sequence[int]) -> float:
@@ -271,6 +271,7 @@ class Scorer:
             seed=self.seed,
             repeats=options.repeats,
             audit_prompts=options.audit_prompts,
+            audit_drawn=not early,
             full_audit=self.full_audit,
             judge=score_answer if judge else None,
         )

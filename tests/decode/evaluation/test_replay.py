@@ -74,6 +74,23 @@ def test_replayed_rounds_and_survival_are_those_of_the_enumerated_decoder(tiny_t
         assert rounds < sum(chance * (len(t) - 1) for t, chance in texts.items()) - 0.02
 
 
+@pytest.mark.parametrize("sampler", [Sampler(0.0), Sampler(0.8)], ids=str)
+def test_starts_that_no_round_can_have_change_nothing(tiny_target, sampler):
+    target, drafter = tiny_target(vocab=5), Grown(5)
+    rollouts = [*written(target, sampler), Rollout([1, 2], [3])]
+    plans = [CHAIN, Plan(), DYNAMIC, STATIC, MORE[1], SAMPLED]
+    done: list[int] = []
+    few = replay(target, drafter, rollouts, plans, sampler, batch_size=4, progress=done.append)
+    every = replay(target, drafter, rollouts, plans, sampler, batch_size=4, every_start=True)
+    for plan, one, other in zip(plans, few, every, strict=True):
+        assert one.counts == other.counts
+        assert one.survival == other.survival
+        assert by_context(rollouts, one.keeps, plan.depth) == by_context(rollouts, other.keeps, plan.depth)
+    assert sum(keep.sum() for keep in few[0].keeps) < sum(keep.sum() for keep in every[0].keeps)
+    assert done == sorted(done)
+    assert done[-1] == len(rollouts) * len(plans)
+
+
 def test_rollouts_are_replayed_in_a_batch_as_one_by_one(tiny_target):
     target, drafter, sampler = tiny_target(vocab=5), Grown(5), Sampler(0.8)
     rollouts = written(target, sampler)

@@ -17,7 +17,7 @@ from decode.evaluation.replay import Counts, Rollout, agreement
 from decode.evaluation.rows import DECODED, Timing
 from decode.evaluation.score import HeldOut, ScoreOptions, Setting, score
 from decode.evaluation.scorecard import SCHEMA, Scorecard
-from decode.evaluation.timing_ab import DecodeTimings
+from decode.evaluation.timing_ab import DecodeTimings, time_interleaved
 from decode.generation.generate import generate
 from decode.generation.types import Generation, Output, Times
 from decode.model.abilities import Abilities
@@ -119,6 +119,40 @@ def test_repeats_are_timed_but_counted_once():
     assert tally.speed == 15 / 21
 
 
+def timed_in_pairs(batches, repeats, **options):
+    """Timings of plain decoding and a draft: a batch takes its number + 1 seconds."""
+    prompts, asked = [[7] * (n + 1) for n in range(batches)], []
+
+    def decode(drafter, part, *, plan, requests=None, **_):
+        if requests is not None:
+            asked.append((plan.depth, *requests))
+        return Generation([Output([0] * 3)], Times(total=float(len(part[0]))))
+
+    plans, names = [Plan(), CHAIN], list(range(batches))
+    found = time_interleaved(decode, None, plans, prompts, 1, repeats, 8, names, lambda: None, **options)
+    return found, [n for depth, n in asked if not depth]
+
+
+def test_plain_decoding_takes_one_batch_of_each_pair():
+    (plain, draft), asked = timed_in_pairs(5, 1, first_in_pairs=True)
+    assert asked == [0, 3, 4]
+    assert (plain.seconds, plain.tokens) == ([1.0, 4.0, 5.0], [2, 2, 2])
+    assert (draft.seconds, draft.tokens) == ([3.0, 7.0, 5.0], [4, 4, 2])
+    assert len(draft.outputs) == 5
+    (plain, draft), asked = timed_in_pairs(4, 2, first_in_pairs=True)
+    assert sorted(asked) == [0, 1, 2, 3]  # the next run takes the others
+    assert plain.seconds == [3.0, 7.0]
+    assert draft.seconds == [6.0, 14.0]
+    (plain, draft), asked = timed_in_pairs(3, 1)
+    assert plain.seconds == draft.seconds == [1.0, 2.0, 3.0]
+
+
+def test_pairs_take_no_interval_and_no_plain_answer_that_is_needed():
+    lossless, lossy = Setting(GREEDY, CHAIN), Setting(GREEDY, Plan(2, rule="typical", lossy=True))
+    assert [module._in_pairs([lossless], n) for n in (1, 4, 5, 9, 10)] == [True, True, False, False, True]
+    assert not module._in_pairs([lossless, lossy], 16)
+
+
 def test_interval_is_that_of_a_ratio_of_sums():
     assert Counts([6, 6, 6], [2, 2, 2]).interval() == [3.0, 3.0]
     assert Counts([30, 1], [10, 1]).interval() == [1.0, 3.0]  # both prompts drawn twice
@@ -202,7 +236,9 @@ def test_row_is_what_the_decoder_did(card, target, oracle, index):
     assert row["tau"] == row["tokens"] / rounds
     timed = dict(row["timing"])
     assert (timed.pop("passes"), timed.pop("plain_passes")) == ("uncompiled", "uncompiled")
-    assert {len(column) for column in timed.values()} == {-(-len(PROMPTS) // setting.batch_size)}
+    batches = -(-len(PROMPTS) // setting.batch_size)
+    parts = batches if batches == len(PROMPTS) else -(-batches // 2)  # too few pairs for an interval
+    assert {len(column) for column in timed.values()} == {parts}
     assert row["tokens_per_second"] == pytest.approx(sum(timed["tokens"]) / sum(timed["seconds"]))
     plain = sum(timed["plain_tokens"]) / sum(timed["plain_seconds"])
     assert row["plain_tokens_per_second"] == pytest.approx(plain)
@@ -249,13 +285,15 @@ def test_audit_draws_by_the_settings_that_are_scored(card):
 
 
 def test_samplers_and_plans_that_are_audited():
-    def cases(*settings, full=False):
-        return module._audit_cases([Setting(Sampler(t), plan) for t, plan in settings], full)
+    def cases(*settings, full=False, drawn=True):
+        return module._audit_cases([Setting(Sampler(t), plan) for t, plan in settings], full, drawn)
 
     cold, warm, hot = (0.0, CHAIN), (0.7, CHAIN), (1.0, TREE)
     drawn = [(Sampler(0.7), CHAIN), (Sampler(1.0), TREE)]
     assert cases(cold, (0.0, TREE)) == [(Sampler(1.0), CHAIN)]
     assert cases(cold, warm, hot, (0.7, TREE)) == drawn
+    assert cases(cold, (0.0, TREE), drawn=False) == []
+    assert cases(cold, warm, hot, drawn=False) == drawn
     both = [(Sampler(t), plan) for t, plan in ((0.0, TREE), (1.0, CHAIN), (1.0, TREE))]
     assert cases(cold, (0.0, TREE), full=True) == both
     assert cases(warm, hot, warm, full=True) == [(Sampler(0.0), TREE), *drawn]

@@ -11,7 +11,6 @@ from decode.errors import UserError
 from decode.evaluation.acceptance import acceptance
 from decode.evaluation.replay import Rollout, replay, why_inexact
 from decode.evaluation.score import HeldOut, ScoreOptions, Setting, score
-from decode.evaluation.stateful_replay import walk
 from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.planning.cost_model import MeasuredCosts, RoundTiming
@@ -118,7 +117,7 @@ class Linear:
 def test_simulated_rounds_are_those_of_the_decoder(tiny_target, batch):
     target = tiny_target(vocab=5)
     rollouts = answers(target)
-    (found,) = replay(target, Grown(5), rollouts, [Plan(3)], SAMPLER)
+    (found,) = replay(target, Grown(5), rollouts, [Plan(3)], SAMPLER, every_start=True)
     plan = Plan(3, adapt=fit_policy(Plan(3), found.keeps, Linear(), batch))
     outputs = []
     for first in range(0, 9, batch):
@@ -130,7 +129,8 @@ def test_simulated_rounds_are_those_of_the_decoder(tiny_target, batch):
     assert sum(rounds) == simulate(plan, found.keeps, Linear(), batch).rounds
     assert len({depth for o in outputs for depth in o.draft_lengths}) > 1
     if batch == 1:
-        assert walk(target, Grown(5), rollouts, plan, SAMPLER, batch_size=1)[0] == rounds
+        (walked,) = replay(target, Grown(5), rollouts, [plan], SAMPLER, batch_size=1)
+        assert walked.counts.rounds == rounds
 
 
 def test_scorecard_says_that_rounds_depend_on_the_batch(tiny_target):
