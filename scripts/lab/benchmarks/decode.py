@@ -20,6 +20,7 @@ from decode.errors import UserError
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan, plan_of
+from decode.planning.auto import refused_plans
 from decode.planning.round_timing import clock_of
 from decode.sampling import Sampler
 from distill.config.build import build_drafter
@@ -157,16 +158,13 @@ def _supported(plans: Mapping[str, Plan], drafter: Drafter) -> dict[str, Plan]:
     Raises:
         UserError: there is none.
     """
-    supported, reason = {}, UserError("plans: none is given for checkpoint=")
+    refused = refused_plans(drafter, list(plans.values()))
     for name, plan in plans.items():
-        try:
-            drafter.check(plan)
-            supported[name] = plan
-        except UserError as error:
-            say(f"without plans.{name}: {error}")
-            reason = error
+        if plan in refused:
+            say(f"without plans.{name}: {refused[plan]}")
+    supported = {name: plan for name, plan in plans.items() if plan not in refused}
     if not supported:
-        raise reason
+        raise next(iter(refused.values()), UserError("plans: none is given for checkpoint="))
     return supported
 
 

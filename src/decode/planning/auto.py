@@ -49,15 +49,20 @@ class Forecast(NamedTuple):
 
 def supported_plans(drafter: Proposer, plans: Sequence[Plan]) -> list[Plan]:
     """The plans that this drafter supports."""
-    supported = []
+    refused = refused_plans(drafter, plans)
+    return [plan for plan in plans if plan not in refused]
+
+
+def refused_plans(drafter: Proposer, plans: Sequence[Plan]) -> dict[Plan, UserError]:
+    """The plans that this drafter does not support, and why."""
+    refused = {}
     for plan in plans:
         try:
             if isinstance(drafter, ChecksPlans):
                 drafter.check(plan)
-        except UserError:
-            continue
-        supported.append(plan)
-    return supported
+        except UserError as reason:
+            refused[plan] = reason
+    return refused
 
 
 def forecast(

@@ -12,13 +12,12 @@ from decode.generation.generate import generate
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan, plan_of
-from decode.planning.auto import Auto
+from decode.planning.auto import Auto, refused_plans
 from distill.options.run import AutoOptions, RunOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.scoring.scorer import Scorer, threads
 from distill.search.halving import Verdict
-from drafters.base import Drafter
 from drafters.checkpoint import io as checkpoint_io
 
 # Evaluating a plan is assumed to take this many plain rounds until one was timed; tokens of that timing.
@@ -96,7 +95,10 @@ class Judge:
         start = self.clock()
         drafter = checkpoint_io.load(checkpoint, self.target)
         self.target.tap(drafter.taps)
-        plans = _supported_plans(drafter, plans)
+        refused = refused_plans(drafter, plans)
+        if refused and len(refused) == len(plans):
+            raise refused[plans[0]]
+        plans = [plan for plan in plans if plan not in refused]
         with threads(self.options.score.threads):
             _, curve = Auto(plans, adapt=False).choose(
                 self.target,
@@ -129,22 +131,3 @@ class Judge:
         decoded = (2 * batches * score.repeats + 3) * score.max_new_tokens
         replayed = len(self.scorer.replayed) * score.max_new_tokens / (len(self.answers) * self.tokens)
         return len(self.scorer.samplers) * (1.5 * self.plain_seconds * decoded + self.plan_seconds * replayed)
-
-
-def _supported_plans(drafter: Drafter, plans: Sequence[Plan]) -> list[Plan]:
-    """Plans that a drafter supports.
-
-    Raises:
-        UserError: it supports none; the error is the first plan's.
-    """
-    supported, first_error = [], None
-    for plan in plans:
-        try:
-            drafter.check(plan)
-        except UserError as error:
-            first_error = first_error or error
-        else:
-            supported.append(plan)
-    if not supported and first_error:
-        raise first_error
-    return supported
