@@ -3,9 +3,13 @@
 # name says what is in it: vllm, llama_cpp, authors or transformers, as <program>.txt pins it, or another
 # version of the list's first package, as in vllm-0.31.0.
 set -euo pipefail
-folder=$1
-name=$(basename "$folder")
+folder=${1:-}
+name=$(basename -- "$folder")
 program=${name%%-*} version=${name#*-}
+if [[ -z $program || ! -e $(dirname "$0")/$program.txt ]]; then
+  echo "usage: install.sh FOLDER, whose name is vllm, llama_cpp, authors or transformers, or vllm-<version>" >&2
+  exit 2
+fi
 if [[ $version == "$program" ]]; then version=; fi
 lists="$(dirname "$0")/$program"
 install=("$folder/bin/pip" install -q --no-compile --disable-pip-version-check)
