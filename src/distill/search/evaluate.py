@@ -96,9 +96,9 @@ class Judge:
         drafter = checkpoint_io.load(checkpoint, self.target)
         self.target.tap(drafter.taps)
         refused = refused_plans(drafter, plans)
-        if refused and len(refused) == len(plans):
-            raise refused[plans[0]]
         plans = [plan for plan in plans if plan not in refused]
+        if refused and not plans:
+            raise next(iter(refused.values()))
         with threads(self.options.score.threads):
             _, curve = Auto(plans, adapt=False).choose(
                 self.target,
