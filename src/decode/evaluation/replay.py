@@ -22,7 +22,7 @@ from torch import Tensor
 from decode.draft import PAD, Draft
 from decode.evaluation.estimates import interval, kaplan_meier
 from decode.evaluation.stateful_replay import walk
-from decode.evaluation.teacher_forced import ForcedTokens, Read, Rollout, TeacherForcedTexts
+from decode.evaluation.teacher_forced import STORED, ForcedTokens, Read, Rollout, TeacherForcedTexts
 from decode.generation.finite import check_logits
 from decode.generation.types import Observes, Proposer, depends_on_rounds
 from decode.model.target import Target
@@ -209,7 +209,7 @@ def _token_probs(
         return probs
     for row, (prompt, answer) in enumerate(rollouts):
         logits = target.head(last[row, len(prompt) - 1 : len(prompt) + len(answer) - 1])  # (n, V)
-        check_logits(target, logits, prompt + answer, len(prompt), "a prompt with its stored answer")
+        check_logits(target, logits, prompt + answer, len(prompt), STORED)
         seen = None
         if sampler.needs_history:
             text = torch.tensor(prompt + answer, device=target.device)

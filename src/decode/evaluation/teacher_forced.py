@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decode.draft import PAD
-from decode.generation.finite import check_states
+from decode.generation.finite import check_logits, check_states
 from decode.generation.types import Proposer
 from decode.hardware import memory_bytes
 from decode.model.target import Target, TargetOutput
@@ -33,6 +33,7 @@ class Start(NamedTuple):
 
 Read = Callable[[Tensor], TargetOutput]  # as `Target.read`
 MEMORY_SHARE = 0.02  # maximum share of the device's memory for hidden states of `TargetResults`
+STORED = "a prompt with its stored answer"  # name of the texts in errors
 ROOM = 64  # initial slots for a draft; the cache grows if needed
 
 
@@ -108,7 +109,7 @@ class TeacherForcedTexts:
         read: reads the texts; default `target.read`.
 
     Raises:
-        UserError: the target's hidden states are not finite.
+        UserError: the target's hidden states, or its logits after a prompt, are not finite.
 
     Attributes:
         answers: (B, longest + ahead) tokens, padded with `PAD`.
@@ -127,7 +128,13 @@ class TeacherForcedTexts:
         self.target, self.rollouts = target, rollouts
         self.tokens, self.answers = tokens.to(target.device), answers.to(target.device)
         self.output: TargetOutput = (read or target.read)(self.tokens)
-        check_states(target, self.output.last, texts, "a prompt with its stored answer")
+        check_states(target, self.output.last, texts, STORED)
+        prompts = torch.tensor([len(r.prompt) for r in rollouts], device=target.device)
+        rows = torch.arange(len(rollouts), device=target.device)
+        # Fixed drafts are replayed without logits; a broken head shows in any row of them.
+        logits = target.head(self.output.last[rows, prompts - 1])  # (B, V)
+        for row, (text, rollout) in enumerate(zip(texts, rollouts, strict=True)):
+            check_logits(target, logits[row : row + 1], text, len(rollout.prompt), STORED)
 
     def starts(self, drafter: Proposer) -> Iterator[Start]:
         """Iterate over all starts in order; the drafter may call `propose` several times at each."""
