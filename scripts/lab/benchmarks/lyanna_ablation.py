@@ -15,8 +15,8 @@ from torch import Tensor
 
 from benchmarks.common import conditions, encode, load_drafter, load_inputs
 from decode.errors import UserError
+from decode.evaluation.fixed_replay import NO_COIN, Step, matched, walk
 from decode.evaluation.replay import Counts, Rollout, RoundStarts, agreement
-from decode.evaluation.stateful_replay import NO_COIN, Step, matched, walk
 from decode.generation.generate import generate
 from decode.generation.types import Proposer
 from decode.model.head import Head

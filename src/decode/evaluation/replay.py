@@ -21,7 +21,7 @@ from torch import Tensor
 
 from decode.draft import PAD, Draft
 from decode.evaluation.estimates import interval, kaplan_meier
-from decode.evaluation.stateful_replay import walk
+from decode.evaluation.fixed_replay import walk
 from decode.evaluation.teacher_forced import STORED, ForcedTokens, Read, Rollout, TeacherForcedTexts
 from decode.generation.finite import check_logits
 from decode.generation.types import Observes, Proposer, depends_on_rounds

@@ -14,8 +14,8 @@ from exact import check_lossless
 from benchmarks.lyanna_ablation import head_products, reuse_ablation, reuse_mode
 from decode.draft import PAD
 from decode.draft_check import draft_fault
+from decode.evaluation.fixed_replay import walk
 from decode.evaluation.replay import Rollout, replay, why_inexact
-from decode.evaluation.stateful_replay import walk
 from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.rng import KeyedCoin
