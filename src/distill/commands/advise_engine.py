@@ -183,7 +183,9 @@ def _table(
             line += [f"{1 + sum(known.survival[:k]):.2f}", f"{costs.speedup(known.survival, k):.2f}x"]
         elif known:
             line += ["-", "-"]
-        line += [f"{one.tau:.2f}", f"{one.measured:.2f}x"] if accepts else []
+        if accepts:
+            line += [_with(f"{one.tau:.2f}", one.tau_interval)]
+            line += [_with(f"{one.measured:.2f}x", one.measured_interval)]
         lines.append(line)
     return grid(head, lines)
 
@@ -215,6 +217,10 @@ def _traffic(traffic: TrafficForecast, costs: Sequence[EngineCosts]) -> str:
         f"traffic, {traffic.requests} requests: with drafts of {traffic.length} tokens {traffic.gaining:.0%} "
         f"gain {PAYS}x or more, {traffic.losing:.0%} lose; all together {traffic.speedup:.2f}x{beyond}"
     )
+
+
+def _with(value: str, interval: Sequence[float] | None) -> str:
+    return value if interval is None else f"{value} ({interval[0]:.2f}..{interval[1]:.2f})"
 
 
 def _ms(seconds: float) -> str:

@@ -27,6 +27,8 @@ class TimedLength:
         seconds: seconds of a round, when plain ones take `EngineCosts.plain`.
         tau: tokens of a round, in the mean.
         measured: tokens a second over those of plain decoding, of the same prompts in turns.
+        tau_interval: 95 % bootstrap interval over the answered groups of prompts; None: too few of them.
+        measured_interval: the same of `measured`.
     """
 
     length: int
@@ -34,6 +36,8 @@ class TimedLength:
     seconds: float
     tau: float
     measured: float
+    tau_interval: tuple[float, float] | None = None
+    measured_interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

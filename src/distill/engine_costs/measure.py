@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from decode.errors import UserError
+from decode.evaluation.estimates import MIN_SAMPLES, central_interval, ratio, resampled_sums
 from distill.engine_costs.costs import EngineCosts, TimedLength
 from distill.utils.progress import bar
 
@@ -188,14 +189,22 @@ def _costs(batch: int, pairs: dict[int, list[tuple[Counted, Counted]]]) -> Engin
 def _timed(length: int, pairs: Sequence[tuple[Counted, Counted]], pace: float) -> TimedLength:
     ratios = [(d.seconds / d.rounds) / (p.seconds / p.rounds) for p, d in pairs]
     rounds = sum(d.rounds for _, d in pairs)
-    speeds = [
-        sum(one.tokens for one in side) / sum(one.seconds for one in side)
-        for side in zip(*pairs, strict=True)
-    ]
+    counts = np.array([(d.tokens, d.rounds, d.seconds, p.tokens, p.seconds) for p, d in pairs])
+
+    def tau(sums: np.ndarray) -> np.ndarray:
+        return ratio(sums[:, 0], sums[:, 1])
+
+    def speedup(sums: np.ndarray) -> np.ndarray:
+        return ratio(sums[:, 0] * sums[:, 4], sums[:, 2] * sums[:, 3])
+
+    whole = counts.sum(0, keepdims=True)
+    drawn = resampled_sums(counts.T) if len(pairs) >= MIN_SAMPLES else None
     return TimedLength(
         length=length,
         drafted=sum(d.drafted for _, d in pairs) / rounds,
         seconds=pace * float(np.median(ratios)),
-        tau=sum(d.tokens for _, d in pairs) / rounds,
-        measured=speeds[1] / speeds[0],
+        tau=float(tau(whole)[0]),
+        measured=float(speedup(whole)[0]),
+        tau_interval=None if drawn is None else central_interval(tau(drawn)),
+        measured_interval=None if drawn is None else central_interval(speedup(drawn)),
     )

@@ -16,8 +16,8 @@ class Machine:
 
     name = "machine 1"
 
-    def __init__(self, silent: bool = False) -> None:
-        self.draw, self.silent = random.Random(0), silent
+    def __init__(self, silent: bool = False, uneven: bool = False) -> None:
+        self.draw, self.silent, self.uneven = random.Random(0), silent, uneven
         self.pace, self.batches, self.open = 1.0, [], []
 
     @contextmanager
@@ -40,7 +40,8 @@ class Answers:
         if not length:  # a pair has one pace
             machine.pace = machine.draw.uniform(0.5, 3.0)
             machine.batches.append([prompt[0] for prompt in prompts])
-        rounds = len(prompts) * (tokens - 1) / (2 if length else 1)
+        tau = 1 + prompts[0][0] % 3 if machine.uneven else 2
+        rounds = len(prompts) * (tokens - 1) / (tau if length else 1)
         read = sum(map(len, prompts))
         return Counted(
             rounds=rounds,
@@ -68,6 +69,24 @@ def test_ratios_are_those_of_the_machine():
             assert one.seconds / costs.plain == pytest.approx(ratio)
             assert (one.tau, one.drafted) == (2.0, one.length)
             assert one.measured == pytest.approx(2 / ratio)
+            if costs.batch_size == 1:
+                assert one.tau_interval == (2.0, 2.0)
+                assert one.measured_interval == pytest.approx((2 / ratio, 2 / ratio))
+            else:  # four groups are too few
+                assert one.tau_interval is one.measured_interval is None
+
+
+def test_intervals_are_over_prompts():
+    """A round has 1, 2 or 3 tokens, of a third of the prompts each: tau is 3 / (1 + 1/2 + 1/3) = 18/11."""
+    (costs,) = measure(Machine(uneven=True), [[i] * 4 for i in range(30)], [1], [1], [1], 33).costs
+    (one,) = costs.lengths
+    assert one.tau == pytest.approx(18 / 11)
+    assert one.tau_interval is not None
+    assert one.measured_interval is not None
+    low, high = one.tau_interval
+    assert 1.3 < low < 1.5 < 18 / 11 < 1.8 < high < 2.1
+    low, high = one.measured_interval
+    assert low < one.measured < high
 
 
 def test_batches_are_full():
