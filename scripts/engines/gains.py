@@ -1,6 +1,7 @@
-"""Write the table of docs/engines.md that says what drafts can gain in engines.
+"""Write the tables of what drafts can gain in engines (docs/engines.md), and gain (docs/qwen_coder.md).
 
     foredraft advise engine=... out=scripts/lab/results/engines/<target>_<engine>_<drafter>.json
+    foredraft advise engine=... checkpoint=... out=scripts/lab/results/engines/qwen_coder/<prompts>.json
     python scripts/engines/gains.py
 
 A file of a drafter with random weights predicts; one of a trained drafter, of the same target and engine,
@@ -11,28 +12,59 @@ a file.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, RESULTS = ROOT / "docs" / "engines.md", ROOT / "scripts" / "lab" / "results" / "engines"
+DOCS, RESULTS = ROOT / "docs", ROOT / "scripts" / "lab" / "results" / "engines"
 BEGIN, END = "<!-- gains -->\n", "<!-- end of gains -->\n"
 NAMES = ("target", "drafter", "engine", "drafted", "pass", "round", "ceiling", "needed", "tau")
 NAMES = (*NAMES, "predicted", "tau there", "measured")
+MEASURED = ("prompts", "T", "requests", "drafted", "tau", "a round, in plain rounds", "over plain")
 
 
 def main() -> None:
-    """Write the table."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
+    """Write the tables."""
+    _write(DOCS / "engines.md", NAMES, lines, RESULTS)
+    _write(DOCS / "qwen_coder.md", MEASURED, measured_lines, RESULTS / "qwen_coder")
+
+
+def _write(
+    page: Path,
+    names: Sequence[str],
+    lines_of: Callable[[Sequence[dict[str, Any]]], Iterator[list[str]]],
+    folder: Path,
+) -> None:
+    before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    rows = [f"| {' | '.join(line)} |" for line in (NAMES, *lines(files))]
-    rows.insert(1, "|---" * len(NAMES) + "|")
+    files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    rows = [f"| {' | '.join(line)} |" for line in (names, *lines_of(files))]
+    rows.insert(1, "|---" * len(names) + "|")
     where = sorted({f"commit {one['commit']}, {one['hardware']}" for one in files})
-    PAGE.write_text(
+    page.write_text(
         "\n".join([f"{before}{BEGIN}", f"Timed at {'; '.join(where)}.", "", *rows, f"\n{END}{after}"])
     )
+
+
+def measured_lines(files: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    """Cells of what a trained drafter gains, by prompts, temperature and requests side by side."""
+    for one in sorted(files, key=lambda one: (one["target"], one["temperature"])):
+        for costs in one["measured"]["costs"]:
+            for timed in costs["lengths"]:
+                yield [
+                    one["target"].partition(", ")[2],
+                    f"{one['temperature']:g}",
+                    str(costs["batch_size"]),
+                    str(timed["length"]),
+                    _spanned(f"{timed['tau']:.2f}", timed["tau_interval"]),
+                    f"{timed['seconds'] / costs['plain']:.2f}",
+                    _spanned(f"{timed['measured']:.2f}x", timed["measured_interval"]),
+                ]
+
+
+def _spanned(value: str, interval: Sequence[float] | None) -> str:
+    return f"{value} ({interval[0]:.2f}..{interval[1]:.2f})" if interval else value
 
 
 def lines(files: Sequence[dict[str, Any]]) -> Iterator[list[str]]:

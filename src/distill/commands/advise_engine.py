@@ -26,6 +26,7 @@ from distill.engine_costs.traffic_log import TrafficForecast, forecast, read_log
 from distill.options.commands import AdviseEngineOptions
 from distill.scoring.scorer import threads
 from distill.scoring.tables import grid
+from distill.serving.diagnosis import CPU_DRAWS
 from distill.utils.atomic_files import write_json
 from distill.utils.provenance import commit
 from drafters.base import Drafter, Text
@@ -84,6 +85,7 @@ def advise(options: AdviseEngineOptions) -> float:
         "weights": weights,
         "settings": _size(drafter),
         "temperature": options.temperature,
+        "on_cpu": target.device.type == "cpu",
         "prompts": len(prompts),
         "max_new_tokens": options.score.max_new_tokens,
         "threads": options.score.threads,
@@ -159,6 +161,8 @@ def describe(
         yield from _advice(found, known, where, measured.engine)
     if traffic:
         yield f"\n{_traffic(traffic, measured.costs)}"
+    if card["temperature"] and card["on_cpu"] and measured.engine.startswith("vllm"):
+        yield f"\n{CPU_DRAWS}"
     yield (
         f"\ntimed on {card['prompts']} prompts x {card['max_new_tokens']} tokens, in turns with plain ones, "
         f"on {card['hardware']}, load {card['load_average']:.2f}"

@@ -9,8 +9,10 @@ from fake_engine import a_card, a_row
 from workbench import foredraft, make_target, options_of, write_prompts
 
 from decode.errors import UserError
-from distill.commands.advise_engine import advise
+from distill.commands.advise_engine import advise, describe
+from distill.engine_costs.measure import Measured
 from distill.options.commands import AdviseEngineOptions
+from distill.serving.diagnosis import CPU_DRAWS
 
 SMALL = ["score.prompts=2", "score.max_new_tokens=24", "lengths=[1,3]", "passes=[1,4]"]
 
@@ -69,6 +71,22 @@ def test_own_decoder_times_drafters_of_every_kind_and_batch(target, tmp_path):
     costs = json.loads(out.read_text())["measured"]["costs"]
     assert [one["batch_size"] for one in costs] == [1, 3]
     assert [one["length"] for one in costs[0]["lengths"]] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("engine", "temperature", "on_cpu", "warned"),
+    [
+        ("vllm 0.32.0", 1.0, True, 1),
+        ("vllm 0.32.0", 0.0, True, 0),
+        ("vllm 0.32.0", 1.0, False, 0),
+        ("llama.cpp b11549", 1.0, True, 0),
+    ],
+)
+def test_wrong_draws_of_an_engine_are_named(engine, temperature, on_cpu, warned):
+    card = {"temperature": temperature, "on_cpu": on_cpu, "prompts": 8, "max_new_tokens": 96, "results": []}
+    card |= {"hardware": "a CPU", "load_average": 1.0}
+    lines = list(describe(card, Measured(engine=engine, passes={}, costs=()), None, None))
+    assert sum(CPU_DRAWS in line for line in lines) == warned
 
 
 def test_without_an_acceptance_the_ceiling_is_the_result(target, tmp_path, capsys):
