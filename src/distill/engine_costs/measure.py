@@ -198,7 +198,7 @@ def _timed(length: int, pairs: Sequence[tuple[Counted, Counted]], pace: float) -
         return ratio(sums[:, 0] * sums[:, 4], sums[:, 2] * sums[:, 3])
 
     whole = counts.sum(0, keepdims=True)
-    drawn = resampled_sums(counts.T) if len(pairs) >= MIN_SAMPLES else None
+    drawn = resampled_sums(list(counts.T)) if len(pairs) >= MIN_SAMPLES else None
     return TimedLength(
         length=length,
         drafted=sum(d.drafted for _, d in pairs) / rounds,
