@@ -84,6 +84,7 @@ def timed(weights: str, tau: float, acceptance: bool = True) -> dict:
     """A file of `foredraft advise engine=...` with drafts of 1 and 3 tokens, at 1.5 and 2 plain rounds."""
     lengths = [
         {"length": k, "drafted": k, "seconds": s, "tau": tau, "measured": tau / s}
+        | {"tau_interval": [2.0, 3.0], "measured_interval": None}
         for k, s in ((1, 1.5), (3, 2.0))
     ]
     rows = [{"length": 1, "tau": 1.8, "speedup": 1.2}, {"length": 3, "tau": 2.4, "speedup": 1.2}]
@@ -91,7 +92,8 @@ def timed(weights: str, tau: float, acceptance: bool = True) -> dict:
     found = {"batch_size": 1, "needed": {"1.05": 0.42}, "lengths": rows if acceptance else []}
     measured = {"engine": "vllm 0.32.0", "passes": {"1": 1.0, "4": 1.25}, "costs": [costs]}
     return {
-        "target": "pocket",
+        "target": "pocket, code",
+        "temperature": 0.0,
         "drafter": "eagle",
         "weights": weights,
         "measured": measured,
@@ -102,16 +104,23 @@ def timed(weights: str, tau: float, acceptance: bool = True) -> dict:
 
 
 def test_gains_pair_random_weights_with_trained_ones(tmp_path, monkeypatch):
-    page = tmp_path / "engines.md"
-    page.write_text(f"before\n{gains.BEGIN}old\n{gains.END}after\n")
-    monkeypatch.setattr(gains, "PAGE", page)
+    page, coder = tmp_path / "engines.md", tmp_path / "qwen_coder.md"
+    for one in (page, coder):
+        one.write_text(f"before\n{gains.BEGIN}old\n{gains.END}after\n")
+    monkeypatch.setattr(gains, "DOCS", tmp_path)
     monkeypatch.setattr(gains, "RESULTS", tmp_path)
     (tmp_path / "a.json").write_text(json.dumps(timed("random", 1.0)))
     (tmp_path / "b.json").write_text(json.dumps(timed("trained", 2.5)))
+    (tmp_path / "qwen_coder").mkdir()
+    (tmp_path / "qwen_coder" / "c.json").write_text(json.dumps(timed("trained", 2.5)))
     gains.main()
+    for text in (page.read_text(), coder.read_text()):
+        assert text.startswith("before\n")
+        assert text.endswith("after\n")
     text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
+    short, long = (line for line in coder.read_text().splitlines() if line.startswith("| code"))
+    assert short == "| code | 0 | 1 | 1 | 2.50 (2.00..3.00) | 1.50 | 1.67x |"
+    assert long == "| code | 0 | 1 | 3 | 2.50 (2.00..3.00) | 2.00 | 1.25x |"
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| pocket")]
     short, long = ([cell.strip("| ") for cell in row] for row in rows)
     assert short[3:] == ["1", "", "1.50", "1.33x", "0.42", "1.80", "1.20x", "2.50", "1.67x"]
