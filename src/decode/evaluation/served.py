@@ -31,7 +31,10 @@ class Served:
             above temperature 0 or without plain answers.
         same_rounds: counts of greedy answers: with as many rounds as here, and compared, i.e. with the same
             text as here; None above temperature 0, in batches, or if the engine does not report them.
-        agrees: no figure differs from the scorecard's by more than chance.
+        excess: surprisal of the sampled answers minus the target's entropy, in nats a token, and its standard
+            error; None at temperature 0.
+        agrees: no figure differs from the scorecard's by more than chance, and sampled answers are drawn from
+            the target.
         cause: likely cause of a disagreement, in one line.
     """
 
@@ -54,6 +57,7 @@ class Served:
     same_rounds: list[int] | None
     agrees: bool
     cause: str = ""
+    excess: list[float] | None = None
 
     @property
     def speedup(self) -> float | None:

@@ -17,9 +17,8 @@ BROKEN_INPUT = 0.75  # share of it below which prompts or rounding cannot explai
 SHORT_DRAFTS = 0.95  # share of the requested draft length
 OTHER_TRAFFIC = 1.1  # ratio of counted tokens to tokens of our answers
 CPU_DRAWS = (
-    "on a CPU vLLM (0.32) verifies drafts above temperature 0 with temperatures that are not written: it "
-    "accepts almost nothing, and its texts are not the target's; serve temperature 0, or on a GPU "
-    "(docs/engines.md)"
+    "on a CPU vLLM (0.32) verifies drafts above temperature 0 with temperatures that nothing wrote: it "
+    "accepts less, and its texts are not the target's; serve temperature 0, or on a GPU (docs/engines.md)"
 )
 
 
@@ -64,8 +63,6 @@ def _figure_causes(comparison: Comparison, facts: ServerFacts) -> Iterator[str]:
             "the names that the engine looks for (SGLang skips unknown ones in silence: export with its own "
             "to=...; vLLM #8620), or d2t is missing, or it was made for another target"
         )
-        if facts.sampled:
-            yield CPU_DRAWS
     elif ratio < BROKEN_INPUT:
         yield (
             "position 1 is accepted far less: the drafter reads other inputs than in training. Layer ids "
@@ -82,6 +79,9 @@ def _figure_causes(comparison: Comparison, facts: ServerFacts) -> Iterator[str]:
             yield f"the drafter was trained for {facts.trained} tokens, and position {position} is past them"
     else:
         yield from _somewhat_lower(facts)
+        return
+    if facts.sampled:
+        yield CPU_DRAWS
 
 
 def _higher(facts: ServerFacts) -> Iterator[str]:

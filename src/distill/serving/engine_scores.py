@@ -29,10 +29,10 @@ from distill.prompts.prompt import Prompt
 from distill.scoring.served import difference
 from distill.serving.agreement import compare, matching_row, same_prompts
 from distill.serving.broken_exports import Seen, likeliest
-from distill.serving.diagnosis import ServerFacts, causes
+from distill.serving.diagnosis import CPU_DRAWS, ServerFacts, causes
 from distill.serving.endpoint import Endpoint
 from distill.serving.metrics import parser, served_acceptance
-from distill.serving.served_texts import compare_texts
+from distill.serving.served_texts import Excess, compare_texts, excess_of
 from distill.serving.traffic import Traffic, send
 from distill.utils.progress import say
 from drafters.base import Drafter
@@ -289,8 +289,9 @@ class EngineScorer:
             card.checkpoint.target, [], "", depth, traffic.answer_tokens, sampler.temperature > 0
         )
         texts, without = None, plain.by_setting[setting] if plain else None
+        prompts = [request.tokens for request in self.requests]
+        excess = excess_of(target, prompts, _tokens(traffic), sampler) if sampler.temperature else None
         if without and not sampler.temperature:
-            prompts = [request.tokens for request in self.requests]
             counts = compare_texts(target, prompts, _tokens(without), _tokens(traffic))
             texts = list(counts)
         rollouts = list(answers.get(sampler, []))
@@ -318,7 +319,10 @@ class EngineScorer:
             same_rounds=same,
             agrees=result.agrees,
             cause=next(iter(causes(result, facts)), "") if not result.agrees else "",
+            excess=[excess.nats, excess.error] if excess else None,
         )
+        if excess and not excess.by_chance:
+            return replace(served, agrees=False, cause=_other_text(excess, target))
         if served.agrees and (same is None or same[0] >= SAME * same[1]):
             return served
         rounds = [one.rounds for one in alike] if alike else None
@@ -336,6 +340,16 @@ def _fault(folder: Path, target: Target) -> str:
     except UserError as error:
         return f". The export is broken: {str(error).removeprefix(f'{folder}: ')}"
     return ""
+
+
+def _other_text(excess: Excess, target: Target) -> str:
+    """That sampled answers are not the target's, and why, if that is known."""
+    impossible = f", and {excess.impossible:.0%} have no chance" if excess.impossible else ""
+    known = f"; {CPU_DRAWS}" if target.device.type == "cpu" else ""
+    return (
+        f"its answers are not drawn from the target: their tokens are {excess.nats:+.2f} nats "
+        f"(standard error {excess.error:.2f}) from its entropy{impossible}{known}"
+    )
 
 
 class Alike(NamedTuple):

@@ -1,4 +1,4 @@
-"""Compare an engine's greedy text with a drafter to its text without one."""
+"""Check an engine's drafted text: greedy by its plain text, sampled by the target's distribution."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from decode.evaluation.audit import Rescorer, widest_tie
 from decode.model.target import Target
+from decode.sampling import Sampler
+from distill.rollouts.surprisal import MAX_Z, MAX_ZERO_PROB_SHARE, measure
 
 
 class TextCounts(NamedTuple):
@@ -15,6 +17,49 @@ class TextCounts(NamedTuple):
     equal: int
     near_ties: int
     different: int
+
+
+class Excess(NamedTuple):
+    """Surprisal of sampled answers above the target's entropy.
+
+    Attributes:
+        nats: mean a token, over the possible ones; about 0 if they were drawn from the target.
+        error: its standard error if they were.
+        impossible: share of tokens with probability 0.
+    """
+
+    nats: float
+    error: float
+    impossible: float
+
+    @property
+    def by_chance(self) -> bool:
+        """Whether answers that were drawn from the target may have it."""
+        return abs(self.nats) <= MAX_Z * self.error and self.impossible <= MAX_ZERO_PROB_SHARE
+
+
+def excess_of(
+    target: Target, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], sampler: Sampler
+) -> Excess:
+    """Run the target on sampled answers.
+
+    Args:
+        target: of which they should be samples.
+        prompts: token ids.
+        answers: token ids.
+        sampler: of the answers; must not need the history.
+
+    Raises:
+        UserError: the target's hidden states are not finite.
+    """
+    pairs = zip(prompts, answers, strict=True)
+    rows = [
+        {"tokens": [*prompt, *answer], "loss_mask": [0] * len(prompt) + [1] * len(answer)}
+        for prompt, answer in pairs
+    ]
+    stats = measure(target, rows, sampler)
+    possible = stats.possible
+    return Excess(*stats.excess(), 1 - float(possible.mean()) if len(possible) else 0.0)
 
 
 def compare_texts(

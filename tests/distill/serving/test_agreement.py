@@ -105,6 +105,8 @@ SAME, LOWER, HIGHER = (0.8, 0.56, 0.336), (0.68, 0.4, 0.2), (0.95, 0.9, 0.8)
         (LOWER, {"sampled": True}, ["", "sample drafts"]),
         ((0.01, 0.0, 0.0), {}, ["random weights"]),
         ((0.01, 0.0, 0.0), {"sampled": True}, ["random weights", "on a CPU vLLM"]),
+        ((0.5, 0.0, 0.0), {"sampled": True}, ["other inputs", "on a CPU vLLM"]),
+        ((0.8, 0.1, 0.05), {"sampled": True}, ["position 2 collapses", "on a CPU vLLM"]),
         (HIGHER, {}, ["", "at the temperature"]),
         (HIGHER, {"written": None, "sampled": True}, ["", "a lower temperature"]),
     ],

@@ -15,7 +15,9 @@ from workbench import make_target, make_tokenizer, options_of
 
 from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard
+from decode.generation.generate import generate
 from decode.model.load import load_target
+from decode.sampling import Sampler
 from distill.options.commands import ScoreCommandOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
@@ -23,7 +25,7 @@ from distill.scoring import tables
 from distill.serving import engine_scores, traffic
 from distill.serving.broken_exports import CHANCE, Seen, rotate_queries
 from distill.serving.engine_settings import ServedChain, lines, schedule, speculative_config
-from distill.serving.served_texts import compare_texts
+from distill.serving.served_texts import compare_texts, excess_of
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, Rotary
 
 COMMAND = {"cls": ScoreCommandOptions, "name": "score_checkpoint"}
@@ -93,6 +95,29 @@ def test_every_temperature_and_batch_size_is_measured(measured, chat):
     settings = [(one.temperature, one.batch_size) for one in card.served]
     assert settings == [(0.0, 1), (0.0, 4), (1.0, 1), (1.0, 4)]
     assert len(server.asked) == 4 * (PROMPTS + 1)  # one to warm up
+    greedy, drawn = card.served[0], card.served[2]
+    assert (greedy.agrees, greedy.excess) == (True, None)
+    assert not drawn.agrees, "one token, again and again, is not drawn from the target"
+    assert drawn.excess is not None
+    assert abs(drawn.excess[0]) > 4 * drawn.excess[1]
+    assert "its answers are not drawn from the target" in drawn.cause
+    assert Scorecard.from_json(card.to_json(), "here").served == card.served
+
+
+@pytest.mark.parametrize("sampler", [Sampler(1.0), Sampler(0.7, top_k=5)], ids=["T=1", "T=0.7, top 5"])
+def test_only_answers_of_another_distribution_are_found(target, sampler):
+    prompts = [[1, 5, 9 + i] for i in range(24)]
+
+    def excess(drawn: Sampler):
+        run = generate(target, None, prompts, max_new_tokens=40, sampler=drawn, seed=3)
+        return excess_of(target, prompts, [output.tokens for output in run.outputs], sampler)
+
+    assert excess(sampler).by_chance
+    assert excess(Sampler(2.0)).nats > 0
+    for other in (Sampler(2.0), Sampler(0.0)):
+        assert not excess(other).by_chance
+    nothing = excess_of(target, prompts, [[]] * 24, sampler)
+    assert nothing.by_chance
 
 
 def test_engine_without_a_drafter_stops_no_run(measured, chat, capsys):
