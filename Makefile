@@ -25,7 +25,7 @@ zoo:  ## Run the tests of drafters/zoo and decode/lossy (part of CI where they o
 	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile -m "zoo and not proof and not gpu"
 
 lab:  ## Run the tests of scripts/lab (part of CI where its files changed)
-	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile -m "lab and not proof and not gpu and not docs"
+	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile -m "lab and not proof and not gpu and not docs" tests/lab
 
 docs-test:  ## Run every documented command at a tiny size; open the site and reports in a browser (8 minutes)
 	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile -m docs

@@ -119,6 +119,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.proof
 def test_text_equals_that_of_generate_with_each_argument(pocket):
     model = pocket[0]
     grads = [weight.requires_grad for weight in model.parameters()]

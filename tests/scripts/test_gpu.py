@@ -120,6 +120,7 @@ def test_after_a_kill_the_rest_is_measured(step, tmp_path):
     assert step.ran() == ["one", "two", "two", "three"]
 
 
+@pytest.mark.proof
 def test_a_queue_that_is_ended_ends_its_step(step, tmp_path):
     note = tmp_path / "pid"
     slow = step("slow", f"Path({str(note)!r}).write_text(str(os.getpid())); time.sleep(60)")
@@ -252,6 +253,7 @@ def clean(monkeypatch):
     return lambda folder, **more: pack(folder, carried=("omegaconf", "antlr4-python3-runtime"), **more)
 
 
+@pytest.mark.proof
 def test_a_packed_folder_lists_and_measures_with_its_own_sources(clean, tmp_path):
     folder, out = tmp_path / "packed", tmp_path / "out"
     size = clean(folder)

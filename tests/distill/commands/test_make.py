@@ -131,6 +131,7 @@ def test_command_ends_with_formats_commands_and_a_record(bench, quick, costs):
     foredraft("score", f"checkpoint={best}", *again).succeeded()  # with the run's target and prompts
 
 
+@pytest.mark.proof
 def test_made_drafter_is_pushed_with_its_card_and_passport(bench, quick, costs, fake_hub, monkeypatch):
     costs(eagle=1.2)
     monkeypatch.setattr(make.Making, "_check_time", lambda self, options, after: 15.0)

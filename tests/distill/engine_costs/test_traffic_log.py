@@ -109,6 +109,7 @@ def test_large_batches_cost_more_and_what_is_beyond_them_is_counted():
     assert (busy.length, busy.speedup, busy.beyond) == (0, 1.0, 1)
 
 
+@pytest.mark.proof
 def test_a_million_requests(tmp_path):
     path = tmp_path / "log.jsonl"
     with path.open("w") as file:

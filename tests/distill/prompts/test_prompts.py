@@ -200,6 +200,7 @@ def test_prompts_are_counted_once(prompts, folder, counted, given):
     assert b"word" not in b"".join(path.read_bytes() for path in folder.iterdir())
 
 
+@pytest.mark.proof
 def test_several_processes_count_the_same(prompts, folder, monkeypatch):
     chat = Chat(tokenizer_of("gemma"))
     whole = count_tokens(prompts, chat, False)

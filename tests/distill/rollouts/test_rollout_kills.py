@@ -143,6 +143,7 @@ def lightning(bench, tmp_path, request) -> Iterator[tuple[Path, subprocess.Popen
     run.kill()
 
 
+@pytest.mark.proof
 def test_ranks_that_lightning_starts_make_the_rows_of_one_process(lightning, straight):
     store, run = lightning
     out, error = run.communicate()
