@@ -30,7 +30,7 @@ lab:  ## Run the tests of scripts/lab (part of CI where its files changed)
 docs-test:  ## Run every documented command at a tiny size; open the site and reports in a browser (8 minutes)
 	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile -m docs
 
-proofs:  ## Run slow tests of up to five minutes each (45 minutes); a green run writes docs/proofs.md
+proofs:  ## Run slow tests of up to five minutes each (an hour); a green run writes docs/proofs.md
 	python scripts/proofs.py
 
 long-proofs:  ## Test mutants of whole modules and restarts of 32 processes (20 minutes); writes docs/proofs.md too
