@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from distill.scoring.tables import with_interval
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, RESULTS = ROOT / "docs", ROOT / "scripts" / "lab" / "results" / "engines"
 BEGIN, END = "<!-- gains -->\n", "<!-- end of gains -->\n"
@@ -57,14 +59,10 @@ def measured_lines(files: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
                     f"{one['temperature']:g}",
                     str(costs["batch_size"]),
                     str(timed["length"]),
-                    _spanned(f"{timed['tau']:.2f}", timed["tau_interval"]),
+                    with_interval(f"{timed['tau']:.2f}", timed["tau_interval"]),
                     f"{timed['seconds'] / costs['plain']:.2f}",
-                    _spanned(f"{timed['measured']:.2f}x", timed["measured_interval"]),
+                    with_interval(f"{timed['measured']:.2f}x", timed["measured_interval"]),
                 ]
-
-
-def _spanned(value: str, interval: Sequence[float] | None) -> str:
-    return f"{value} ({interval[0]:.2f}..{interval[1]:.2f})" if interval else value
 
 
 def lines(files: Sequence[dict[str, Any]]) -> Iterator[list[str]]:

@@ -25,7 +25,7 @@ from distill.engine_costs.measure import Measured, measure
 from distill.engine_costs.traffic_log import TrafficForecast, forecast, read_log
 from distill.options.commands import AdviseEngineOptions
 from distill.scoring.scorer import threads
-from distill.scoring.tables import grid
+from distill.scoring.tables import grid, with_interval
 from distill.serving.diagnosis import CPU_DRAWS
 from distill.utils.atomic_files import write_json
 from distill.utils.provenance import commit
@@ -188,8 +188,8 @@ def _table(
         elif known:
             line += ["-", "-"]
         if accepts:
-            line += [_with(f"{one.tau:.2f}", one.tau_interval)]
-            line += [_with(f"{one.measured:.2f}x", one.measured_interval)]
+            line += [with_interval(f"{one.tau:.2f}", one.tau_interval)]
+            line += [with_interval(f"{one.measured:.2f}x", one.measured_interval)]
         lines.append(line)
     return grid(head, lines)
 
@@ -221,10 +221,6 @@ def _traffic(traffic: TrafficForecast, costs: Sequence[EngineCosts]) -> str:
         f"traffic, {traffic.requests} requests: with drafts of {traffic.length} tokens {traffic.gaining:.0%} "
         f"gain {PAYS}x or more, {traffic.losing:.0%} lose; all together {traffic.speedup:.2f}x{beyond}"
     )
-
-
-def _with(value: str, interval: Sequence[float] | None) -> str:
-    return value if interval is None else f"{value} ({interval[0]:.2f}..{interval[1]:.2f})"
 
 
 def _ms(seconds: float) -> str:

@@ -168,6 +168,11 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *lines])
 
 
+def with_interval(value: str, interval: Sequence[float] | None) -> str:
+    """A figure and its interval, if it is known: 1.80x (1.71..1.89)."""
+    return value if interval is None else f"{value} ({interval[0]:.2f}..{interval[1]:.2f})"
+
+
 def grid(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Format cells in right-aligned columns."""
     widths = [max(len(row[i]) for row in [head, *lines]) for i in range(len(head))]
