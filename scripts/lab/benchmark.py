@@ -12,6 +12,7 @@ BENCHMARKS = {
     "decode": "benchmarks.decode:decoders",
     "batch": "benchmarks.batch_context:batch_sizes",
     "blocks": "benchmarks.drafter_table.main:drafters",
+    "budget": "benchmarks.drafter_table.main:drafters",
     "context": "benchmarks.batch_context:context_lengths",
     "attention": "benchmarks.gpu.attention:attention",
     "distillspec": "benchmarks.drafter_table.main:drafters",

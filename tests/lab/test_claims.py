@@ -9,6 +9,7 @@ import statistics
 import pytest
 from cards import replay, row, scorecard
 
+from claims.budgets import PLOT, best_within, budget_table, plot_budgets
 from claims.cards import Line, Result, common_seeds, grouped, read_folder
 from claims.estimates import difference, mean_over_seeds, seed_noise, tau
 from claims.judged import Claim, Comparison, Folder, read_claims, rows_of, verdict
@@ -159,6 +160,55 @@ def test_wrong_claims_are_refused(tmp_path, text, said):
     file.write_text(text)
     with pytest.raises(UserError, match=said):
         read_claims(file)
+
+
+# -- by training time -----------------------------------------------------------------------------
+
+
+def timed(arm: str, steps: int, tau: float, minutes: float) -> Line:
+    return line(arm, steps, tau, train_cpu_seconds=60 * minutes)
+
+
+def lines_by_time() -> list[Line]:
+    """`slow` is ahead in the end; `quick` falls again; `even` is level with `quick` in the beginning."""
+    untrained = line("suffix", 0, 1.6)
+    quick = [timed("quick", 8, 2.0, 0.5), timed("quick", 80, 1.9, 2.0)]
+    return [untrained, *quick, timed("even", 8, 1.99, 0.9), timed("slow", 80, 3.0, 3.0)]
+
+
+def test_the_best_within_a_time_is_the_longest_of_what_was_done_by_then():
+    noise = seed_noise([line("other", 8, 2.0, 2.05, 1.96)], 0.0)
+    lines = lines_by_time()
+    names = {
+        minutes: (best.name, [one.name for one in level])
+        for minutes in (0, 0.5, 1, 2.5, 3)
+        for best, level in [best_within(lines, minutes, 0.0, noise)]
+    }
+    assert names == {
+        0: ("suffix-0", []),
+        0.5: ("quick-8", []),
+        1: ("quick-8", ["even-8"]),
+        2.5: ("quick-8", ["even-8"]),
+        3: ("slow-80", []),
+    }
+
+
+def test_what_cannot_be_paired_is_not_told_apart():
+    lines = [timed("a", 8, 2.5, 1), timed("b", 8, 1.5, 1)]
+    assert best_within(lines, 1, 0.0, None)[1] == [lines[1]]
+
+
+def test_the_table_and_the_plot_of_training_times(tmp_path):
+    lines, noise = lines_by_time(), dict.fromkeys((0.0, 1.0))
+    rows = budget_table(lines, [0, 3], noise).splitlines()
+    assert rows[0].startswith("| CPU minutes | longest, T=0 | tau | not distinguished | longest, T=1 |")
+    assert rows[2].startswith("| 0 | suffix | 1.60 (")
+    assert rows[3].startswith("| 3 | slow, 80 steps | 3.00 (")
+    for name in (PLOT, "again.svg"):
+        plot_budgets(lines, tmp_path / name)
+    drawn = (tmp_path / PLOT).read_text()
+    assert drawn == (tmp_path / "again.svg").read_text()
+    assert all(f">{arm}<" in drawn for arm in ("suffix", "quick", "even", "slow"))
 
 
 # -- tables ---------------------------------------------------------------------------------------

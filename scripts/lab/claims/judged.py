@@ -111,11 +111,13 @@ class Folder:
         title: of its page.
         target: the model that drafts are for.
         against: the arm that the others are compared with on its page; "": none.
+        budgets: CPU minutes of training, for each of which its page names the best arm.
     """
 
     title: str
     target: str
     against: str = ""
+    budgets: Sequence[float] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

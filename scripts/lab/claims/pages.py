@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from claims.budgets import PLOT, budget_table, plot_budgets
 from claims.cards import NAME, RESULTS, TEMPERATURES, Line, line_of, read_folder, refuse_dirty
 from claims.estimates import SeedNoise, seed_noise
 from claims.judged import Claims, Folder, Paper, read_claims, rows_of
@@ -17,7 +18,8 @@ from distill.scoring.tables import markdown
 ROOT = Path(__file__).resolve().parents[3]
 CLAIMS = Path(__file__).with_name("claims.yaml")
 BLOCK = re.compile(
-    r"(?P<begin><!-- results: (?P<words>[^>]+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL
+    r"(?P<begin><!-- (?P<what>results|budgets): (?P<words>[^>]+) -->\n).*?(?P<end><!-- end of (?P=what) -->)",
+    re.DOTALL,
 )
 HEAD = (
     "# Claims of papers, tested here\n"
@@ -59,15 +61,17 @@ def write_all(check: bool) -> list[str]:
     noise = {t: seed_noise([line for found in lines.values() for line in found], t) for t in TEMPERATURES}
     pages = {ROOT / "docs" / "claims.md": claims_page(claims, lines, noise)}
     for name, folder in folders.items():
-        pages[RESULTS / name / "README.md"] = folder_page(folder, lines[name])
+        pages[RESULTS / name / "README.md"] = folder_page(folder, lines[name], noise)
     for file in sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]):
         text = file.read_text(encoding="utf-8")
         if BLOCK.search(text):
-            pages[file] = BLOCK.sub(_filled(lines, folders, file), text)
+            pages[file] = BLOCK.sub(_filled(lines, folders, noise, file), text)
     changed = [file for file, text in pages.items() if not file.exists() or file.read_text("utf-8") != text]
     if not check:
         for file in changed:
             file.write_text(pages[file], encoding="utf-8")
+        for name in (name for name, folder in folders.items() if folder.budgets):
+            plot_budgets(lines[name], RESULTS / name / PLOT)
     return [str(file.relative_to(ROOT)) for file in changed]
 
 
@@ -110,8 +114,14 @@ def _source(paper: Paper) -> str:
     return f"[arXiv:{paper.arxiv}](https://arxiv.org/abs/{paper.arxiv})"
 
 
-def folder_page(folder: Folder, lines: Sequence[Line]) -> str:
-    """README.md of a folder of results."""
+def folder_page(folder: Folder, lines: Sequence[Line], noise: Mapping[float, SeedNoise | None]) -> str:
+    """README.md of a folder of results.
+
+    Args:
+        folder: what claims.yaml says of it.
+        lines: all of its results.
+        noise: of seeds, by temperature.
+    """
     rows = [row for line in lines for one in line.results if (row := one.row(TEMPERATURES[0]))]
     cards = [one.card for line in lines for one in line.results]
     plans = dict.fromkeys(line.plans[0] for line in lines)
@@ -128,6 +138,9 @@ def folder_page(folder: Folder, lines: Sequence[Line]) -> str:
         "row was timed with nothing else on the machine.",
         f"Machines: {'; '.join(machines)}.",
     ]
+    if folder.budgets:
+        parts += ["## By training time", f"![tau over CPU minutes of training]({PLOT})"]
+        parts += [budget_table(lines, folder.budgets, noise)]
     if folder.against and (compared := differences(lines, folder.against)):
         parts += [f"## Over {folder.against}", compared]
     if others := other_plans(lines):
@@ -136,20 +149,31 @@ def folder_page(folder: Folder, lines: Sequence[Line]) -> str:
 
 
 def _filled(
-    lines: Mapping[str, Sequence[Line]], folders: Mapping[str, Folder], file: Path
+    lines: Mapping[str, Sequence[Line]],
+    folders: Mapping[str, Folder],
+    noise: Mapping[float, SeedNoise | None],
+    file: Path,
 ) -> Callable[[re.Match[str]], str]:
-    """The text of a part of a page: <!-- results: FOLDER [LINE ...] [| FOLDER [LINE ...]] -->.
+    """The text of a part of a page.
 
-    Without names it has all lines of a folder.
+    <!-- results: FOLDER [LINE ...] [| FOLDER [LINE ...]] --> has lines of folders, all where none is named;
+    <!-- budgets: FOLDER --> has the best drafters by training time.
     """
 
+    def known(folder: str) -> Sequence[Line]:
+        if folder not in lines:
+            raise UserError(f"{file.relative_to(ROOT)}: {folder}: no such folder in claims.yaml")
+        return lines[folder]
+
     def filled(match: re.Match[str]) -> str:
+        if match["what"] == "budgets":
+            folder = match["words"].strip()
+            written = budget_table(known(folder), folders[folder].budgets, noise)
+            return f"{match['begin']}\n{written}\n\n{match['end']}"
         chosen = {}
         for part in match["words"].split("|"):
             folder, *names = part.split()
-            if folder not in lines:
-                raise UserError(f"{file.relative_to(ROOT)}: {folder}: no such folder in claims.yaml")
-            found = [line_of(lines[folder], name, folder) for name in names] or lines[folder]
+            found = [line_of(known(folder), name, folder) for name in names] or known(folder)
             chosen[folders[folder].target] = found
         return f"{match['begin']}\n{by_target(chosen)}\n\n{match['end']}"
 

@@ -23,7 +23,7 @@ def drafters(cfg: DictConfig, folder: Path) -> float:
     other days and machines. `scripts/lab/claims.py` writes the pages.
 
     Args:
-        cfg: composed from conf/lab/{distillspec,drafters,objectives,smollm2,sweep}.yaml.
+        cfg: composed from the file of conf/lab/ that is named; all of them begin with conf/lab/arms.yaml.
         folder: unused; runs go below `runs`, results below `results`.
 
     Returns:
