@@ -105,7 +105,7 @@ def _lines(one: dict[str, Any], trained: dict[str, Any] | None) -> Iterator[list
                 f"{row['tau']:.2f}" if row and scored else "",
                 f"{row['speedup']:.2f}x" if row and scored else "",
                 f"{there['tau']:.2f}" if there else "",
-                f"{there['measured']:.2f}x" if there else "",
+                with_interval(f"{there['measured']:.2f}x", there.get("measured_interval")) if there else "",
             ]
 
 
