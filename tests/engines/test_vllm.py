@@ -18,6 +18,8 @@ from decode.model.load import load_tokenizer
 from distill.prompts.chat_template import Chat
 from distill.scoring.served import figures, texts
 from distill.serving import engine_scores
+from drafters.checkpoint import passport
+from drafters.checkpoint.folder import target_origin
 from drafters.export.layout import Layout
 
 FIXTURES = ROOT / "tests" / "fixtures" / "drafters"
@@ -212,7 +214,7 @@ def broken(scored, reduced, monkeypatch):
 
 @pytest.mark.proof
 @pytest.mark.parametrize("cause", BROKEN)
-def test_a_broken_export_is_found_and_its_cause_named(broken, cause):
+def test_a_broken_export_is_found_and_its_cause_named(broken, reduced, cause):
     spoil, prompts = BROKEN[cause]
     card, said = broken(spoil, prompts=prompts)
     (one,) = card.served
@@ -221,6 +223,8 @@ def test_a_broken_export_is_found_and_its_cause_named(broken, cause):
     assert one.texts
     assert one.texts[2] == 0
     assert one.cause in said.out
+    page = passport.page(passport.passport(reduced, card, "eagle3", target_origin(reduced)), card)
+    assert f"DIFFERS: {one.cause}" in page
 
 
 @pytest.mark.proof

@@ -7,16 +7,18 @@ import math
 import statistics
 
 import pytest
+import yaml
 from cards import replay, row, scorecard
 
 from claims.budgets import PLOT, best_within, budget_table, plot_budgets
-from claims.cards import Line, Result, common_seeds, grouped, read_folder
+from claims.cards import RESULTS, Line, Result, common_seeds, grouped, line_of, read_folder
 from claims.estimates import difference, mean_over_seeds, seed_noise, tau
 from claims.judged import Claim, Comparison, Folder, read_claims, rows_of, verdict
 from claims.tables import by_target, differences, other_plans, table
 from decode.errors import UserError
 from decode.evaluation.replay import Counts
 from decode.evaluation.scorecard import Scorecard
+from distill.utils.paths import CONF
 
 PROMPTS = 12
 TOKENS = [10 + prompt for prompt in range(PROMPTS)]
@@ -196,6 +198,18 @@ def test_the_best_within_a_time_is_the_longest_of_what_was_done_by_then():
 def test_what_cannot_be_paired_is_not_told_apart():
     lines = [timed("a", 8, 2.5, 1), timed("b", 8, 1.5, 1)]
     assert best_within(lines, 1, 0.0, None)[1] == [lines[1]]
+
+
+def test_auto_trains_eagle_as_is_best_in_equal_time():
+    """The prior of `drafter=auto`: about as many CPU minutes, and a longer acceptance."""
+    priors = yaml.safe_load((CONF / "drafter" / "auto.yaml").read_text())["priors"]
+    assert priors == {"eagle": {"depth": 1}}
+    lines = read_folder(RESULTS / "budget")
+    one, recipe = (line_of(lines, name, "budget") for name in ("eagle-one-depth-1600", "eagle-800"))
+    assert one.minutes < 1.1 * recipe.minutes
+    lead = difference(one, recipe, 0.0, seed_noise(read_folder(RESULTS / "h200/pocket"), 0.0))
+    assert lead is not None
+    assert lead.low > 0
 
 
 def test_the_table_and_the_plot_of_training_times(tmp_path):
