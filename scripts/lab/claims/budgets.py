@@ -76,8 +76,14 @@ def plot_budgets(lines: Sequence[Line], file: Path) -> None:
                     axes.plot(*zip(*points, strict=True), "o-", label=arm, markersize=3)
                 else:
                     axes.axhline(points[0][1], linestyle=":", color="gray")
-                    axes.annotate(arm, (1.0, points[0][1]), xycoords=("axes fraction", "data"), ha="right")
+                    axes.annotate(
+                        arm, (1.0, points[0][1]), xycoords=("axes fraction", "data"), ha="right", va="bottom"
+                    )
             axes.set_xscale("log")
+            low, high = axes.get_xlim()
+            ticks = [2.0**n for n in range(-6, 12) if low <= 2.0**n <= high]
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.minorticks_off()
             axes.set_xlabel("CPU minutes of training")
             axes.set_ylabel("tau")
             axes.set_title(f"T={temperature:g}")

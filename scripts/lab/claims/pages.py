@@ -11,7 +11,7 @@ from claims.budgets import PLOT, budget_table, plot_budgets
 from claims.cards import NAME, RESULTS, TEMPERATURES, Line, line_of, read_folder, refuse_dirty
 from claims.estimates import SeedNoise, seed_noise
 from claims.judged import Claims, Folder, Paper, read_claims, rows_of
-from claims.tables import by_target, differences, other_plans, table
+from claims.tables import by_target, differences, other_plans, shows_minutes, table
 from decode.errors import UserError
 from distill.scoring.tables import markdown
 
@@ -20,6 +20,10 @@ CLAIMS = Path(__file__).with_name("claims.yaml")
 BLOCK = re.compile(
     r"(?P<begin><!-- (?P<what>results|budgets): (?P<words>[^>]+) -->\n).*?(?P<end><!-- end of (?P=what) -->)",
     re.DOTALL,
+)
+MINUTES = (
+    " CPU minutes are of training steps: they have the target's passes where it runs in each step "
+    "(`taps=online`, which short runs choose)."
 )
 HEAD = (
     "# Claims of papers, tested here\n"
@@ -135,7 +139,7 @@ def folder_page(folder: Folder, lines: Sequence[Line], noise: Mapping[float, See
         f"Target: {folder.target}, {', '.join(dtypes)}. {', '.join(plans)}, match rule. tau: replayed on the "
         f"target's answers to {', '.join(map(str, answers))} held-out prompts, with its 95 % interval: of "
         "one seed over prompts, of several that of their mean (Student's t). A speedup is shown where every "
-        "row was timed with nothing else on the machine.",
+        "row was timed with nothing else on the machine." + MINUTES * shows_minutes(lines),
         f"Machines: {'; '.join(machines)}.",
     ]
     if folder.budgets:

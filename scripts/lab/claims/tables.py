@@ -11,15 +11,20 @@ from distill.scoring.tables import markdown
 
 TIMED = 24, 3  # prompts and repeats from which a speedup is shown
 HEAD = ("drafter", "steps", "seeds", *(f"tau, T={t:g}" for t in TEMPERATURES))
-GPU = "NVIDIA"  # in the name of the hardware: CPU time is not what training took there
+GPU = "NVIDIA"  # in the name of the hardware
 
 
 def table(lines: Sequence[Line]) -> str:
     """Tau, training and commit of every line, the longest acceptance at T=0 first."""
     speeds = all(timed_alone(one.card) for line in lines for one in line.results)
-    minutes = not any(GPU in one.card.conditions.hardware for line in lines for one in line.results)
+    minutes = shows_minutes(lines)
     head = [*HEAD, *["speedup"] * speeds, *["CPU minutes"] * minutes, "parameters", "commit"]
     return markdown([head, *(_cells(line, speeds, minutes) for line in sorted(lines, key=_order))])
+
+
+def shows_minutes(lines: Sequence[Line]) -> bool:
+    """Whether the table has CPU minutes: on a GPU they are not what training took."""
+    return not any(GPU in one.card.conditions.hardware for line in lines for one in line.results)
 
 
 def by_target(lines: Mapping[str, Sequence[Line]]) -> str:
