@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from omegaconf import DictConfig, open_dict
 
+from claims.budgets import SVG
 from decode.evaluation.quality import QUALITY_HEAD
 from decode.evaluation.rows import Row
 from decode.evaluation.scorecard import Scorecard, read_scorecard
@@ -19,9 +19,6 @@ from distill.config.read import checked_options
 from distill.options.commands import ScoreCommandOptions
 from distill.scoring.tables import markdown
 from distill.utils.atomic_files import put
-
-# The same file for the same results.
-SVG: Any = {"svg.hashsalt": "foredraft", "svg.fonttype": "none", "font.size": 9}
 
 
 def curves(cfg: DictConfig, folder: Path) -> float:

@@ -14,6 +14,7 @@ from claims.estimates import SeedNoise, difference, tau
 from distill.scoring.tables import markdown
 
 PLOT = "budgets.svg"
+# The same file for the same results.
 SVG: Any = {"svg.hashsalt": "foredraft", "svg.fonttype": "none", "font.size": 9}
 
 
