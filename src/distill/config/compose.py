@@ -22,6 +22,7 @@ from distill.config.choices import check_choice, nearest, options, register_choi
 from distill.config.other_names import meant
 
 EMPTY_GROUPS = ("experiment",)  # groups that may be null
+CLOSED = ("drafter", "objective", "weights", "decode")  # groups with files that list all options
 
 MOVED = {"rollout.max_prompt_tokens": "prompts.max_tokens"}  # renamed options: old name -> new name
 MERGING = "Error merging override "  # Hydra's error for a list instead of a mapping
@@ -58,6 +59,8 @@ def compose(
             _check_key(defaults, key, own)
         with configurations(config_dir):
             cfg = hydra.compose(config_name, overrides=list(overrides))
+            if any(o.startswith("experiment=") for o in chosen):
+                _check_experiment(overrides, config_name)
         for key in keys:
             _check_kind(key, OmegaConf.select(defaults, key), OmegaConf.select(cfg, key))
         if unset := sorted(OmegaConf.missing_keys(cfg)):
@@ -122,6 +125,23 @@ def _check_key(cfg: DictConfig, key: str, own: Sequence[str] = ()) -> None:
             raise UserError(f"{key}: no such option{where}; {_hint(part, names, cfg)}")
         done.append(part)
         node = node[part]
+
+
+def _check_experiment(overrides: Sequence[str], config_name: str) -> None:
+    """Reject an experiment that sets options of another drafter, loss or plan than the chosen one.
+
+    Hydra adds a key of an experiment's file where the group has no such key.
+    """
+    whole = hydra.compose(config_name, overrides=list(overrides), return_hydra_config=True)
+    choices = {k: v for k, v in whole.hydra.runtime.choices.items() if k.partition("@")[0] in CLOSED and v}
+    own = hydra.compose(config_name, overrides=[f"{group}={choice}" for group, choice in choices.items()])
+    for group in CLOSED:
+        unknown = sorted(f"{group}.{key}" for key in set(whole.get(group) or ()) - set(own.get(group) or ()))
+        if unknown:
+            raise UserError(
+                f"experiment={whole.hydra.runtime.choices.experiment}: sets {', '.join(unknown)}, which "
+                f"{group}={choices[group]} does not have; add {' '.join(f'~{name}' for name in unknown)}"
+            )
 
 
 def _hint(part: str, names: Sequence[str], cfg: DictConfig) -> str:

@@ -189,6 +189,27 @@ def test_trainer_options_of_several_types_are_taken():
         compose([override, "trainer.gradient_clip_val=null", "trainer.gradient_clip_val=1"], CONF)
 
 
+@pytest.mark.parametrize(
+    ("argv", "unknown"),
+    [
+        ("experiment=spire drafter=suffix", "drafter.sinks drafter.start drafter.window"),
+        ("experiment=qwen_coder drafter=union drafter.first=lyanna", "drafter.draft_vocab_size"),
+        ("experiment=llama_cpp drafter=medusa", "drafter.fc_norm drafter.norm_before_fc"),
+    ],
+)
+def test_experiment_with_options_of_another_drafter_is_refused(argv, unknown):
+    words = rewrite(argv.split(), CONF)
+    left_out = " ".join(f"~{name}" for name in unknown.split())
+    with pytest.raises(UserError, match=rf"sets {', '.join(unknown.split())}, which .*; add {left_out}$"):
+        compose(words, CONF)
+    assert compose([*words, *left_out.split()], CONF)
+
+
+def test_experiment_takes_another_drafter_with_the_same_options():
+    assert compose(rewrite(["experiment=qwen_coder", "drafter=p_eagle"], CONF), CONF).drafter.draft_vocab_size
+    assert compose(rewrite(["experiment=smollm2", "drafter=union", "drafter.first=/a/b"], CONF), CONF)
+
+
 @pytest.fixture(scope="module")
 def bench_target(tmp_path_factory) -> Path:
     return make_target(tmp_path_factory.mktemp("models") / "target")
