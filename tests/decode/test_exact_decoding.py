@@ -272,7 +272,7 @@ def test_draft_logits_that_are_not_finite_are_lossless(tiny_target, path, damage
 
 @pytest.mark.parametrize("path", ["block", "hybrid", "hybrid, traversal", "chain, matched"])
 @pytest.mark.parametrize("warper", ["none", "penalty"])
-@pytest.mark.covering
+@pytest.mark.ci("none-hybrid, traversal", "penalty-hybrid")
 def test_rows_that_stop_and_join_a_batch_are_lossless(tiny_target, path, warper):
     """A batch of three, which the other plays join as rows end, at an end token or at the third token."""
     drafter, sampler = Grown(3, 1), WARPERS.get(warper, Sampler(0.7))
@@ -317,6 +317,7 @@ BY_DRAFTERS |= {path: DRAWN[path] for path in PATHS}
 @pytest.mark.parametrize("path", BY_DRAFTERS)
 @pytest.mark.parametrize("sampler", [Sampler(0.7), Sampler(0.0), WARPERS["all"]], ids=["0.7", "0", "all"])
 @pytest.mark.covering
+@pytest.mark.states
 def test_every_rule_with_every_drafter_is_lossless(tiny_target, make_drafter, drafter_name, path, sampler):
     target, plan = tiny_target(), BY_DRAFTERS[path]
     drafter = able(make_drafter(drafter_name, target), plan)
@@ -325,6 +326,7 @@ def test_every_rule_with_every_drafter_is_lossless(tiny_target, make_drafter, dr
 
 @pytest.mark.parametrize("path", ["block", "hybrid, traversal"])
 @pytest.mark.covering
+@pytest.mark.states
 def test_rows_that_join_with_every_drafter_are_lossless(tiny_target, make_drafter, drafter_name, path):
     target = tiny_target()
     drafter = able(make_drafter(drafter_name, target), DRAWN[path])
@@ -357,6 +359,7 @@ def test_chosen_drafts_give_the_text_of_plain_sampling(tiny_target, sampler, rul
 
 @pytest.mark.parametrize("rule", ["match", "select"])
 @pytest.mark.covering
+@pytest.mark.states
 def test_matched_drafts_give_the_text_of_plain_sampling(tiny_target, make_drafter, drafter_name, rule):
     target, plan = tiny_target(vocab=12), Plan(3, proposal="sampled", drafts=3, rule=rule)
     drafter = able(make_drafter(drafter_name, target), plan)

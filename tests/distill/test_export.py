@@ -78,6 +78,7 @@ def test_printed_command_names_local_folders_by_absolute_paths(tmp_path, monkeyp
         assert said == ("", f"vllm serve {written} --draft {tmp_path / 'out'}")
 
 
+@pytest.mark.proof
 def test_run_for_which_plain_decoding_is_chosen_says_do_not_draft(bench, monkeypatch):
     """From training to the exported folder."""
     monkeypatch.setattr(auto, "best_forecast", lambda rows: rows[0])
@@ -143,6 +144,7 @@ def test_one_failing_export_of_several_leaves_the_others(bench, monkeypatch):
     assert written == ["native"]
 
 
+@pytest.mark.proof
 def test_run_on_a_gguf_file_ends_with_a_file_for_llama_cpp(bench, tmp_path, own_cache):
     file = write_gguf(tmp_path / "tiny.gguf")
     command = [word for word in bench.command if not word.startswith(("drafter.", "target="))]

@@ -9,8 +9,12 @@ from workbench import Outcome, foredraft, train
 from decode.evaluation.scorecard import read_scorecard
 from distill.loggers.base import COLUMNS, rows, scalars
 
+IN_CI = ("hybrid", "fp8")
 
-@pytest.fixture(scope="module", params=TARGETS)
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(k, marks=() if k in IN_CI else pytest.mark.proof) for k in TARGETS]
+)
 def kind(request) -> str:
     return request.param
 
@@ -25,7 +29,6 @@ def done(bench, target) -> Outcome:
     return bench.train(f"target={target}", "export.to=vllm").succeeded()
 
 
-@pytest.mark.ci("hybrid", "fp8")
 def test_it_is_trained_scored_by_replay_and_exported(done, kind):
     assert done.out.count("only an engine can verify drafts") == 1
     assert REASONS[kind] in done.out

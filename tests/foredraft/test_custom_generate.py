@@ -196,6 +196,7 @@ def test_pipeline_of_transformers_decodes_with_a_drafter(pocket):
     assert ask("Hi", **options) == ask("Hi", **options, custom_generate=foredraft.assist(drafter))
 
 
+@pytest.mark.proof
 def test_draws_have_the_distribution_of_generate(pocket):
     """First tokens after one prompt, of 400 rows each; total variation of two samples of this size."""
     model, tokenizer, drafter = pocket

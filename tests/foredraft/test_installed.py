@@ -98,6 +98,7 @@ def test_package_is_in_help_and_in_errors(mine):
     train(["objective=mine", "objective.gama=2"]).refused("did you mean gamma?")
 
 
+@pytest.mark.proof
 def test_trained_drafter_and_objective_of_a_package_load_back(mine, bench):
     options = ["drafter=mine", "objective=mine", "objective.gamma=1.5", "compile_objective=always"]
     assert not bench.fork(*options, "trainer.max_steps=3", f"output_dir={mine.folder / 'outputs'}")

@@ -266,6 +266,7 @@ def test_only_the_wrong_way_loses_exactness(name):
 
 @pytest.mark.parametrize("rule", LOSSY)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.zoo
 def test_lossy_rules_change_the_distribution(tiny_target, rule, temperature):
     """And at temperature 0, where it judges tokens by the distribution of temperature 1."""
     drawn = rule == "lenience"  # which weighs drawn tokens

@@ -1,4 +1,4 @@
-"""Which tests run in CI: those of the core, of parametrized ones the cases of `covering` and `ci`.
+"""Which tests run in CI: those of the core, of parametrized ones the cases of `covering`, `ci` and `states`.
 
 Tests of the zoo and of the laboratory get the marker of their tier, the cases that are left out get `proof`.
 This is done while pytest collects, before `-m` selects. Of cases that are named on pytest's command line only
@@ -15,6 +15,16 @@ import pytest
 
 from drafters.registry import ZOO
 
+STATES = {  # drafter -> what it keeps of a row: CI runs one of each in tests that are marked `states`
+    "medusa": "nothing",
+    "suffix": "counts of its text",
+    "eagle": "pairs of features and tokens, and their keys",
+    "diffusion": "the same, and a block of masks",
+    "lyanna": "states of rejected tokens",
+    "lm": "a cache of its own",
+    "skip": "a part of the target's cache",
+    "union": "two of these",
+}
 ZOO_TESTS = ("tests/drafters/zoo", "tests/decode/lossy")
 
 
@@ -30,12 +40,15 @@ def mark_tiers(items: Iterable[pytest.Item]) -> None:
 
 
 def mark_proofs(items: Iterable[pytest.Item]) -> None:
-    """Mark as `proof` the cases that `covering` and `ci` leave out of CI."""
+    """Mark as `proof` the cases that `states`, `covering` and `ci` leave out of CI."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and not item.get_closest_marker("proof"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for group in cases.values():
+        if group[0].get_closest_marker("states"):
+            kept = [item for item in group if item.callspec.params["drafter_name"] in (*STATES, *ZOO)]
+            group = _rest_are_proofs(group, kept)
         if marker := group[0].get_closest_marker("covering"):
             zoo = [item for item in group if item.get_closest_marker("zoo")]
             tiers = [item for item in group if item not in zoo], zoo
@@ -45,12 +58,18 @@ def mark_proofs(items: Iterable[pytest.Item]) -> None:
             if len(group) > 1 and len(chosen) < len(marker.args):
                 ids = [item.callspec.id for item in group]
                 raise pytest.UsageError(f"{group[0].nodeid}: no such case: {set(marker.args) - set(ids)}")
-            chosen = chosen or group
         else:
             continue
-        for item in group:
-            if item not in chosen:
-                item.add_marker(pytest.mark.proof)
+        _rest_are_proofs(group, chosen)
+
+
+def _rest_are_proofs(group: list[pytest.Item], chosen: list[pytest.Item]) -> list[pytest.Item]:
+    """Mark the cases that are not chosen; all are chosen if none is. Returns the chosen ones."""
+    chosen = chosen or group
+    for item in group:
+        if item not in chosen:
+            item.add_marker(pytest.mark.proof)
+    return chosen
 
 
 def cover(items: list[pytest.Item], names: tuple[str, ...], pairs: bool = False) -> list[pytest.Item]:

@@ -118,6 +118,7 @@ def test_rollouts_are_replayed_in_a_batch_as_one_by_one(tiny_target):
     ids=lambda p: p.name,
 )
 @pytest.mark.covering
+@pytest.mark.states
 def test_replay_and_decoder_agree_for_every_drafter(
     tiny_target, make_drafter, drafter_name, plan, temperature
 ):

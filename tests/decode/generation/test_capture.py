@@ -21,6 +21,7 @@ from captured import (
     decoded,
     small,
 )
+from ci_cases import STATES
 from families import PROMPTS as FAMILY_PROMPTS
 from families import WORKS, save
 
@@ -37,7 +38,6 @@ from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters.layers.decoder_layer import Rotary
-from drafters.registry import KNOWN
 
 # What is said of drafters whose drafts are not captured; all other drafters' rounds are captured whole.
 OUTSIDE = dict.fromkeys(("cascade", "hf_dllm", "ngram", "suffix", "union"), "keeps .* on the host")
@@ -46,7 +46,6 @@ SAID = {name: f"verification is captured, drafting is not: .* {reason}" for name
 SAID["sparse"] = "decoding is not captured: Sparse keeps .* on the host, and drafts from the target's cache"
 
 # The drafters of CI
-ONE_OF_EACH_FILE = {KNOWN[name].partition(":")[0]: name for name in sorted(KNOWN, reverse=True)}.values()
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ def target(tiny_target):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize("shape", ["tree", "chain"])
-@pytest.mark.ci(*(f"{name}-tree-1.0" for name in ONE_OF_EACH_FILE))
+@pytest.mark.ci(*(f"{name}-tree-1.0" for name in STATES))
 def test_every_drafter_decodes_as_uncaptured(target, make_drafter, drafter_name, shape, temperature, capsys):
     drafter = make_drafter(drafter_name, target)
     verifier = drafter.verifier(target)

@@ -82,6 +82,7 @@ def target(tiny_target):
 
 
 @pytest.mark.parametrize("plan", ["chain", "tree"])
+@pytest.mark.states
 def test_round_of_every_drafter_waits_for_the_device_once(target, make_drafter, drafter_name, plan):
     drafter = make_drafter(drafter_name, target)
     for temperature in (0.0, 1.0):

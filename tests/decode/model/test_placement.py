@@ -135,6 +135,7 @@ def compare(whole: Path, sharded: Path) -> None:
             assert same(weights(checkpoint), weights(other))
 
 
+@pytest.mark.proof
 def test_run_with_a_sharded_target_is_the_run_with_whole_ones(bench):
     whole, sharded = both(bench, "trainer=ddp", "taps=online", "score.replay_prompts=4")
     compare(whole, sharded)

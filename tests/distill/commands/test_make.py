@@ -176,6 +176,7 @@ def test_push_without_a_token_is_refused_before_the_work(bench, fake_hub, monkey
     assert not list((bench.root / "outputs").glob("rollouts/*"))
 
 
+@pytest.mark.proof
 def test_given_drafter_without_training_takes_no_answers(bench, quick, costs):
     costs(lm_given=1.2)
     more = ["drafter=lm_given", f"drafter.path={bench.target}", "ship=[native]"]
@@ -263,6 +264,7 @@ def test_options_of_a_drafter_that_an_experiment_names_hold_for_every_candidate(
     assert candidates.with_kind([], "eagle") == ["drafter=eagle"]
 
 
+@pytest.mark.proof
 def test_drawn_answers_have_an_acceptance_too(bench, quick, costs):
     costs(eagle=1.01)
     more = ["candidates=[eagle]", "score.temperatures=[1.0]"]

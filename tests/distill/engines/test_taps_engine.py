@@ -234,6 +234,7 @@ def test_run_reads_each_answer_as_it_is_written(tmp_path, server):
 
 
 @pytest.mark.parametrize("limit", [1.0, 8e-6, 0.0], ids=["all kept", "some", "none"])
+@pytest.mark.ci("some")
 def test_drafter_is_trained_as_where_the_target_is_loaded(tmp_path, server, monkeypatch, limit):
     """Where not all hidden states may be kept, the engine reads the others while the drafter trains."""
 

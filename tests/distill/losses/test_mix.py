@@ -79,6 +79,7 @@ def test_mix_of_one_term_is_that_term_bit_for_bit(divergence, weights, run, give
 
 @needs_compiler
 @pytest.mark.parametrize("run", [computed, frozen])
+@pytest.mark.proof
 def test_compiled_mix_of_one_term_is_that_term_bit_for_bit(run, ragged):
     assert_same(nll, WEIGHTS["dpace by token"], run, (*ragged, ragged[0]), Kernels)
 

@@ -40,6 +40,7 @@ def test_run_without_falling_acceptance_goes_on(bench, monkeypatch):
     assert [int(path.name) for path in checkpoints(done.folder)][-1] == 8
 
 
+@pytest.mark.proof
 def test_run_that_was_killed_at_its_end_ends_there(bench, monkeypatch):
     """The decision is made again from the scorecards."""
     monkeypatch.setattr(early_end, "worse", lambda card, best: card.checkpoint.step > 6)

@@ -71,7 +71,7 @@ CASES = [(d, way) for d in DRAFTERS for way in WAYS if (d, way) != ("medusa", "g
 
 
 @pytest.mark.parametrize(("drafter", "way"), CASES)
-@pytest.mark.covering
+@pytest.mark.ci("eagle-processes", "medusa-accumulation")
 def test_steps_have_the_same_losses_and_end_with_the_same_weights(trained, drafter, way):
     (want, expected), (found, trained_to) = trained(drafter), trained(drafter, *WAYS[way])
     assert len(want["loss"]) == STEPS

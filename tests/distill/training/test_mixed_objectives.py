@@ -46,6 +46,7 @@ def test_depth_invariant_drafter_takes_terms_whose_weights_are_by_depth(bench, l
     train([*lm, "objective=mix", MIXED, "weights=focal"]).refused("error: weights: this drafter")
 
 
+@pytest.mark.proof
 def test_resumed_run_of_a_mix_ends_with_the_same_bits(bench, tmp_path, monkeypatch):
     command = [
         *bench.command,
@@ -78,7 +79,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("depth", [7, 15])
 @pytest.mark.parametrize("drafter", BLOCKS)
-@pytest.mark.covering(pairs=False)
+@pytest.mark.ci("dspark-15", "p_eagle-7")
 def test_blocks_of_8_and_16_train_and_draft_chains_of_7_and_15(drafter, depth, bench, logged):
     plan = (f"drafter.depth={depth}", f"decode.depth={depth}", "rollout.max_new_tokens=24")
     one = (f"drafter={drafter}", *BLOCKS[drafter], *plan, *STEPS, "drafter.anchors=4")

@@ -79,7 +79,7 @@ def waits_at_4(_, trainer):
 
 
 @pytest.mark.parametrize("trainer", ["ddp", "fsdp"])
-@pytest.mark.ci("ddp")
+@pytest.mark.proof
 def test_score_of_step_0_changes_no_weight(trainer, bench, straight, tmp_path):
     """Lightning's FSDP saves an optimizer without state by making a step."""
     words = [f"trainer={trainer}", f"output_dir={tmp_path}"]
@@ -262,6 +262,7 @@ def test_rank_that_hangs_ends_with_all_others(which, bench):
 
 
 @pytest.mark.usefixtures("straight")
+@pytest.mark.proof
 def test_scores_of_rank_0_may_take_longer(bench):
     """The other rank waits in a collective meanwhile."""
     slow = at(scoring.Scorer, "__call__", 0, lambda *_: True, lambda: time.sleep(2 * 60 * MINUTES))

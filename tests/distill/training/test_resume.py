@@ -223,6 +223,7 @@ def test_runs_interrupted_at_20_random_moments_end_as_undisturbed(
 # -- other commands and states ---------------------------------------------------------------------
 
 
+@pytest.mark.proof
 def test_resumed_run_chooses_a_draft_vocabulary_of_the_same_size(bench, tmp_path, monkeypatch):
     """`fit` runs again, before the trainer's state is read."""
     for name, value in {"LARGE": 16, "STEP": 1, "MIN_TOKENS": 1}.items():

@@ -120,6 +120,7 @@ def streams(monkeypatch) -> list[LateStream]:
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("taps", ["online", "cache", "memory"])
+@pytest.mark.ci("online-False", "cache-True", "memory-False")
 def test_weights_and_losses_are_those_of_reading_in_the_step(
     bench, tmp_path, streams, logged, spy, taps, packing
 ):

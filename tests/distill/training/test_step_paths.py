@@ -41,6 +41,7 @@ def trained(target, drafter, objective, attend=attend_unrolled, fused=False) -> 
     "path", ["small chunks", "fused", "flex", pytest.param("compiled", marks=needs_compiler)]
 )
 @pytest.mark.parametrize("name", ["eagle3", "diffusion"])
+@pytest.mark.ci("eagle3-fused", "eagle3-compiled", "diffusion-small chunks", "diffusion-flex")
 def test_weights_are_those_of_the_plain_path(name, path, tiny_target, make_drafter, monkeypatch):
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # torch's kernel trains on CUDA only
     target = tiny_target(vocab=V, layers=4, hidden=16, positions=64, dtype=torch.float32)

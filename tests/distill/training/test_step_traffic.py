@@ -47,6 +47,7 @@ def traffic_of_step(target, drafter, weights) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.parametrize("weights", list(WEIGHTS))
+@pytest.mark.states
 def test_step_of_every_drafter_reads_nothing(tiny_target, make_drafter, drafter_name, weights):
     target = tiny_target(vocab=24, layers=4, hidden=16, positions=64)
     drafter = make_drafter(drafter_name, target)

@@ -140,7 +140,7 @@ def refuse_pickles(rank: int) -> None:
 
 
 @pytest.mark.parametrize("trainer", ["ddp", *CUT])
-@pytest.mark.ci("ddp")
+@pytest.mark.proof
 def test_stopped_run_of_four_resumes_to_the_last_bit(trainer, bench):
     """With more than two processes the order in which gradients are added up decides the last bits."""
     options = [FULL, "batch_size=1", "seed=1"]

@@ -35,7 +35,7 @@ def tiny(folder: Path, experiment: str) -> Path:
 
 
 @pytest.mark.parametrize("experiment", CLASSES)
-@pytest.mark.ci("qwen3_8b")
+@pytest.mark.proof
 def test_experiment_ends_with_a_scored_drafter_for_vllm(experiment, bench, tmp_path):
     target = tiny(tmp_path / "target", experiment)
     files = [f"prompts={bench.prompts}", f"prompts.heldout={bench.heldout}", f"output_dir={tmp_path / 'out'}"]

@@ -92,6 +92,7 @@ def test_a_saved_drafter_holds_no_weight_of_the_target(pair, tmp_path):
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16 for _ in drafter.parameters()}
 
 
+@pytest.mark.states
 def test_no_number_takes_memory_or_time(checkpoint, drafter_name, monkeypatch):
     """Every number of every drafter's settings, replaced: one line, or a drafter that drafts as quickly."""
     target, folder, config = checkpoint(drafter_name)

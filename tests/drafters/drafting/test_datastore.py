@@ -37,6 +37,7 @@ def refused(key, vocab_size=30, match="") -> None:
 
 @pytest.mark.parametrize("vocab_size", [30, 70_000])
 @given(texts=TEXTS, ngram=NGRAMS, data=st.data())
+@pytest.mark.ci("30")
 def test_counts_are_those_of_a_search(vocab_size, texts, ngram, data):
     store, n = Datastore.open(store_of(texts, vocab_size), vocab_size), len(ngram)
     if whole := [text for text in texts if len(text) > 1]:  # one that occurs

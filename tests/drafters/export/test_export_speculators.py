@@ -180,6 +180,20 @@ def layers(**changes):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.ci(
+    "eagle3",
+    "eagle3 of gpt-oss",
+    "eagle3 of taps in disorder",
+    "eagle3 of Qwen3's layers with biases",
+    "p_eagle",
+    "p_eagle of vLLM",
+    "dflash of fewer tokens",
+    "dflash of its authors",
+    "dspark",
+    "dspark of its authors, of masks",
+    "eagle3 with a window",
+    "a causal dflash with a window",
+)
 def test_what_was_exported_is_read_back_with_the_same_tau(made, target, tmp_path, case):
     drafter, layout = made(case)
     layout.write(tmp_path)

@@ -45,6 +45,7 @@ def trained(drafter, target, batch, attend) -> tuple[list[torch.Tensor], list[to
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.ci("eagle", "dflash in a window", "p_eagle")
 def test_states_and_gradients_are_those_of_blocks(case, on_cpu, tiny_target, make_drafter):
     target = tiny_target(vocab=V, layers=4, hidden=16, positions=256)
     drafter = make_drafter(case.split()[0], target, **CASES[case]).train()
@@ -107,6 +108,7 @@ def test_blocks_of_keys_cover_what_is_seen(lengths, window, sinks, ahead):
 
 @needs_compiler
 @torch.no_grad()
+@pytest.mark.proof
 def test_compiled_kernel_reads_these_blocks():
     """On a CPU it returns no logarithms of sums, which joining with later steps needs."""
     visibility, count, seen = visibility_of([300, 1, 500, 90], 64, 3, 1)

@@ -337,6 +337,7 @@ def bench(tmp_path_factory, chat) -> Bench:
     return bench
 
 
+@pytest.mark.proof
 def test_run_trains_and_scores(bench):
     options = ["drafter=hf_dllm", f"drafter.path={bench.root / 'model'}", "drafter.anchors=3"]
     done = bench.train(*options, "weights=dpace", "decode=dynamic", "decode.depth=2").succeeded()

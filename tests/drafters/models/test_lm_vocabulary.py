@@ -298,6 +298,7 @@ def test_export_has_the_tokenizer_and_engines_refuse(target, tmp_path):
             formats.check("lm", drafter.settings, target, to)
 
 
+@pytest.mark.proof
 def test_run_trains_and_scores(bench, tmp_path):
     """A draft model whose tokenizer has other ids and merges."""
     own = trained(300, ["<|end|>", "<|assistant|>"])

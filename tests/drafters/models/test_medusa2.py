@@ -212,6 +212,7 @@ def scored(bench) -> Path:
     return done.folder
 
 
+@pytest.mark.proof
 def test_run_tunes_the_target(scored):
     ups = [w for name, w in final(scored).items() if name.endswith(".up.weight")]
     assert len(ups) == 2 * 7

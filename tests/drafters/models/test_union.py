@@ -230,6 +230,7 @@ def firsts(checkpoint) -> dict[str, torch.Tensor]:
     return {name.removeprefix("first."): w for name, w in found.items() if name.startswith("first.")}
 
 
+@pytest.mark.proof
 def test_first_trains_like_a_plain_run(bench, first_checkpoint):
     more = ["drafter.first.depth=2", "score.enabled=false"]
     run = train(quick(bench, *more, drafter="union")).succeeded()
@@ -389,6 +390,7 @@ def test_replay_counts_the_decoders_rounds(tiny_target, make_drafter, second, pl
     assert (single.tokens, single.emitted) == (outputs[1].tokens, outputs[1].emitted)
 
 
+@pytest.mark.states
 def test_every_drafter_may_be_left_out_of_rounds(pair):
     target, drafter = pair
     if not may_be_first(drafter):
