@@ -1,5 +1,6 @@
 """Which tests run in CI: those of the core, of parametrized ones the cases of `covering`, `ci` and `states`.
 
+`covering(rest=False)` drops the other cases: a product of thousands that differ in nothing but their pairs.
 Tests of the zoo and of the laboratory get the marker of their tier, the cases that are left out get `proof`.
 This is done while pytest collects, before `-m` selects. Of cases that are named on pytest's command line only
 those named are considered, so a single case always runs.
@@ -39,8 +40,9 @@ def mark_tiers(items: Iterable[pytest.Item]) -> None:
             item.add_marker(pytest.mark.lab)
 
 
-def mark_proofs(items: Iterable[pytest.Item]) -> None:
-    """Mark as `proof` the cases that `states`, `covering` and `ci` leave out of CI."""
+def mark_proofs(items: list[pytest.Item]) -> None:
+    """Mark as `proof`, or drop, the cases that `states`, `covering` and `ci` leave out of CI."""
+    dropped = set[pytest.Item]()
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and not item.get_closest_marker("proof"):
@@ -52,7 +54,9 @@ def mark_proofs(items: Iterable[pytest.Item]) -> None:
         if marker := group[0].get_closest_marker("covering"):
             zoo = [item for item in group if item.get_closest_marker("zoo")]
             tiers = [item for item in group if item not in zoo], zoo
-            chosen = [item for tier in tiers for item in cover(tier, marker.args, **marker.kwargs)]
+            pairs, rest = marker.kwargs.get("pairs", False), marker.kwargs.get("rest", True)
+            chosen = [item for tier in tiers for item in cover(tier, marker.args, pairs)]
+            dropped |= set() if rest else set(group) - set(chosen)
         elif marker := group[0].get_closest_marker("ci"):
             chosen = [item for item in group if item.callspec.id in marker.args]
             if len(group) > 1 and len(chosen) < len(marker.args):
@@ -61,6 +65,9 @@ def mark_proofs(items: Iterable[pytest.Item]) -> None:
         else:
             continue
         _rest_are_proofs(group, chosen)
+    if dropped:
+        items[0].config.hook.pytest_deselected(items=list(dropped))  # so that pytest counts them
+        items[:] = [item for item in items if item not in dropped]
 
 
 def _rest_are_proofs(group: list[pytest.Item], chosen: list[pytest.Item]) -> list[pytest.Item]:
@@ -72,7 +79,7 @@ def _rest_are_proofs(group: list[pytest.Item], chosen: list[pytest.Item]) -> lis
     return chosen
 
 
-def cover(items: list[pytest.Item], names: tuple[str, ...], pairs: bool = False) -> list[pytest.Item]:
+def cover(items: list[pytest.Item], names: tuple[str, ...], pairs: bool) -> list[pytest.Item]:
     """The fewest cases, chosen greedily, that show every value of every parameter once.
 
     Args:

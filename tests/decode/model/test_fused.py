@@ -150,8 +150,11 @@ def test_other_classes_run_their_own_code():
     assert [name for name in others if body(CausalLM(frozen(name, WORKS))) is not None] == []
 
 
-@pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+COMPILED = [(torch.float32, name) for name in FUSED]
+COMPILED += [(torch.bfloat16, name) for name in ("llama tied, biased", "qwen3", "mistral, window 6")]
+
+
+@pytest.mark.parametrize(("dtype", "name"), COMPILED)
 @pytest.mark.proof  # tests/lab/test_benchmark.py compiles in CI
 def test_compiled_pass_computes_what_the_fused_one_does(name, dtype, monkeypatch, tmp_path):
     """The code is found again for the same weights, and compiled again where its file is damaged."""

@@ -99,7 +99,7 @@ PARTNERS = list(zip(DIVERGENCES, reversed(DIVERGENCES), strict=True))
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("others", WEIGHTS)
 @pytest.mark.parametrize("chunk", [1, 0])
-@pytest.mark.covering(pairs=True)
+@pytest.mark.covering(pairs=True, rest=False)
 def test_mix_of_two_is_the_sum_of_both(pair, weights, others, chunk, given):
     """Every divergence and every weighting: values, and gradients of states and of heads."""
     one, two = (DIVERGENCES[name] for name in pair)

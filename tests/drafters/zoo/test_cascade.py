@@ -125,7 +125,7 @@ def below_the_root(passes: list[str]) -> int:
 @pytest.mark.parametrize(
     ("second", "length"), [("ngram", None), ("suffix", None), ("ngram", 1), ("suffix", 2)]
 )
-@pytest.mark.covering(pairs=True)
+@pytest.mark.covering(pairs=True, rest=False)
 def test_chains_are_those_of_the_draft_model(target, make_drafter, kept, second, length, name, sampler):
     drafter = cascade(make_drafter, target, second, second_length=length)
     options = {"plan": PLANS[name], "sampler": sampler, "max_new_tokens": 40, "seed": 3}
@@ -154,7 +154,7 @@ class Every(Ngram):
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize(("second", "length"), [("ngram", None), ("suffix", 99), ("ngram", 2), ("every", 99)])
-@pytest.mark.covering(pairs=True)
+@pytest.mark.covering(pairs=True, rest=False)
 def test_trees_are_those_of_the_draft_model(target, make_drafter, kept, second, length, name, sampler):
     drafter = cascade(make_drafter, target, "ngram" if second == "every" else second, second_length=length)
     if second == "every":
