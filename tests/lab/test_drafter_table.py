@@ -121,6 +121,7 @@ def test_wrong_arms_and_changed_source_are_refused(tmp_path, runs, monkeypatch, 
         *((name, []) for name in ("distillspec", "drafters", "smollm2")),
         *(("objectives", [f"setting={setting}"]) for setting in ("pocket", "hf_dllm", "smollm2")),
         *(("blocks", [f"setting={setting}", "depth=7"]) for setting in ("pocket", "smollm2")),
+        *(("blocks", [f"kind={kind}"]) for kind in ("dspark", "diffusion", "p_eagle")),
     ],
 )
 def test_all_arms_of_the_configuration_compose(name, overrides):
