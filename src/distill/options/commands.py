@@ -259,7 +259,7 @@ class VerifyOptions(ServerOptions):
     since_start: bool
     temperature: float | None
     depth: int | None
-    decode: str | None  # name of a row of the scorecard
+    row: str | None  # of the scorecard, by name
     tolerance: float  # of acceptance
 
 
@@ -275,7 +275,7 @@ class WatchOptions:
     mix: dict[str, float] | None  # kind of prompt -> share
     temperature: float | None
     depth: int | None
-    decode: str | None  # name of a row of the scorecard
+    row: str | None  # of the scorecard, by name
     tolerance: float  # of tau
     model: str | None  # as the server calls it
     timeout: float  # seconds for a page

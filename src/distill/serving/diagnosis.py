@@ -122,7 +122,7 @@ def _somewhat_lower(facts: ServerFacts) -> Iterator[str]:
     elif facts.sampled:
         yield (
             "above temperature 0 an engine may sample drafts (vLLM's probabilistic draft sampling), which "
-            "changes acceptance: compare it with a row of sampled drafts by decode=chain-<K>-sampled"
+            "changes acceptance: compare it with a row of sampled drafts by row=chain-<K>-sampled"
         )
 
 

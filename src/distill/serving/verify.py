@@ -87,7 +87,7 @@ def _matching_row(
         raise UserError(
             f"depth={options.depth}, but the engine counts drafts of {reading.depth} tokens; leave it out"
         )
-    return chain_row(card, options.checkpoint, depth, temperature, options.decode)
+    return chain_row(card, options.checkpoint, depth, temperature, options.row)
 
 
 def _check_chain(reading: Reading, endpoint: Endpoint) -> None:

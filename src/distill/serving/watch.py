@@ -74,7 +74,7 @@ def watch(options: WatchOptions) -> bool:
             f"{endpoint.url}: does not say how many tokens it drafts; give depth=<--speculative-num-steps>"
         )
     temperature = card.rows[0].temperature if options.temperature is None else options.temperature
-    row = chain_row(card, options.checkpoint, depth, temperature, options.decode)
+    row = chain_row(card, options.checkpoint, depth, temperature, options.row)
     expected = expected_of(card, row, options.mix)
     say(
         f"watching {endpoint.url} in windows of {options.requests} requests; scored: step "

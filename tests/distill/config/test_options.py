@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from workbench import CONF, make_target, options_of
 
@@ -78,6 +79,20 @@ def test_configuration_has_the_names_of_its_options(name):
     options = read_options(COMMANDS[name], cfg)
     values = {key: value for key, value in cfg.items() if not OmegaConf.is_config(value)}
     assert {key: getattr(options, str(key)) for key in values} == values
+
+
+def test_no_option_has_the_name_of_a_group():
+    """`key=value` would then ask for one of the group's choices."""
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
+    files = {path: yaml.safe_load(path.read_text()) for path in CONF.glob("*.yaml")}
+    files |= {path: yaml.safe_load(path.read_text()) for path in CONF.glob("lab/*.yaml")}
+    found = [
+        (path.stem, key)
+        for path, options in files.items()
+        for key, value in options.items()
+        if key in groups and not isinstance(value, dict)
+    ]
+    assert found == [("plan", "prompts")]  # a number, or a file, before Hydra reads it
 
 
 def test_setting_that_only_one_of_both_has_is_named():

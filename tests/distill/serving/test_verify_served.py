@@ -260,7 +260,7 @@ def test_row_of_the_same_plan_and_temperature_is_compared(ask, start, place, tmp
     card = written(tmp_path, a_card(place / "m", [tree, deeper, warm, drawn, a_row()]))
     server = start()
     assert ask(server, checkpoint=card)[0]
-    assert not ask(server, checkpoint=card, decode="chain-3-sampled")[0]
+    assert not ask(server, checkpoint=card, row="chain-3-sampled")[0]
     assert not ask(server, checkpoint=card, temperature=1.0)[0]
     assert server.asked[-1]["temperature"] == 1.0
     card = written(tmp_path, a_card(place / "m", [tree, deeper]))
