@@ -13,7 +13,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CODE = {"zoo": ("src/drafters/zoo", "src/decode/lossy", "src/decode/evaluation/quality.py"), "lab": ("scripts/lab", ":!scripts/lab/results")}
+CODE = {
+    "zoo": ("src/drafters/zoo", "src/decode/lossy", "src/decode/evaluation/quality.py"),
+    "lab": ("scripts/lab", ":!scripts/lab/results"),
+}
 TESTS = {"zoo": ("tests/drafters/zoo", "tests/decode/lossy"), "lab": ("conf/lab", "tests/lab")}
 
 
