@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -14,6 +15,7 @@ from claims.budgets import PLOT, best_within, budget_table, plot_budgets
 from claims.cards import RESULTS, Line, Result, common_seeds, grouped, line_of, read_folder
 from claims.estimates import difference, mean_over_seeds, seed_noise, tau
 from claims.judged import Claim, Comparison, Folder, read_claims, rows_of, verdict
+from claims.pages import noise_lines
 from claims.tables import by_target, differences, other_plans, table
 from decode.errors import UserError
 from decode.evaluation.replay import Counts
@@ -75,6 +77,17 @@ def test_the_noise_of_seeds_is_pooled_over_trained_lines():
     assert found.deviation == pytest.approx(math.sqrt((0.02 + 2 * 0.01) / 3))
     assert found.width(2) == pytest.approx(3.182446 * found.deviation * math.sqrt(2), rel=1e-6)
     assert seed_noise(lines[2:], 0.0) is None
+
+
+def test_lines_that_are_left_out_do_not_lower_the_noise():
+    lines = {"a": [line("one", 8, 2.0, 2.2), line("copy", 8, 2.0, 2.0)], "b": [line("weak", 8, 1.01, 1.02)]}
+    with_all = {name: Folder(title="", target="") for name in lines}
+    fewer = {
+        "a": replace(with_all["a"], noise_without=["copy-*"]),
+        "b": replace(with_all["b"], noise_without=["*"]),
+    }
+    assert [line.name for line in noise_lines(lines, with_all)] == ["one-8", "copy-8", "weak-8"]
+    assert [line.name for line in noise_lines(lines, fewer)] == ["one-8"]
 
 
 def test_one_seed_cannot_show_less_than_seeds_differ_by():

@@ -112,12 +112,15 @@ class Folder:
         target: the model that drafts are for.
         against: the arm that the others are compared with on its page; "": none.
         budgets: CPU minutes of training, for each of which its page names the best arm.
+        noise_without: patterns of lines that do not count for the noise of seeds: they have another line's
+            weights, or hardly accept anything, so that their tau cannot vary.
     """
 
     title: str
     target: str
     against: str = ""
     budgets: Sequence[float] = ()
+    noise_without: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from claims.budgets import PLOT, budget_table, plot_budgets
@@ -35,7 +36,8 @@ HEAD = (
     "- *difference*: tau of the first minus tau of the second, with its 95 % interval. Several seeds "
     "in both: paired by seed, Student's t. One seed: paired by prompt, bootstrap; the interval is "
     "widened by the noise of seeds for each of the two that is trained. That noise, the standard "
-    "deviation of tau over seeds, is {noise}, from every line with several seeds.\n"
+    "deviation of tau over seeds, is {noise}, from lines with several seeds (but for `noise_without` in "
+    "claims.yaml).\n"
     "- *same*, *opposite*: the interval is on the paper's side of zero, or on the other. *Not "
     "distinguished*: it contains zero. *Not in the regime*: the claim is about other settings; the "
     "numbers are what was seen here.\n"
@@ -62,7 +64,7 @@ def write_all(check: bool) -> list[str]:
         refuse_dirty(file)
         if NAME.fullmatch(file.stem) and str(file.parent.relative_to(RESULTS)) not in folders:
             raise UserError(f"{file.parent.relative_to(ROOT)}: no such folder in claims.yaml; add it there")
-    noise = {t: seed_noise([line for found in lines.values() for line in found], t) for t in TEMPERATURES}
+    noise = {t: seed_noise(noise_lines(lines, folders), t) for t in TEMPERATURES}
     pages = {ROOT / "docs" / "claims.md": claims_page(claims, lines, noise)}
     for name, folder in folders.items():
         pages[RESULTS / name / "README.md"] = folder_page(folder, lines[name], noise)
@@ -77,6 +79,16 @@ def write_all(check: bool) -> list[str]:
         for name in (name for name, folder in folders.items() if folder.budgets):
             plot_budgets(lines[name], RESULTS / name / PLOT)
     return [str(file.relative_to(ROOT)) for file in changed]
+
+
+def noise_lines(lines: Mapping[str, Sequence[Line]], folders: Mapping[str, Folder]) -> list[Line]:
+    """Lines whose seeds tell the noise of tau."""
+    return [
+        line
+        for name, found in lines.items()
+        for line in found
+        if not any(fnmatch(line.name, pattern) for pattern in folders[name].noise_without)
+    ]
 
 
 def claims_page(
