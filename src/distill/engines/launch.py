@@ -22,7 +22,7 @@ from urllib.error import HTTPError
 from urllib.request import OpenerDirector, ProxyHandler, build_opener
 
 from decode.errors import UserError
-from distill.engines.http import within
+from distill.engines.http import openai, within
 from distill.utils.progress import say
 from distill.utils.thread_spinning import chosen_here
 
@@ -90,7 +90,7 @@ class Installation:
         option: option that names the interpreter, for messages.
 
     Raises:
-        UserError: no interpreter, or one without the package.
+        UserError: no interpreter, or one without the package; no client library here to ask its server.
     """
 
     package: ClassVar[str]
@@ -102,6 +102,7 @@ class Installation:
         patience: float = 900.0,
         option: str = "score.engine_python",
     ) -> None:
+        openai()
         self.python = interpreter(python, self.package, option)
         self.arguments, self.patience = list(map(str, arguments)), patience
 

@@ -12,7 +12,7 @@ from urllib.request import urlopen
 import pytest
 
 from decode.errors import UserError
-from distill.engines.launch import interpreter, serve
+from distill.engines.launch import Installation, interpreter, serve
 
 MODULE = """
 import argparse, http.server, os, subprocess, sys
@@ -35,6 +35,17 @@ class Page(http.server.BaseHTTPRequestHandler):
         self.wfile.write(" ".join(map(str, told)).encode())
 http.server.HTTPServer((a.host, a.port), Page).serve_forever()
 """
+
+
+class Engine(Installation):
+    package = "json"
+
+
+def test_installation_without_a_client_for_its_server_is_refused(monkeypatch):
+    assert Engine(sys.executable).python
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(UserError, match=r"pip install 'foredraft\[serving\]'"):
+        Engine(sys.executable)
 
 
 @pytest.fixture
