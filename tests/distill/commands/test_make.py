@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,7 +218,20 @@ def test_candidate_with_the_best_forecast_is_chosen(bench, costs, monkeypatch):
     )
 
 
-def test_settings_follow_from_the_formats(bench, deep, costs, monkeypatch):
+def test_gguf_without_the_targets_file_is_refused_before_anything_is_timed(bench, deep, monkeypatch):
+    monkeypatch.setattr(candidates, "time_candidates", None)
+    said = "export.target_gguf=<file>"
+    foredraft("make", *words(bench, "ship=[vllm,gguf]", f"target={deep}")).refused(said)
+    assert not list((bench.root / "outputs").glob("rollouts/*"))
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Some GGUF file of the target."""
+    monkeypatch.setattr(make.gguf_file, "target_file", lambda *_: Path("target.gguf"))
+
+
+def test_settings_follow_from_the_formats(bench, deep, costs, served, monkeypatch):
     costs(eagle3=1.2)
     monkeypatch.setattr(make.Making, "_train", lambda self, options: options)
     monkeypatch.setattr(make.Making, "_end", lambda self, options: None)
@@ -233,7 +247,7 @@ def test_settings_follow_from_the_formats(bench, deep, costs, monkeypatch):
     [(["drafter=eagle3"], "drafter"), (["drafter=union", "drafter.first=eagle3"], "drafter.first")],
 )
 def test_settings_that_a_format_needs_are_set_for_a_named_drafter(
-    bench, deep, costs, monkeypatch, drafter, option
+    bench, deep, costs, served, monkeypatch, drafter, option
 ):
     kind = drafter[0].partition("=")[2]
     costs(**{kind: 1.2})
@@ -249,7 +263,7 @@ def test_settings_that_a_format_needs_are_set_for_a_named_drafter(
     assert f"{option}.norm_before_fc=true, not false: {reason}" in done.out
 
 
-def test_option_that_the_user_names_is_never_changed(bench, deep):
+def test_option_that_the_user_names_is_never_changed(bench, deep, served):
     more = ["drafter=eagle3", "drafter.fc_norm=true", "ship=[vllm,gguf]", f"target={deep}"]
     said = "drafter=eagle3: to=gguf: llama.cpp has no fc_norm", "train with drafter.fc_norm=false"
     foredraft("make", *words(bench, *more)).refused(*said)

@@ -35,6 +35,8 @@ from distill.utils.launcher import launch, process_age
 from distill.utils.progress import say, switch
 from distill.utils.reports import Reports
 from distill.utils.run_folder import checkpoints
+from drafters.export.formats import GGUF
+from drafters.export.llama_cpp import file as gguf_file
 
 POINTS = 12  # save points of the training
 SAFETY = 1.5  # of the time that is kept for scores, engines and files at the end
@@ -144,6 +146,8 @@ class Making:
             say(line)
         target = TargetSource(first.target).load(decodes=False)
         _, prompts, _ = PromptReader.of_run(first).read()
+        if GGUF in first.export.programs:
+            gguf_file.target_file(first.export.target_gguf, target)
         found, refusals = candidates.possible(
             self.words, self.given, kinds, target, first.export.programs, len(prompts)
         )
